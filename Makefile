@@ -1,0 +1,35 @@
+# Everything runs in a virtual environment of its own; the first target that needs it makes it.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: demo test check bench format clean
+
+demo: $(INSTALLED)  ## install, then train a dozen models at once on real data
+	$(BIN)/raypool demo
+
+test: $(INSTALLED)  ## install, then run all tests
+	$(BIN)/pytest
+
+check: $(INSTALLED)  ## formatting, lint, types, layers
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/pytest -q tests/unit/test_layers.py
+
+bench: $(INSTALLED)  ## how fast, as ratios against Ray and the standard library
+	$(BIN)/python -m benchmarks
+
+format: $(INSTALLED)  ## put the code into shape
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:  ## remove what was installed and made
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -c "import sys; assert sys.version_info >= (3, 11), 'raypool needs Python 3.11 or newer; run: make PYTHON=python3.11 ...'"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[demo,plots,dev]"
+	touch $@

@@ -1,0 +1,63 @@
+"""How long it takes until something runs: `import raypool`, and from `parpool()` to the first result, in fresh processes.
+
+The import must not bring in Ray or torch, which take seconds. The start is held against the least that Ray itself needs: its
+import, `ray.init` with the same settings, two actors and an answer from each.
+"""
+
+from __future__ import annotations
+
+import json
+
+from benchmarks.measuring import Line, fresh_process, in_turns
+
+IMPORT = """
+import sys, time
+started = time.perf_counter()
+import raypool
+took = time.perf_counter() - started
+heavy = [name for name in ("ray", "torch", "numpy", "pandas") if name in sys.modules]
+import json
+print(json.dumps([took, heavy]))
+"""
+RAYPOOL = """
+import time
+from benchmarks.tasks import nothing
+import raypool
+started = time.perf_counter()
+with raypool.parpool(2, quiet=True) as pool:
+    pool.parfeval_on_all(nothing).result()
+    took = time.perf_counter() - started
+print(took)
+"""
+RAY = """
+import time
+from benchmarks.tasks import Bare
+started = time.perf_counter()
+import ray
+ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+actors = [ray.remote(Bare).remote() for _ in range(2)]
+ray.get([actor.call.remote() for actor in actors])
+print(time.perf_counter() - started)
+"""
+
+
+def run():
+    heavy = set()
+
+    def import_us():
+        took, names = json.loads(fresh_process(IMPORT))
+        heavy.update(names)
+        return took * 1e6
+
+    imports = in_turns({"raypool": import_us}, rounds=7)
+    starts = in_turns(
+        {"raypool": lambda: float(fresh_process(RAYPOOL)) * 1e6, "ray": lambda: float(fresh_process(RAY)) * 1e6},
+        rounds=3,
+        warm_ups=0,
+    )
+    brought = f"brings in {', '.join(sorted(heavy))}" if heavy else "without ray, torch, numpy, pandas"
+    return [
+        Line("start", "import raypool", "100 ms", "us", imports["raypool"], target=100_000.0, note=brought),
+        Line("start", "heavy imports with it", "none", "", [float(len(heavy))], target=0.0, note=brought),
+        Line("start", "parpool() to first result", "bare Ray and 2 actors", "us", starts["raypool"], starts["ray"]),
+    ]

@@ -1,0 +1,61 @@
+"""One Ray for everybody: the same workers' niceness and the same cores for raypool and for what it is held against."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.measuring import ROOT
+from benchmarks.tasks import Bare, nothing
+from raypool import ParallelPool, parpool
+from raypool.engine.ray_session import ENVIRONMENT, make_token
+
+WORKERS = 2
+
+
+@dataclass(frozen=True)
+class Session:
+    """Two workers of each kind; only those that are being measured do anything."""
+
+    pool: ParallelPool
+    actors: list[Any]  # bare ones of Ray
+    ray_pool: Any  # ray.util.multiprocessing.Pool
+    process_pool: Any  # multiprocessing.Pool
+
+
+def prepare_environment():
+    """Set what Ray reads when it is imported; also for processes that are started from here."""
+    os.environ.update(ENVIRONMENT)
+    os.environ["PYTHONPATH"] = str(ROOT)  # the workers import `benchmarks` too
+    make_token()
+
+
+@contextlib.contextmanager
+def session():
+    """Start Ray, and on it two workers of each kind."""
+    with multiprocessing.get_context("spawn").Pool(WORKERS) as process_pool:
+        import ray
+        from ray.util import multiprocessing as ray_multiprocessing
+
+        ray.init(
+            address="local",
+            num_cpus=2 * WORKERS,
+            object_store_memory=500_000_000,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="ERROR",
+        )
+        actors = [ray.remote(Bare).options(num_cpus=0).remote() for _ in range(WORKERS)]
+        ray_pool = ray_multiprocessing.Pool(WORKERS)
+        try:
+            with parpool(WORKERS, quiet=True) as pool:
+                ray.get([actor.call.remote() for actor in actors])
+                ray_pool.map(nothing, range(WORKERS))
+                process_pool.map(nothing, range(WORKERS))
+                yield Session(pool, actors, ray_pool, process_pool)
+        finally:
+            ray_pool.terminate()
+            ray.shutdown()

@@ -1,0 +1,73 @@
+"""Many models at once, one on each GPU: MATLAB's parpool, parfor and parfeval for people who train models in Python, on Ray.
+
+>>> from raypool import parpool
+>>> with parpool(2, profile="threads", quiet=True) as pool:
+...     list(pool.parfor(lambda x: x + 1, [1, 2, 3]))
+[2, 3, 4]
+"""
+
+from raypool.engine.backend import WorkerInfo
+from raypool.errors import (
+    CloudError,
+    InternalError,
+    InvalidTypeError,
+    InvalidValueError,
+    LossReason,
+    PoolBrokenError,
+    PoolClosedError,
+    RaypoolError,
+    RemoteTraceback,
+    ResourceError,
+    SerializationError,
+    SpmdError,
+    StartupError,
+    TaskError,
+    TaskTimeoutError,
+    TrainingError,
+    WorkerLostError,
+)
+from raypool.futures import Future, fetch_next, fetch_outputs, wait
+from raypool.pool import ParallelPool, Statistics, gcp, parpool
+from raypool.profiles import Profile, WorkerResources
+from raypool.results import Results
+from raypool.shared import Constant
+from raypool.task import CurrentTask, current_task
+from raypool.view import PoolView
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CloudError",
+    "Constant",
+    "CurrentTask",
+    "Future",
+    "InternalError",
+    "InvalidTypeError",
+    "InvalidValueError",
+    "LossReason",
+    "ParallelPool",
+    "PoolBrokenError",
+    "PoolClosedError",
+    "PoolView",
+    "Profile",
+    "RaypoolError",
+    "RemoteTraceback",
+    "ResourceError",
+    "Results",
+    "SerializationError",
+    "SpmdError",
+    "StartupError",
+    "Statistics",
+    "TaskError",
+    "TaskTimeoutError",
+    "TrainingError",
+    "WorkerInfo",
+    "WorkerLostError",
+    "WorkerResources",
+    "current_task",
+    "fetch_next",
+    "fetch_outputs",
+    "gcp",
+    "parpool",
+    "wait",
+]

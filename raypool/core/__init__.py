@@ -1,0 +1,1 @@
+"""What happens next, decided without Ray, torch, threads, clocks or files."""

@@ -1,0 +1,160 @@
+"""What waits: tasks in order of priority, then submission, and how they are cut into calls."""
+
+from __future__ import annotations
+
+from collections import deque
+from heapq import heappop, heappush
+
+from raypool.core import policy
+from raypool.core.model import Attempt, Order, Slice, Task, TaskSpec
+from raypool.core.policy import Pace
+
+MAX_IDLE_PACES = 256
+"""So many functions without a task keep their measured times; the ones idle for longest are forgotten."""
+
+
+class Backlog:
+    """The tasks that have not ended, the heap of those that can be dispatched, and the pace of each function.
+
+    A heap entry whose task has ended is stale, and dropped when it comes to the top.
+    """
+
+    def __init__(self) -> None:
+        self.tasks: dict[int, Task] = {}
+        self.heap: list[Order] = []
+        self.paces: dict[int, Pace] = {}  # of functions that have tasks
+        self.idle_paces: dict[int, Pace] = {}  # of others, the newest last
+
+    def admit(self, spec: TaskSpec) -> Task:
+        """Take in a new task (it still has to be queued)."""
+        pace = self.paces.get(spec.fn_id)
+        if pace is None:
+            pace = self.idle_paces.pop(spec.fn_id) if spec.fn_id in self.idle_paces else Pace()
+            self.paces[spec.fn_id] = pace
+        pace.num_tasks += 1
+        pace.waiting += spec.size
+        task = self.tasks[spec.task_id] = Task(spec, pace, spec.size, spec.is_open)
+        return task
+
+    def discard(self, task: Task) -> None:
+        """Forget a task that has ended."""
+        del self.tasks[task.spec.task_id]
+        task.pace.waiting -= task.waiting
+        task.pace.num_tasks -= 1
+        if task.pace.num_tasks == 0:
+            self.idle_paces[task.spec.fn_id] = self.paces.pop(task.spec.fn_id)
+            if len(self.idle_paces) > MAX_IDLE_PACES:
+                del self.idle_paces[next(iter(self.idle_paces))]
+
+    def extend(self, task: Task, count: int) -> None:
+        """Add items to an open task."""
+        task.size += count
+        task.pace.waiting += count
+
+    def push(self, task: Task, heap: list[Order]) -> None:
+        """Put a task into a heap, if it can be dispatched and does not stand there already."""
+        if not task.is_queued and task.is_ready:
+            task.is_queued = True
+            heappush(heap, task.order)
+
+    def head(self, heap: list[Order]) -> Task | None:
+        """Return the task whose turn it is."""
+        while heap:
+            task = self.tasks.get(heap[0][1])
+            if task is not None:
+                return task
+            heappop(heap)
+        return None
+
+    def pop(self, heap: list[Order]) -> Task:
+        """Take the head out of its heap."""
+        task = self.tasks[heappop(heap)[1]]
+        task.is_queued = False
+        return task
+
+    def land(self, piece: Slice) -> Task | None:
+        """Take a slice out of flight; return its task, or None if that has ended meanwhile."""
+        task = self.tasks.get(piece.task_id)
+        if task is not None:
+            task.in_flight -= 1
+            task.items_in_flight -= piece.stop - piece.start
+        return task
+
+    def run_again(self, task: Task, pieces: list[Slice]) -> None:
+        """Queue slices that were in flight; they come before the rest of the task."""
+        if task.again is None:
+            task.again = deque()
+        task.again.extendleft(reversed(pieces))
+        task.pace.waiting += sum(piece.stop - piece.start for piece in pieces)
+
+    def give_up(self, task: Task) -> list[Slice]:
+        """Return all that waits of a task that is about to end."""
+        pieces = list(task.again or ())
+        if task.cursor < task.size:
+            pieces.append(Slice(task.spec.task_id, task.cursor, task.size, 1))
+        task.pace.waiting -= task.waiting
+        return pieces
+
+    def wants_look_ahead(self, task: Task, num_workers: int) -> bool:
+        """Whether the next slice of a task may queue up behind a running call."""
+        spec = task.spec
+        if spec.retries == 0 or spec.max_workers is not None or task.is_suspect:
+            return False
+        return policy.should_look_ahead(task.pace, num_workers)
+
+    def take(self, heap: list[Order], num_workers: int) -> Attempt:
+        """Cut the next call from the head of a heap.
+
+        Short tasks of one function share the call, as long as they stand one after the other.
+        """
+        task = self.tasks[heap[0][1]]
+        if task.is_suspect:
+            return Attempt((self._cut(task, heap, room=task.size),), task.pace, runs_alone=True)
+        runs_alone = task.spec.retries == 0
+        room = 1 if runs_alone else task.spec.chunk_size or policy.chunk_size(task.pace, num_workers)
+        piece = self._cut(task, heap, room)
+        slices = [piece]
+        while room := room - (piece.stop - piece.start):
+            following = self.head(heap)
+            if following is None or not _may_share(task, following):
+                break
+            piece = self._cut(following, heap, room)
+            slices.append(piece)
+        return Attempt(tuple(slices), task.pace, runs_alone)
+
+    def take_rank(self, gang: Task) -> Attempt:
+        """Cut the next rank from a gang."""
+        return Attempt((self._cut(gang, None, room=1),), gang.pace, runs_alone=True)
+
+    def _cut(self, task: Task, heap: list[Order] | None, room: int) -> Slice:
+        """Cut a slice of at most `room` items; a task that has no more to give leaves its heap."""
+        if task.again:
+            piece = task.again.popleft()
+            if piece.stop - piece.start > room:
+                task.again.appendleft(piece._replace(start=piece.start + room))
+                piece = piece._replace(stop=piece.start + room)
+        else:
+            start = task.cursor
+            task.cursor = min(start + room, task.size)
+            piece = Slice(task.spec.task_id, start, task.cursor, 1)
+        count = piece.stop - piece.start
+        task.pace.waiting -= count
+        task.in_flight += 1
+        task.items_in_flight += count
+        if heap is not None and not task.is_ready:
+            self.pop(heap)
+        return piece
+
+
+def _may_share(task: Task, following: Task) -> bool:
+    """Whether the next slice of `following` may go into a call that begins with a slice of `task`."""
+    spec, other = task.spec, following.spec
+    return (
+        spec.fn_id == other.fn_id
+        and spec.max_workers is None
+        and other.max_workers is None
+        and spec.chunk_size == other.chunk_size
+        and other.retries > 0
+        and not other.is_gang
+        and not following.is_suspect
+    )

@@ -1,0 +1,159 @@
+"""What the scheduler is told (events: facts, past tense) and what it answers (commands: imperatives).
+
+All are plain tuples of ids, sizes and kinds, so that they can be compared, written as JSON and replayed.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from raypool.core.model import Report, Slice, TaskSpec, TaskState
+from raypool.errors import LossReason
+
+# --- events -----------------------------------------------------------------------------------------------------------
+
+
+class TaskSubmitted(NamedTuple):
+    """A task was handed in."""
+
+    spec: TaskSpec
+
+
+class ItemsAdded(NamedTuple):
+    """An open task got `count` more items; `is_open` says whether more may follow."""
+
+    task_id: int
+    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody needs here
+    is_open: bool
+
+
+class CancelRequested(NamedTuple):
+    """Nobody wants the task any more: what is queued of it never runs, what comes back of it is dropped."""
+
+    task_id: int
+
+
+class WorkerReady(NamedTuple):
+    """A worker has come up and passed its checks."""
+
+    worker_id: int
+
+
+class WorkerLost(NamedTuple):
+    """A worker is gone. `was_idle`: it had gone before it could begin what was sent to it, which is not to blame."""
+
+    worker_id: int
+    reason: LossReason
+    was_idle: bool = False
+
+
+class AttemptFinished(NamedTuple):
+    """A worker has answered; one report for each slice of the attempt, in order."""
+
+    worker_id: int
+    attempt_id: int
+    reports: tuple[Report, ...]
+
+
+class TimerFired(NamedTuple):
+    """The time of a `SetTimer` has come."""
+
+    kind: str
+    worker_id: int
+
+
+class ResizeRequested(NamedTuple):
+    """New places were claimed for the pool (`add`), or it is to give back so many (`remove`)."""
+
+    add: tuple[int, ...] = ()
+    remove: int = 0
+
+
+class ShutdownRequested(NamedTuple):
+    """No task is taken from now on. What is queued, or running, may be cancelled."""
+
+    cancel_queued: bool = False
+    cancel_running: bool = False
+
+
+Event = (
+    TaskSubmitted
+    | ItemsAdded
+    | CancelRequested
+    | WorkerReady
+    | WorkerLost
+    | AttemptFinished
+    | TimerFired
+    | ResizeRequested
+    | ShutdownRequested
+)
+
+# --- commands ---------------------------------------------------------------------------------------------------------
+
+
+class StartWorker(NamedTuple):
+    """Start a worker in a place, instead of any that was there."""
+
+    worker_id: int
+    place: int
+
+
+class Vacate(NamedTuple):
+    """End the worker in a place, if there is one, and give the place back."""
+
+    place: int
+
+
+class RunTasks(NamedTuple):
+    """Call the worker with these slices."""
+
+    worker_id: int
+    attempt_id: int
+    slices: tuple[Slice, ...]
+
+
+class SettleItems(NamedTuple):
+    """The outcomes that came with this attempt for these items count."""
+
+    attempt_id: int
+    items: Slice
+
+
+class FailItems(NamedTuple):
+    """These items have lost their worker for the last time."""
+
+    items: Slice
+    reason: LossReason
+
+
+class EndTask(NamedTuple):
+    """The task has ended: all its items are settled, or what is missing never will be."""
+
+    task_id: int
+    state: TaskState
+
+
+class DropPlace(NamedTuple):
+    """A worker can't be started in this place any more; the pool is smaller now."""
+
+    place: int
+    reason: LossReason
+
+
+class SetTimer(NamedTuple):
+    """Send `TimerFired(kind, worker_id)` at this time [s, the clock of `now`]."""
+
+    at: float
+    kind: str
+    worker_id: int
+
+
+class BreakPool(NamedTuple):
+    """No worker is left that can come back; the tasks ended after this have failed because of it."""
+
+
+class ClosePool(NamedTuple):
+    """All tasks have ended and all places are given back."""
+
+
+Command = StartWorker | Vacate | RunTasks | SettleItems | FailItems | EndTask | DropPlace | SetTimer | BreakPool | ClosePool

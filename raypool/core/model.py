@@ -1,0 +1,224 @@
+"""The nouns of the scheduler: tasks, slices, attempts, workers, places.
+
+A **task** is what a user handed in under one id: one call (`parfeval`) or the items of one loop (`parfor`), numbered
+from 0. A **slice** is a run of consecutive items of one task; it is what travels. An **attempt** is one call to one worker
+with one or more slices in it. A **place** is a claim on a device, and outlives the worker processes that come and go in it.
+Ids are small integers, never used twice. No value of the user's is in here.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import pairwise
+from typing import NamedTuple
+
+from raypool.core.policy import Pace
+
+Order = tuple[int, int]
+"""(-priority, task id): tasks start in ascending order of this."""
+
+
+class TaskState(Enum):
+    """Where a task is. RUNNING: some of it was sent to a worker. FINISHED, FAILED and CANCELLED are never left."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    FINISHED = "finished"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the task has ended."""
+        return self in _FINAL_STATES
+
+
+_FINAL_STATES = frozenset({TaskState.FINISHED, TaskState.FAILED, TaskState.CANCELLED})
+
+
+class WorkerState(Enum):
+    """Where a worker is. LOST and STOPPED are never left: whatever comes after has a new id."""
+
+    STARTING = "starting"
+    IDLE = "idle"
+    BUSY = "busy"
+    LOST = "lost"
+    STOPPED = "stopped"
+
+
+class PoolState(Enum):
+    """Where the pool is. CLOSED and BROKEN are never left."""
+
+    OPEN = "open"
+    CLOSING = "closing"
+    CLOSED = "closed"
+    BROKEN = "broken"
+
+
+class TaskSpec(NamedTuple):
+    """What is known of a task when it is submitted.
+
+    `fn_id`: tasks with the same number run the same function, so that short ones may share a call and their times.
+    `is_open`: more items may follow (`ItemsAdded`). `retries`: how often an item may run again after it has lost its
+    worker; with 0 an item never shares a call and never runs twice. `place`: runs on the worker that holds this place now,
+    or fails with it. `is_gang`: its items are ranks, which start together and never run again. `gang_places`: the only
+    places a gang may use. `fail_fast`: the first failure ends the task. `chunk_size`: a call takes so many items, whatever
+    they take (None: by their pace).
+    """
+
+    task_id: int
+    fn_id: int
+    size: int = 1
+    is_open: bool = False
+    priority: int = 0
+    retries: int = 2
+    max_workers: int | None = None
+    place: int | None = None
+    is_gang: bool = False
+    gang_places: tuple[int, ...] | None = None
+    fail_fast: bool = False
+    chunk_size: int | None = None
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether these wishes have a meaning, and go together."""
+        if self.is_gang and (self.is_open or self.place is not None):
+            return False
+        may_start = (self.max_workers is None or self.max_workers > 0) and (self.chunk_size is None or self.chunk_size > 0)
+        return may_start and self.size >= 0 and self.retries >= 0
+
+
+class Slice(NamedTuple):
+    """Items `start` to `stop - 1` of a task, for the `attempt`-th time (from 1)."""
+
+    task_id: int
+    start: int
+    stop: int
+    attempt: int
+
+    def without(self, items: tuple[int, ...]) -> list[Slice]:
+        """Return the runs of items that are left without these, which ascend.
+
+        Example:
+            >>> [(run.start, run.stop) for run in Slice(0, 3, 9, attempt=1).without((3, 5))]
+            [(4, 5), (6, 9)]
+        """
+        starts = (self.start, *(item + 1 for item in items))
+        stops = (*items, self.stop)
+        return [self._replace(start=a, stop=b) for a, b in zip(starts, stops, strict=True) if a < b]
+
+    def for_next_attempt(self, size: int) -> list[Slice]:
+        """Return the same items for the next attempt, in pieces of this size."""
+        return [
+            Slice(self.task_id, start, min(start + size, self.stop), self.attempt + 1)
+            for start in range(self.start, self.stop, size)
+        ]
+
+
+class Report(NamedTuple):
+    """What a worker says of one slice.
+
+    `done`: so many items, counted from the slice's start, have an outcome; the rest was not begun and is handed back.
+    `failed`: so many of them ended with an error. `retry`: the numbers of those of them that may run again.
+    `busy_s`: time spent in the user's function [s].
+    """
+
+    done: int
+    failed: int = 0
+    retry: tuple[int, ...] = ()
+    busy_s: float = 0.0
+
+    def is_about(self, piece: Slice) -> bool:
+        """Whether this can be said of a slice; `retry` has to ascend."""
+        if not self.retry:
+            return 0 <= self.failed <= self.done <= piece.stop - piece.start
+        stop = piece.start + self.done
+        ascends = all(a < b for a, b in pairwise((piece.start - 1, *self.retry, stop)))
+        return ascends and stop <= piece.stop and len(self.retry) <= self.failed <= self.done
+
+
+@dataclass(slots=True)
+class Task:
+    """A task and how far it is. Every item is queued, in flight or settled: `check_invariants` counts them."""
+
+    spec: TaskSpec
+    pace: Pace  # of its function
+    size: int
+    is_open: bool
+    worker_id: int | None = None  # the worker it is bound to (spec.place)
+    cursor: int = 0  # the first item that was never dispatched
+    again: deque[Slice] | None = None  # to run before the cursor goes on; None is much smaller than an empty deque
+    in_flight: int = 0  # slices
+    items_in_flight: int = 0
+    settled: int = 0
+    is_queued: bool = False  # stands in a heap
+
+    @property
+    def order(self) -> Order:
+        """What decides when it is its turn."""
+        return -self.spec.priority, self.spec.task_id
+
+    @property
+    def waiting(self) -> int:
+        """Items that wait to be dispatched."""
+        return self.size - self.settled - self.items_in_flight
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether one more slice could be dispatched."""
+        limit = self.spec.max_workers
+        return self.settled + self.items_in_flight < self.size and (limit is None or self.in_flight < limit)
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether its next slice has lost a worker before, and so runs with nothing beside it."""
+        return bool(self.again) and self.again[0].attempt > 1  # type: ignore[index]
+
+
+class Attempt(NamedTuple):
+    """What one call to one worker holds, all of it for one function."""
+
+    slices: tuple[Slice, ...]
+    pace: Pace  # of that function
+    runs_alone: bool  # nothing may be queued behind it
+
+
+@dataclass(slots=True)
+class Worker:
+    """A process (or thread) that runs tasks; `attempts` is ordered, the first one is running."""
+
+    worker_id: int
+    place: int
+    state: WorkerState = WorkerState.STARTING
+    attempts: dict[int, Attempt] = field(default_factory=dict)
+    bound: dict[int, None] = field(default_factory=dict)  # tasks that run here or not at all
+    own: list[Order] = field(default_factory=list)  # those of them that could be dispatched
+    is_listed: bool = False  # stands in the crew's heap of idle workers
+    has_delivered: bool = False  # an attempt has come back from it
+
+
+@dataclass(slots=True)
+class Place:
+    """A claim on a device and the worker in it."""
+
+    place: int
+    worker_id: int = -1
+    failed_starts: int = 0
+    losses: int = 0  # since the last worker here that has delivered
+
+
+@dataclass(slots=True)
+class Counts:
+    """How much has happened so far. Items, not tasks, in the first four; attempts are calls to workers.
+
+    `cancelled`: items that got no outcome because their task had ended, for whatever reason.
+    """
+
+    submitted: int = 0
+    finished: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    attempts: int = 0
+    workers_lost: int = 0

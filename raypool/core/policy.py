@@ -1,0 +1,112 @@
+"""How much, how often, how long: the scheduler's choices as functions of values."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+SHORT_S = 0.050
+"""An item that takes less than this on average shares its call with others [s]."""
+
+CHUNK_S = 0.050
+"""What a shared call should last [s]: long beside the millisecond that a call costs, short beside anybody's patience."""
+
+LEAST_CHUNK_S = 0.005
+"""Towards the end of a queue, calls get smaller, but not below this [s]: they would cost more than they balance."""
+
+GROWTH = 16
+"""A call holds at most so many times the items that have been measured: few measurements do not justify a long call."""
+
+NEWEST_WEIGHT = 0.25
+"""Weight of the newest call in the running mean, once there are four."""
+
+MAX_IN_FLIGHT = 2
+"""A worker has at most so many calls: one that runs, and one of look-ahead."""
+
+MAX_FAILED_STARTS = 3
+"""A place where so many starts in a row have failed is given up."""
+
+FIRST_DELAY_S = 0.5
+LONGEST_DELAY_S = 30.0
+
+
+@dataclass(slots=True)
+class Pace:
+    """How long the items of one function take, and how many of them wait."""
+
+    mean_s: float = math.inf  # of one item; unknown is taken for long
+    items: int = 0
+    calls: int = 0
+    waiting: int = 0
+    num_tasks: int = 0
+
+    @property
+    def is_short(self) -> bool:
+        """Whether its items should share calls."""
+        return self.mean_s < SHORT_S
+
+    def observe(self, items: int, busy_s: float) -> None:
+        """Take in a call that ran `items` items in `busy_s` seconds."""
+        self.items += items
+        self.calls += 1
+        mean_s = busy_s / items
+        if self.calls == 1:
+            self.mean_s = mean_s
+        else:
+            self.mean_s += (mean_s - self.mean_s) * max(1 / self.calls, NEWEST_WEIGHT)
+
+
+def chunk_size(pace: Pace, num_workers: int) -> int:
+    """Return how many items the next call takes.
+
+    One, while items are long or unknown. Else guided self-scheduling (Polychronopoulos and Kuck 1987): an equal share of
+    half of what waits, at most `CHUNK_S` of work, at least `LEAST_CHUNK_S` of it.
+
+    Example:
+        >>> chunk_size(Pace(mean_s=2.0, items=10, waiting=100), num_workers=4)
+        1
+        >>> chunk_size(Pace(mean_s=0.001, items=1000, waiting=10_000), num_workers=4)
+        50
+        >>> chunk_size(Pace(mean_s=0.001, items=1000, waiting=80), num_workers=4)
+        10
+    """
+    if not pace.is_short:
+        return 1
+    mean_s = max(pace.mean_s, 1e-9)
+    share = -(-pace.waiting // (2 * max(num_workers, 1)))
+    size = min(max(share, int(LEAST_CHUNK_S / mean_s)), int(CHUNK_S / mean_s), GROWTH * pace.items)
+    return max(size, 1)
+
+
+def should_look_ahead(pace: Pace, num_workers: int) -> bool:
+    """Whether a worker that is busy with something short gets its next call now: it need not wait for the driver then.
+
+    Only short items, and only while there is enough for everybody: what waits behind a busy worker can't be moved.
+    """
+    return pace.is_short and pace.waiting > num_workers
+
+
+def piece_size(lost: int, attempts_left: int) -> int:
+    """Return the size of the pieces into which a lost slice is cut before it runs again.
+
+    With several items in a call nobody knows which one killed the worker. The last attempt is made alone; before that the
+    pieces shrink geometrically, so that finding the culprit costs few calls and no innocent item is ever blamed in the end.
+
+    Example:
+        >>> piece_size(10_000, attempts_left=2), piece_size(100, attempts_left=1)
+        (100, 1)
+    """
+    size = math.ceil(math.pow(lost, (attempts_left - 1) / attempts_left) - 1e-9)
+    return max(1, size)
+
+
+def restart_delay_s(losses: int) -> float:
+    """Return how long to wait before a worker is started again after `losses` losses in a row [s].
+
+    Example:
+        >>> [restart_delay_s(n) for n in (1, 2, 3, 20)]
+        [0.0, 0.5, 1.0, 30.0]
+    """
+    if losses <= 1:
+        return 0.0
+    return float(min(FIRST_DELAY_S * 2 ** min(losses - 2, 10), LONGEST_DELAY_S))

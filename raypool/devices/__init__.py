@@ -1,0 +1,1 @@
+"""What this machine has: processor cores and GPUs. Knows nothing of pools."""

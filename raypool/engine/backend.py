@@ -1,0 +1,165 @@
+"""What stands between the driver and the places where user code runs: a protocol of seven methods, and what passes through it."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
+
+from raypool.core.messages import Event
+from raypool.futures import Values
+
+Post = Callable[[Event, Any], None]
+"""How a backend tells the driver that something has happened, from any thread.
+
+The second argument goes with the event but not into the core: `WorkerInfo` with `WorkerReady`, a text with `WorkerLost`,
+a list of `SliceResult` with `AttemptFinished` (whose reports the driver fills in).
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """A worker of a pool, as it was at the moment of asking.
+
+    Attributes:
+        index: Its number in the pool, from 0; the same for the process that replaces it after a crash.
+        host: The name of its machine.
+        pid: Its process.
+        gpus: The indices of its GPUs on that machine.
+        gpu_uuids: Their UUIDs, as far as NVML knows them.
+        state: "starting", "idle", "busy" or "lost".
+    """
+
+    index: int
+    host: str
+    pid: int
+    gpus: tuple[int, ...] = ()
+    gpu_uuids: tuple[str, ...] = ()
+    state: str = "starting"
+
+    @property
+    def gpu(self) -> int | None:
+        """The index of its (first) GPU, None without one."""
+        return self.gpus[0] if self.gpus else None
+
+    @property
+    def gpu_uuid(self) -> str | None:
+        """The UUID of its (first) GPU, None without one or where NVML does not know it."""
+        return self.gpu_uuids[0] if self.gpu_uuids else None
+
+    def with_state(self, state: str) -> WorkerInfo:
+        """Return a copy in another state."""
+        return replace(self, state=state)
+
+
+class Function:
+    """A user's function on its way: packed once, shipped to each worker once, known there by `fn_id`."""
+
+    __slots__ = ("__weakref__", "fn_id", "name", "packed")
+
+    def __init__(self, fn_id: int, packed: Any, name: str) -> None:
+        self.fn_id = fn_id
+        self.packed = packed
+        self.name = name
+
+
+class Part(NamedTuple):
+    """One slice, ready to travel.
+
+    `items`, packed: a list with one entry for each item; with `is_call` each entry is `(args, kwargs)` for the function, else it
+    is the function's one argument. `start`: the number of the first. `seed`: of the loop. `stops_on_error`: what comes after an
+    item that fails is not wanted. `is_fixed`: the user has said how many items a call takes, so none is handed back.
+    """
+
+    fn_id: int
+    items: Any
+    num_items: int
+    start: int
+    attempt: int
+    is_call: bool
+    seed: int | None = None
+    name: str | None = None
+    stops_on_error: bool = False
+    is_fixed: bool = False
+
+
+class Failure(NamedTuple):
+    """An exception in a task: the exception, and its traceback there as text (None if it was raised in this process)."""
+
+    error: BaseException
+    remote_traceback: str | None
+
+
+@dataclass(slots=True)
+class SliceResult:
+    """What became of one slice.
+
+    It began with item number `start`, and `done` of its items have an outcome. Their values are
+    `values.get()[offset : offset + done]`; `failures` maps item numbers to what went wrong instead. `durations_s` has one entry
+    for each; the first began at `started_at` (Unix time [s]).
+    """
+
+    start: int
+    done: int
+    values: Values
+    offset: int
+    failures: dict[int, Failure]
+    durations_s: array[float]
+    started_at: float
+
+
+class LocalValues:
+    """Values that are here."""
+
+    __slots__ = ("_values",)
+
+    def __init__(self, values: list[Any]) -> None:
+        self._values = values
+
+    def get(self) -> list[Any]:
+        """Return them."""
+        return self._values
+
+
+def nothing_done() -> SliceResult:
+    """Return the result of a slice of which nothing was begun."""
+    return SliceResult(0, 0, LocalValues([]), 0, {}, array("d"), 0.0)
+
+
+def all_failed(start: int, stop: int, error: BaseException) -> SliceResult:
+    """Return the result of a slice whose items have all failed with one error."""
+    count = stop - start
+    failures = dict.fromkeys(range(start, stop), Failure(error, None))
+    return SliceResult(start, count, LocalValues([None] * count), 0, failures, array("d", bytes(8 * count)), time.time())
+
+
+class Backend(Protocol):
+    """Runs workers in places. Every method returns at once, except `claim` and `close`; what happens then is posted."""
+
+    def claim(self, least: int | None, most: int | None) -> list[int]:
+        """Claim places for workers: between `least` and `most`, as many as there are (both None: all there are).
+
+        Raises:
+            ResourceError: There are fewer than `least`, even after `start_timeout_s`. Nothing is kept then.
+        """
+
+    def start_worker(self, worker_id: int, place: int) -> None:
+        """Start a worker in a place, instead of any that was there; posts `WorkerReady` or `WorkerLost`."""
+
+    def vacate(self, place: int) -> None:
+        """End what runs in a place and give the place back."""
+
+    def pack(self, value: Any, what: str, *, is_trial: bool = False) -> Any:
+        """Make a value ready to travel; in a trial, only make sure that it can.
+
+        Raises:
+            SerializationError: It cannot be pickled; `what` says what it is, the message names the variable.
+        """
+
+    def run(self, worker_id: int, attempt_id: int, parts: Sequence[Part], functions: Sequence[Function]) -> None:
+        """Call a worker; posts `AttemptFinished` or `WorkerLost`. `functions` are those that the parts name."""
+
+    def close(self) -> None:
+        """End everything that is left. Values that were not fetched stay within reach."""

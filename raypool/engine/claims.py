@@ -1,0 +1,324 @@
+"""Claims on particular GPUs, or on cores: placement groups of one bundle, kept while worker processes come and go in them.
+
+A bundle keeps its GPU for life, so whatever runs in it runs on that GPU. A GPU that several workers share is claimed whole.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import random
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import ray
+from ray.util import placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from raypool.devices.inventory import gpu_identity
+from raypool.errors import ResourceError
+from raypool.profiles import Profile
+
+POLL_S = 0.01
+PROBE_TIMEOUT_S = 10.0
+ROUND_S = 1.0
+"""How long to hold on to GPUs that are not meant while the one that is might still turn up [s]."""
+
+SETTLE_S = 1.0
+"""How long to wait for resources that somebody seems to hold, when any number will do: they may just have been given back [s]."""
+
+
+@dataclass(slots=True)
+class Claim:
+    """A bundle of resources of one node."""
+
+    group: PlacementGroup
+    num_workers: int = 0
+    gpu: int | None = None  # its index, where that was asked
+    is_released: bool = False
+
+    def strategy(self) -> PlacementGroupSchedulingStrategy:
+        """Return the strategy that puts an actor or task into it."""
+        return PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=0)
+
+    def release(self) -> None:
+        """Give the resources back."""
+        remove_placement_group(self.group)
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What the workers of a pool need: `kind` is what is scarce ("GPU" or "CPU"), `each` how much of it a claim takes."""
+
+    kind: str
+    each: float
+    bundle: dict[str, float]
+    workers_per_claim: int
+    worker_gpus: float
+    worker_cpus: float
+    worker_memory_bytes: int
+
+
+class Wanted:
+    """How long something is waited for: some time, and not beyond the end of the pool."""
+
+    def __init__(self, timeout_s: float, closed: threading.Event) -> None:
+        self._deadline = time.monotonic() + timeout_s
+        self._closed = closed
+
+    def is_over(self) -> bool:
+        """Whether to give up."""
+        return self._closed.is_set() or time.monotonic() > self._deadline
+
+
+def demand_of(profile: Profile) -> Demand:
+    """Return what a worker of this profile needs on the cluster that is connected."""
+    wanted = profile.resources
+    gpus = wanted.gpus
+    if gpus is None:
+        gpus = 1.0 if profile.gpus is not None or ray.cluster_resources().get("GPU", 0) >= 1 else 0.0
+    cpus = wanted.cpus if wanted.cpus is not None else (0.0 if gpus else 1.0)
+    share = wanted.workers_per_gpu if gpus else 1
+    bundle = {
+        "GPU": float(max(gpus, 1)) if gpus else 0.0,
+        "CPU": cpus * share,
+        "memory": (wanted.memory_bytes or 0) * share,
+    }
+    bundle = {name: amount for name, amount in bundle.items() if amount > 0}
+    if wanted.accelerator_type is not None:
+        bundle[f"accelerator_type:{wanted.accelerator_type}"] = 0.001
+    kind = "GPU" if gpus else "CPU"
+    return Demand(kind, bundle.get(kind, 0.0), bundle or {"memory": 1.0}, share, gpus, cpus, wanted.memory_bytes or 0)
+
+
+def claim_number(demand: Demand, least: int, most: int, wanted: Wanted, *, num_held: int = 0) -> list[Claim]:
+    """Claim between `least` and `most` bundles, as many as there are beside the `num_held` that the pool holds already.
+
+    Raises:
+        ResourceError: There are fewer than `least` of them, even when the time is over; nothing is kept.
+    """
+    total = _total(demand) - num_held
+    if total < least:
+        raise _too_few(demand, least, max(total, 0))
+    claims: list[Claim] = []
+    ready: list[Claim] = []
+    try:
+        claims += (_request(demand) for _ in range(min(most, total)))
+        started = time.monotonic()
+        while len(ready) < len(claims):
+            ready = [claim for claim in claims if _is_ready(claim)]
+            waited = time.monotonic() - started
+            if wanted.is_over() or (len(ready) >= least and waited > SETTLE_S):
+                break
+            time.sleep(POLL_S)
+        if len(ready) < least:
+            there = len(ready)
+            _release_all(claims)  # before it is said who holds any
+            raise _too_few(demand, least, there)
+    except BaseException:
+        ready = []
+        raise
+    finally:
+        _release_all([claim for claim in claims if claim not in ready])
+    return ready
+
+
+def _release_all(claims: Sequence[Claim]) -> None:
+    for claim in claims:
+        if not claim.is_released:
+            claim.is_released = True
+            claim.release()
+
+
+_choosing = threading.Lock()  # two pools of this process that choose at once would hold what the other wants
+
+
+def claim_gpus(demand: Demand, indices: Sequence[int], wanted: Wanted) -> list[Claim]:
+    """Claim these GPUs of this machine.
+
+    Ray gives out GPUs without being asked for a particular one. So, in rounds, all that are free are claimed, each claim is asked
+    which GPU it got, and those that were not meant are given back.
+
+    Raises:
+        ResourceError: One of them does not exist, or is not free in time; nothing is kept.
+    """
+    node_id = ray.get_runtime_context().get_node_id()
+    total = int(next(node["Resources"].get("GPU", 0) for node in ray.nodes() if node["NodeID"] == node_id))
+    if len(indices) > total:
+        raise _no_such_gpus([index for index in indices if index >= total] or indices, range(total), total)
+    found: dict[int, Claim] = {}
+    seen: set[int] = set()
+    try:
+        while not set(indices) <= set(found) and len(seen) < total:
+            with _choosing:
+                _choose(demand, indices, node_id, total, found, seen)
+            if set(indices) <= set(found) or wanted.is_over():
+                break
+            time.sleep(random.uniform(0.01, 0.1))  # another process may be choosing too: let it
+        missing = [index for index in indices if index not in found]
+        if missing and len(seen) == total:
+            raise _no_such_gpus([index for index in missing if index not in seen] or missing, sorted(seen), total)
+        if missing:
+            _release_all(list(found.values()))  # before it is said who holds any
+            raise _gpus_in_use(indices, missing, sorted(seen))
+    except BaseException:
+        _release_all(list(found.values()))
+        raise
+    return [found[index] for index in indices]
+
+
+def _choose(demand: Demand, indices: Sequence[int], node_id: str, total: int, found: dict[int, Claim], seen: set[int]) -> None:
+    """Claim what is free, keep in `found` what is wanted of it, and note in `seen` what was free."""
+    claims: list[Claim] = []
+    deadline = time.monotonic() + ROUND_S
+    try:
+        claims += (_request(demand, node_id) for _ in range(total - len(found)))
+        while claims and time.monotonic() < deadline and not set(indices) <= set(found):
+            for claim in [claim for claim in claims if claim.gpu is None and _is_ready(claim)]:
+                claim.gpu = _gpu_of(claim)
+                if claim.gpu is None:
+                    return  # the machine is very busy; in the next round, with another claim
+                seen.add(claim.gpu)
+                if claim.gpu in indices and claim.gpu not in found:
+                    claims.remove(claim)
+                    found[claim.gpu] = claim
+            if all(claim.gpu is not None for claim in claims):
+                break
+            time.sleep(POLL_S)
+    finally:
+        for claim in claims:
+            claim.release()
+
+
+def _visible_gpu() -> int:
+    device = ray.get_runtime_context().get_accelerator_ids()["GPU"][0]
+    return gpu_identity(str(device))[0]
+
+
+def _gpu_of(claim: Claim) -> int | None:
+    """Ask a claim which GPU it got; None if no answer comes."""
+    probe = ray.remote(num_cpus=0, num_gpus=0.0001, scheduling_strategy=claim.strategy())(_visible_gpu)
+    try:
+        return int(ray.get(probe.remote(), timeout=PROBE_TIMEOUT_S))
+    except ray.exceptions.GetTimeoutError:
+        return None
+
+
+def _request(demand: Demand, node_id: str | None = None) -> Claim:
+    selector = [{"ray.io/node-id": node_id}] if node_id is not None else None
+    name = f"raypool in process {os.getpid()} on {platform.node()}#{uuid.uuid4().hex}"  # Ray wants each name once
+    return Claim(placement_group([demand.bundle], name=name, bundle_label_selector=selector))
+
+
+def _is_ready(claim: Claim) -> bool:
+    return bool(placement_group_table(claim.group)["state"] == "CREATED")
+
+
+def _total(demand: Demand) -> int:
+    """Return how many bundles the cluster could hold if it were empty, by what is scarce."""
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    return sum(min(int(node.get(name, 0) / amount + 1e-9) for name, amount in demand.bundle.items()) for node in nodes)
+
+
+def holders() -> tuple[str, ...]:
+    """Return who holds GPUs or cores in placement groups, and which other actors are alive, as far as Ray tells."""
+    found = []
+    for group in placement_group_table().values():
+        if group["state"] == "CREATED":
+            amounts: dict[str, float] = {}
+            for bundle in group["bundles"].values():
+                for name in ("GPU", "CPU"):
+                    amounts[name] = amounts.get(name, 0) + bundle.get(name, 0)
+            held = " and ".join(f"{amount:g} {name}" for name, amount in amounts.items() if amount)
+            found.append(f"{group['name'].partition('#')[0] or 'a placement group'} ({held})")
+    merged = [f"{count} x {name}" if (count := found.count(name)) > 1 else name for name in dict.fromkeys(found)]
+    return (*merged, *_other_actors())
+
+
+def _other_actors() -> list[str]:
+    from ray._private import state  # the public state API needs the dashboard
+
+    return [
+        f"perhaps actor {actor['Name'] or actor['ActorClassName']} (process {actor['Pid']})"
+        for actor in state.actors().values()
+        if actor["State"] == "ALIVE" and actor["ActorClassName"] != "PoolWorker"
+    ]
+
+
+def _held_by(names: tuple[str, ...]) -> str:
+    names = names or holders()
+    return f"Held by: {'; '.join(names)}." if names else "Nobody holds any."
+
+
+def _too_few(demand: Demand, least: int, there: int) -> ResourceError:
+    lacking = _lacking(demand)
+    if lacking:
+        return ResourceError(
+            f"No node of the cluster is large enough for a worker: {'; '.join(lacking)}. "
+            "Give workers less (resources=WorkerResources(...)), or connect to a cluster that has such nodes.",
+            requested=least,
+            available=0,
+            holders=(),
+        )
+    requested, available = least * demand.each, there * demand.each
+    capacity = ray.cluster_resources().get(demand.kind, 0)
+    names = holders()
+    step = f"Ask for at most {there}, or for a range: parpool((1, {least}))." if there else "Wait for them to end, or end them."
+    if not capacity:
+        step = "Give workers less (resources=WorkerResources(...)), or connect to a cluster that has some."
+    return ResourceError(
+        f"{demand.kind}: requested {requested:g}, available {available:g} (the cluster has {capacity:g}). "
+        f"{_held_by(names)} {step}",
+        requested=requested,
+        available=available,
+        holders=names,
+    )
+
+
+def _lacking(demand: Demand) -> list[str]:
+    """Say what of a claim no node has, whoever may hold it."""
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    largest = {name: max((node.get(name, 0) for node in nodes), default=0) for name in demand.bundle}
+    return [
+        f"{name}: requested {amount:g}, the largest has {largest[name]:g}"
+        for name, amount in demand.bundle.items()
+        if largest[name] < amount and name != demand.kind
+    ]
+
+
+def _gpus_in_use(indices: Sequence[int], missing: Sequence[int], free: Sequence[int]) -> ResourceError:
+    names = holders()
+    there = len(indices) - len(missing)
+    return ResourceError(
+        f"GPU {', '.join(map(str, missing))} is in use: requested {len(indices)}, available {there} "
+        f"(of this machine's GPUs, {list(free)} are free). {_held_by(names)}",
+        requested=len(indices),
+        available=there,
+        holders=names,
+    )
+
+
+def _no_such_gpus(missing: Sequence[int], known: Sequence[int], total: int) -> ResourceError:
+    return ResourceError(
+        f"GPU {', '.join(map(str, missing))} does not exist here: this machine has {total}"
+        f"{', numbered ' + ', '.join(map(str, known)) if list(known) != list(missing) else ''}. "
+        "GPUs are numbered from 0, as nvidia-smi shows them.",
+        requested=len(missing),
+        available=total,
+        holders=(),
+    )
+
+
+def wait_released(claims: Sequence[Claim], timeout_s: float) -> None:
+    """Wait until Ray could give what these claims held to somebody else, at most so long.
+
+    A bundle has resources of its own, named after it, for as long as it holds anything.
+    """
+    names = [claim.group.id.hex() for claim in claims]
+    deadline = time.monotonic() + timeout_s
+    while any(name in resource for resource in ray.cluster_resources() for name in names) and time.monotonic() < deadline:
+        time.sleep(POLL_S)

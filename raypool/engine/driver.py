@@ -1,0 +1,390 @@
+"""The one thread that decides.
+
+::
+
+    user threads ── submit, cancel ──▶ inbox ◀── results, losses ── backend
+                                         │
+                                    the driver ──▶ Scheduler.handle(event, now) ──▶ commands
+                                         │
+                       works (futures, loops) ◀──┴──▶ backend (run, start, vacate)
+
+Everything that reaches a user (a resolved future, a finished loop) passes here, one after the other. Nothing in here waits for a
+worker, and only this thread touches the scheduler.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from heapq import heappop, heappush
+from typing import Any, NamedTuple
+
+from raypool.core import messages as m
+from raypool.core.model import PoolState, Report, Slice, TaskSpec, TaskState, WorkerState
+from raypool.core.scheduler import Scheduler
+from raypool.engine.backend import Backend, Function, Part, SliceResult, WorkerInfo, all_failed, nothing_done
+from raypool.engine.inbox import Inbox, Message
+from raypool.engine.trace import TraceWriter
+from raypool.engine.work import Work
+from raypool.errors import (
+    LossReason,
+    PoolBrokenError,
+    PoolClosedError,
+    RaypoolError,
+    SerializationError,
+    TaskError,
+    WorkerLostError,
+)
+from raypool.futures import Future
+
+
+class Sent(NamedTuple):
+    """A slice of an attempt; `known` is what became of it if it was not sent at all."""
+
+    piece: Slice
+    known: SliceResult | None
+
+
+HINTS = {
+    LossReason.OUT_OF_MEMORY: "Use smaller batches, or fewer workers on this machine.",
+    LossReason.EXIT: "The function ended its process, or crashed in native code; run the item with profile='inline' to see.",
+    LossReason.NODE: "Check the node, or raise retries.",
+    LossReason.PREEMPTED: "Raise retries, so that the item moves to another node.",
+    LossReason.START: "Try the function with profile='inline'.",
+    LossReason.UNKNOWN: "Run the item with profile='inline' to see what it does.",
+}
+"""The next step, by what happened."""
+
+NOBODY = WorkerInfo(-1, "unknown host", 0)
+
+
+class Driver:
+    """Runs the scheduler and carries out what it says.
+
+    Args:
+        scheduler: The core.
+        inbox: Where everything arrives.
+        on_drop: Called with a sentence when the pool has become smaller for good.
+        record: Writes down every event and its time, before it is handled.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        inbox: Inbox,
+        on_drop: Callable[[str], None],
+        record: TraceWriter | None = None,
+    ) -> None:
+        self.scheduler = scheduler
+        self.works: dict[int, Work] = {}
+        self.infos: dict[int, WorkerInfo] = {}  # by place
+        self.closed = threading.Event()
+        self.crash: BaseException | None = None
+        self._inbox = inbox
+        self._on_drop = on_drop
+        self._record = record
+        self._backend: Backend
+        self._thread: threading.Thread | None = None
+        self._task_ids = itertools.count()
+        self._submit_lock = threading.Lock()
+        self._drain_lock = threading.Lock()
+        self._changed = threading.Condition()
+        self._timers: list[tuple[float, int, m.TimerFired]] = []
+        self._timer_ids = itertools.count()
+        self._sent: dict[int, list[Sent]] = {}  # by attempt
+        self.cancel_call = self._cancel_call  # bound once: every queued future holds it
+        self._answer: dict[int, list[tuple[Slice, SliceResult]]] = {}  # the one at hand, by task
+        self._speaker: WorkerInfo = NOBODY  # the worker that the event at hand is about
+        self._at_hand: m.Event | None = None
+        self._last_words = ""  # what was said of the newest loss
+        self._dropped: dict[int, str] = {}  # place -> why
+
+    # --- from any thread ----------------------------------------------------------------------------------------------
+
+    def start(self, backend: Backend) -> None:
+        """Begin to live, with this backend."""
+        self._backend = backend
+        if self._inbox.is_threaded:
+            self._thread = threading.Thread(target=self._live, name="raypool-driver", daemon=True)
+            self._thread.start()
+
+    def post(self, event: m.Event, payload: Any = None) -> None:
+        """Tell the driver that something has happened."""
+        self._inbox.put((event, payload))
+        if not self._inbox.is_threaded:
+            self._drain()
+
+    def submit(self, work: Work, make_spec: Callable[[int], TaskSpec]) -> int:
+        """Hand in a task; return its number."""
+        with self._submit_lock:  # numbers arrive in order, and none arrives at a driver that has gone
+            if self.closed.is_set():
+                raise (self.crash_error() if self.crash else PoolClosedError("The pool is closed. Open another with parpool()."))
+            task_id = next(self._task_ids)
+            self._inbox.put((m.TaskSubmitted(make_spec(task_id)), work))
+        if not self._inbox.is_threaded:
+            self._drain()
+        return task_id
+
+    @property
+    def is_own_thread(self) -> bool:
+        """Whether this code runs in the driver's thread (a callback of a future does): waiting here would be for ever."""
+        return threading.current_thread() is self._thread
+
+    def _cancel_call(self, future: Future[Any]) -> None:
+        self.post(m.CancelRequested(future.task_id))
+
+    def barrier(self) -> None:
+        """Wait until everything that was posted before has been handled."""
+        if self.is_own_thread:
+            return
+        handled = threading.Event()
+        self.post(m.TimerFired("barrier", -1), handled)
+        while not handled.wait(0.1) and not self.closed.is_set():
+            pass
+
+    def wait_ready(self, places: list[int], timeout_s: float) -> dict[int, str]:
+        """Wait until the workers in these places are up, at most so long; return those that are not, and why."""
+        with self._changed:
+            is_known = self._changed.wait_for(
+                lambda: self.closed.is_set() or all(place in self.infos or place in self._dropped for place in places),
+                min(timeout_s, threading.TIMEOUT_MAX),
+            )
+            why = "the pool was closed" if is_known else f"it had not come up within start_timeout_s={timeout_s:g}"
+            return {place: self._dropped.get(place, why) for place in places if place not in self.infos}
+
+    # --- the loop -----------------------------------------------------------------------------------------------------
+
+    def _live(self) -> None:
+        while not self.closed.is_set():
+            self._step()
+
+    def _drain(self) -> None:
+        """Handle all there is, unless a call further up this stack (or another thread) is at it already."""
+        while not self._inbox.is_empty and not self.closed.is_set() and self._drain_lock.acquire(blocking=False):
+            try:
+                while not self.closed.is_set() and self._step():
+                    pass
+            finally:
+                self._drain_lock.release()
+
+    def _step(self) -> bool:
+        """Handle the next message or timer; False if there is neither."""
+        try:
+            message = self._next_message()
+            if message is not None:
+                self._handle(*message)
+            return message is not None
+        except Exception as error:
+            self._give_up(error)
+        except BaseException as error:  # Ctrl-C, in a driver without a thread
+            self._give_up(error)
+            raise
+        return True
+
+    def _next_message(self) -> Message | None:
+        """Return the timer that is due, or the next message; None if neither can come any more."""
+        while (until := self._next_timer()) is None or self._inbox.now() < until:
+            message = self._inbox.get(until)
+            if message is not None or until is None:
+                return message
+        return heappop(self._timers)[2], None
+
+    def _next_timer(self) -> float | None:
+        """Return when the next timer is due that still means something: all are about workers that start."""
+        workers = self.scheduler.crew.workers
+        while self._timers:
+            at, _, timer = self._timers[0]
+            worker = workers.get(timer.worker_id)
+            if worker is not None and worker.state is WorkerState.STARTING:
+                return at
+            heappop(self._timers)
+        return None
+
+    def crash_error(self) -> PoolBrokenError:
+        """Return the error for those who still want something of a driver that has failed."""
+        broken = PoolBrokenError("The pool's driver has failed. This is a mistake in raypool; report it with the cause below.")
+        broken.__cause__ = self.crash
+        return broken
+
+    def _give_up(self, error: BaseException) -> None:
+        """Raypool's own mistake: nobody may be left waiting for it."""
+        self.crash = error
+        self._close()
+
+    def _close(self) -> None:
+        try:
+            self._backend.close()
+        finally:
+            if self._record is not None:
+                self._record.close()
+            with self._submit_lock, self._changed:
+                self.closed.set()
+                self._changed.notify_all()
+            self._end_leftovers()
+
+    def _end_leftovers(self) -> None:
+        """End what came too late, or all there is after a failure."""
+        while not self._inbox.is_empty and (message := self._inbox.get(None)) is not None:
+            event, payload = message
+            if isinstance(event, m.TaskSubmitted):
+                self.works[event.spec.task_id] = payload
+        for work in list(self.works.values()):
+            work.end(TaskState.FAILED if self.crash else TaskState.CANCELLED, self.crash_error() if self.crash else None)
+        self.works.clear()
+
+    # --- what comes in ------------------------------------------------------------------------------------------------
+
+    def _handle(self, event: m.Event, payload: Any) -> None:
+        if isinstance(event, m.AttemptFinished):
+            event = self._with_reports(event, payload)
+        elif isinstance(event, m.TaskSubmitted):
+            self.works[event.spec.task_id] = payload
+        elif isinstance(event, m.WorkerReady):
+            self._note_ready(event, payload)
+        elif isinstance(event, m.TimerFired) and event.kind == "ready":
+            self._last_words = "it had not come up within start_timeout_s; raise that, or look for what keeps the machine busy"
+        elif isinstance(event, m.WorkerLost):
+            self._note_lost(event, payload)
+        self._at_hand = event
+        now = self._inbox.now()
+        if self._record is not None:
+            self._record(now, event)
+        for command in self.scheduler.handle(event, now):
+            self._carry_out(command)
+        if isinstance(payload, threading.Event):
+            payload.set()
+
+    def _info_of(self, worker_id: int) -> WorkerInfo:
+        worker = self.scheduler.crew.workers.get(worker_id)
+        return NOBODY if worker is None else self.infos.get(worker.place, NOBODY)
+
+    def _note_lost(self, event: m.WorkerLost, words: str | None) -> None:
+        worker = self.scheduler.crew.workers.get(event.worker_id)
+        if worker is None:
+            return  # it was given up before
+        self._speaker = self._info_of(event.worker_id)
+        self._last_words = words or event.reason.value
+        for attempt_id in worker.attempts:
+            self._sent.pop(attempt_id, None)
+
+    def _note_ready(self, event: m.WorkerReady, info: WorkerInfo) -> None:
+        worker = self.scheduler.crew.workers.get(event.worker_id)
+        if worker is not None:
+            with self._changed:
+                self.infos[worker.place] = info
+                self._changed.notify_all()
+
+    def _with_reports(self, event: m.AttemptFinished, results: list[SliceResult]) -> m.AttemptFinished:
+        """Say of each slice of the attempt what the scheduler has to know."""
+        sent = self._sent.pop(event.attempt_id, [])
+        answers = iter(results)
+        self._answer = {}
+        self._speaker = self._info_of(event.worker_id)
+        reports = []
+        for piece, known in sent:
+            result = next(answers) if known is None else known
+            self._answer.setdefault(piece.task_id, []).append((piece, result))
+            reports.append(self._report(piece, result))
+        return event._replace(reports=tuple(reports))
+
+    def _report(self, piece: Slice, result: SliceResult) -> Report:
+        work = self.works.get(piece.task_id)
+        retry: tuple[int, ...] = ()
+        if result.failures and work is not None:
+            if any(isinstance(failure.error, KeyboardInterrupt) for failure in result.failures.values()):
+                self._inbox.put((m.CancelRequested(piece.task_id), None))  # Ctrl-C, inline: it means the loop, not the item
+            retry = tuple(i for i, failure in sorted(result.failures.items()) if work.wants_retry(failure.error))
+        return Report(result.done, len(result.failures), retry, sum(result.durations_s))
+
+    # --- what goes out ------------------------------------------------------------------------------------------------
+
+    def _carry_out(self, command: m.Command) -> None:  # noqa: C901 - one line for each command
+        match command:
+            case m.RunTasks():
+                self._run(command)
+            case m.SettleItems(_, items):
+                self._settle(items)
+            case m.EndTask(task_id, state):
+                self._end(task_id, state)
+            case m.FailItems(items, reason):
+                self._fail(items, reason)
+            case m.StartWorker(worker_id, place):
+                self._backend.start_worker(worker_id, place)
+            case m.Vacate(place):
+                self._vacate(place)
+            case m.SetTimer(at, kind, worker_id):
+                heappush(self._timers, (at, next(self._timer_ids), m.TimerFired(kind, worker_id)))
+            case m.DropPlace(place):
+                self._drop(place)
+            case m.BreakPool():
+                pass  # the tasks that end now say so
+            case m.ClosePool():
+                self._close()
+
+    def _vacate(self, place: int) -> None:
+        with self._changed:
+            self.infos.pop(place, None)
+            if isinstance(self._at_hand, (m.ResizeRequested, m.ShutdownRequested)):
+                self._dropped.setdefault(place, "the pool was made smaller meanwhile")
+                self._changed.notify_all()
+        self._backend.vacate(place)
+
+    def _run(self, command: m.RunTasks) -> None:
+        worker = self._info_of(command.worker_id)
+        parts: list[Part] = []
+        functions: dict[int, Function] = {}
+        sent = self._sent[command.attempt_id] = []
+        for piece in command.slices:
+            work = self.works[piece.task_id]
+            known = None
+            if not work.begin(piece, worker):
+                # It was cancelled in this instant. Whoever does that will say so, but may be held up by a callback until then.
+                known = nothing_done()
+                self._inbox.put((m.CancelRequested(piece.task_id), None))
+            else:
+                try:
+                    parts.append(work.part(piece, self._backend.pack))
+                    functions[work.function.fn_id] = work.function
+                except Exception as error:  # also a full object store, or a Ray that has ended
+                    if not isinstance(error, SerializationError):
+                        error = TaskError(f"{work.describe(piece)} could not be sent: {error}")
+                    known = all_failed(piece.start, piece.stop, error)
+            sent.append(Sent(piece, known))
+        if parts:
+            self._backend.run(command.worker_id, command.attempt_id, parts, list(functions.values()))
+        else:
+            self._inbox.put((m.AttemptFinished(command.worker_id, command.attempt_id, ()), []))
+
+    def _settle(self, items: Slice) -> None:
+        answer = self._answer[items.task_id]
+        result = next(result for piece, result in answer if piece.start <= items.start < piece.stop)
+        self.works[items.task_id].settle(items, result, self._speaker)
+
+    def _fail(self, items: Slice, reason: LossReason) -> None:
+        work = self.works[items.task_id]
+        worker = self._speaker
+        where = f"{worker.host}, GPU {worker.gpu}" if worker.gpu is not None else worker.host
+        error = WorkerLostError(
+            f"Worker {worker.index} ({where}) was lost while it ran {work.describe(items)}, attempt {items.attempt}: "
+            f"{self._last_words}. {HINTS[reason]}",
+            reason=reason,
+            attempts=items.attempt,
+        )
+        work.fail(items, error)
+
+    def _end(self, task_id: int, state: TaskState) -> None:
+        work = self.works.pop(task_id)
+        error: RaypoolError | None = None
+        if state is TaskState.FAILED and self.scheduler.state is PoolState.BROKEN:
+            error = PoolBrokenError(
+                f"No worker is left that could be started again; the last one said: {self._last_words}. "
+                "Open a new pool with parpool()."
+            )
+        work.end(state, error)
+
+    def _drop(self, place: int) -> None:
+        with self._changed:
+            self._dropped[place] = self._last_words
+            self._changed.notify_all()
+        self._on_drop(f"A worker could not be started again: {self._last_words}. The pool has {self.scheduler.crew.size} left.")

@@ -1,0 +1,226 @@
+"""A driver, its backend and the functions that they know: all of a pool but its face."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import itertools
+import logging
+import os
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+from raypool.core.messages import ResizeRequested, ShutdownRequested
+from raypool.core.model import PoolState
+from raypool.core.scheduler import Scheduler
+from raypool.engine.backend import Backend, Function, Post, WorkerInfo
+from raypool.engine.driver import Driver
+from raypool.engine.inbox import Inbox, InlineInbox, ThreadInbox
+from raypool.engine.trace import TraceWriter
+from raypool.errors import InvalidValueError, PoolBrokenError, PoolClosedError, StartupError
+from raypool.profiles import Profile
+from raypool.task import in_task
+
+KEPT_FUNCTIONS = 128
+"""So many small functions stay known on the workers between calls; larger ones only while something calls them."""
+
+EXIT_TIMEOUT_S = 10.0
+
+logger = logging.getLogger("raypool")
+
+
+def as_is(value: Any) -> Any:
+    """Return a value that does not travel."""
+    return value
+
+
+class Engine:
+    """Runs a pool. It knows nothing of the pool object, so that a forgotten one can be collected.
+
+    Args:
+        profile: Where it runs.
+        inbox: Where everything arrives.
+        make_backend: Makes the backend, given how to post to the driver.
+        unpack: Undoes what the backend's `pack` does, on any worker.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        inbox: Inbox,
+        make_backend: Callable[[Post], Backend],
+        unpack: Callable[[Any], Any] = as_is,
+    ) -> None:
+        self.profile = profile
+        self.constants: list[str] = []  # by key; those that have to be cleaned up at the end
+        self._unpack = unpack
+        self._trace = TraceWriter(profile.trace) if profile.trace is not None else None
+        self.driver = Driver(Scheduler(profile.start_timeout_s), inbox, logger.warning, self._trace)
+        self.backend = make_backend(self.driver.post)
+        self._functions: OrderedDict[bytes, Function] = OrderedDict()
+        self._function_ids = itertools.count()
+        self._lock = threading.Lock()
+        self.is_closing = False
+        self.driver.start(self.backend)
+        _engines.add(self)
+
+    def check_open(self) -> None:
+        """Make sure that work is still taken.
+
+        Raises:
+            PoolClosedError: The pool was shut down, or its driver has ended.
+        """
+        if self.driver.crash is not None:
+            raise self.driver.crash_error()
+        if self.driver.scheduler.state is PoolState.BROKEN:
+            raise PoolBrokenError("No worker of the pool is left that could be started again. Open another with parpool().")
+        if self.is_closing or self.driver.closed.is_set():
+            raise PoolClosedError("The pool was shut down. Open another with parpool().")
+
+    def function(self, fn: Callable[..., Any]) -> Function:
+        """Return a function ready to be shipped; the same one for the same code and closure.
+
+        It is pickled at every call of this, since what it refers to may have changed meanwhile.
+        """
+        name = function_name(fn)
+        packed = self.backend.pack(fn, f"the function {name}")
+        with self._lock:
+            if not isinstance(packed, bytes):
+                return Function(next(self._function_ids), packed, name)
+            function = self._functions.pop(packed, None) or Function(next(self._function_ids), packed, name)
+            self._functions[packed] = function
+            if len(self._functions) > KEPT_FUNCTIONS:
+                self._functions.popitem(last=False)
+            return function
+
+    def opener(self, value: Any, what: str) -> Callable[[], Any]:
+        """Return a function that gives this value wherever it is called; it is small, and the value is shipped once.
+
+        Raises:
+            SerializationError: The value cannot travel.
+        """
+        return functools.partial(self._unpack, self.backend.pack(value, what))
+
+    def add_workers(self, least: int | None, most: int | None) -> None:
+        """Claim places and start workers in them; return when they are up.
+
+        Raises:
+            ResourceError: There are fewer places than `least`.
+            StartupError: Fewer workers than `least` came up (than were claimed, if it is None).
+        """
+        if self.driver.is_own_thread:
+            raise InvalidValueError("A pool cannot grow in the callback of a future: it would wait for itself. Use a thread.")
+        places = self.backend.claim(least, most)
+        self.driver.post(ResizeRequested(add=tuple(places)))
+        failed = self.driver.wait_ready(places, self.profile.start_timeout_s)
+        if self.driver.crash is not None:
+            raise self.driver.crash_error()
+        needed = len(places) if least is None else least
+        if len(places) - len(failed) < needed:
+            place, why = next(iter(failed.items()))
+            raise StartupError(
+                f"{len(failed)} of {len(places)} workers did not start; worker {place}: {why}. "
+                "See the logs of Ray under /tmp/ray/session_latest/logs."
+            )
+        self._check_devices()
+
+    def _check_devices(self) -> None:
+        """Make sure that no two workers that should have a whole GPU see the same one.
+
+        Raises:
+            StartupError: They do.
+        """
+        if self.profile.resources.workers_per_gpu > 1:
+            return
+        seen: dict[tuple[str, int], int] = {}
+        for worker in self.workers():
+            for gpu in worker.gpus:
+                other = seen.setdefault((worker.host, gpu), worker.index)
+                if other != worker.index:
+                    raise StartupError(
+                        f"Workers {other} and {worker.index} both see GPU {gpu} of {worker.host}. "
+                        "Something sets CUDA_VISIBLE_DEVICES behind Ray's back; look at the environment that Ray was started in."
+                    )
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no work is taken any more."""
+        return self.is_closing or self.driver.closed.is_set() or self.driver.scheduler.state is PoolState.BROKEN
+
+    def workers(self) -> list[WorkerInfo]:
+        """Return the workers as they are now."""
+        crew = self.driver.scheduler.crew
+        infos = []
+        for place in sorted(crew.places.values(), key=lambda place: place.place):
+            worker = crew.workers.get(place.worker_id)
+            info = self.driver.infos.get(place.place) or WorkerInfo(place.place, "", 0)
+            infos.append(info.with_state(worker.state.value if worker is not None else "lost"))
+        return infos
+
+    def shutdown(self, wait: bool, cancel_queued: bool = False, cancel_running: bool = False) -> None:
+        """Take no more work; end when what is left is done."""
+        self.is_closing = True
+        if not self.driver.closed.is_set():
+            self.driver.post(ShutdownRequested(cancel_queued, cancel_running))
+        if wait and not self.driver.is_own_thread and not in_task():
+            self.driver.closed.wait()
+
+
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    """In a forked child, no pool of the parent's works: its driver and Ray's threads did not come along."""
+    for engine in list(_engines):
+        engine.is_closing = True
+        engine.driver.closed = threading.Event()
+        engine.driver.closed.set()
+    _engines.clear()
+
+
+os.register_at_fork(after_in_child=_forget_all)
+
+
+@atexit.register
+def _end_all() -> None:
+    """End what is left when the interpreter ends; nothing may stay on a GPU."""
+    for engine in list(_engines):
+        engine.shutdown(wait=False, cancel_queued=True, cancel_running=True)
+        engine.driver.closed.wait(EXIT_TIMEOUT_S)
+
+
+def open_engine(profile: Profile) -> Engine:
+    """Return the engine for a profile, without workers yet."""
+    if profile.backend == "inline":
+        from raypool.engine.inline import InlineBackend
+
+        return Engine(profile, InlineInbox(), InlineBackend)
+    if profile.backend == "threads":
+        from raypool.devices.inventory import usable_cores
+        from raypool.engine.inline import ThreadsBackend
+
+        return Engine(profile, ThreadInbox(), lambda post: ThreadsBackend(post, usable_cores()))
+    from raypool.engine.ray_session import join_ray, leave_ray
+
+    join_ray(profile.address)  # before anything imports Ray, which reads its settings then
+    try:
+        from raypool.engine.packing import unpack
+        from raypool.engine.ray_backend import RayBackend
+
+        atexit.unregister(_end_all)
+        atexit.register(_end_all)  # Ray has registered its own end by now; ours has to come before that
+        return Engine(profile, ThreadInbox(), lambda post: RayBackend(profile, post), unpack)
+    except BaseException:
+        leave_ray(lambda: None)
+        raise
+
+
+def function_name(fn: Any) -> str:
+    """Return what to call a function in messages."""
+    inner = fn
+    while hasattr(inner, "func"):  # functools.partial
+        inner = inner.func
+    return getattr(inner, "__name__", None) or type(inner).__name__

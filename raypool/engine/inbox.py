@@ -1,0 +1,82 @@
+"""Where messages for a driver arrive, and the clock that it lives by: one with a thread of its own, and one without."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections import deque
+from typing import Any, Protocol
+
+from raypool.core.messages import Event
+
+LONGEST_WAIT_S = 3600.0
+"""Operating systems do not take any number of seconds; whoever waits longer looks again."""
+
+Message = tuple[Event, Any]
+"""An event, and what goes with it but not into the core."""
+
+
+class Inbox(Protocol):
+    """Where messages for the driver arrive, and the clock that it lives by."""
+
+    is_threaded: bool
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing waits to be handled now."""
+
+    def put(self, message: Message) -> None:
+        """Take in a message, from any thread."""
+
+    def get(self, until: float | None) -> Message | None:
+        """Return the next message; None when `until` has come or, in a driver without a thread, nothing more can come."""
+
+    def now(self) -> float:
+        """Return the time [s] on a clock that never goes back."""
+
+
+class ThreadInbox:
+    """For a driver with a thread of its own: it waits."""
+
+    is_threaded = True
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self.put = self._queue.put
+        self.now = time.monotonic
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing waits to be handled now."""
+        return self._queue.empty()
+
+    def get(self, until: float | None) -> Message | None:
+        """Wait for a message, or until the time has come."""
+        try:
+            return self._queue.get(timeout=None if until is None else min(max(0.0, until - self.now()), LONGEST_WAIT_S))
+        except queue.Empty:
+            return None
+
+
+class InlineInbox:
+    """For a driver that runs in whatever thread hands it something."""
+
+    is_threaded = False
+
+    def __init__(self) -> None:
+        self._messages: deque[Message] = deque()
+        self.put = self._messages.append
+        self.now = time.monotonic
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing waits to be handled now."""
+        return not self._messages
+
+    def get(self, until: float | None) -> Message | None:
+        """Return what is there; if only time can bring more, wait for that."""
+        if self._messages:
+            return self._messages.popleft()
+        if until is not None:
+            time.sleep(min(max(0.0, until - self.now()), LONGEST_WAIT_S))
+        return None

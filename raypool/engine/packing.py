@@ -1,0 +1,272 @@
+"""How values travel between Ray processes: pickled once, large buffers beside the pickle so that they are not copied on the way.
+
+Ray's own cloudpickle is used. Object references are taken out of the pickle and travel beside it too, so that Ray can count them:
+inside it they would keep their objects alive for ever.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+from collections.abc import Callable
+from contextvars import ContextVar
+from types import FunctionType
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import ray
+from ray import cloudpickle
+from ray.util import inspect_serializability
+
+from raypool.errors import SerializationError
+
+PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
+"""Types whose pickles need nothing from the module that they are in."""
+
+OUT_OF_BAND_BYTES = 1024 * 1024
+"""Buffers (of arrays and tensors) from this size on travel beside the pickle, uncopied; such arrays arrive read-only."""
+
+INLINE_BYTES = 64 * 1024
+"""What is smaller than this in all travels in the message itself, the rest through the object store."""
+
+Packed: TypeAlias = bytes | ray.ObjectRef
+"""A pickled value: itself if it is small, else a reference to its parcel in the object store."""
+
+
+class Parcel(NamedTuple):
+    """A pickled value with what travels beside the pickle."""
+
+    header: bytes
+    buffers: list[Any]
+    refs: list[Any]
+
+    @property
+    def is_small(self) -> bool:
+        """Whether the header alone is the value, and fits into a message."""
+        return not self.buffers and not self.refs and len(self.header) < INLINE_BYTES
+
+
+class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
+    """Takes references and the memory of CPU tensors out of the pickle."""
+
+    def __init__(self, file: io.BytesIO, refs: list[Any], keep_inside: Callable[[pickle.PickleBuffer], bool]) -> None:
+        super().__init__(file, protocol=5, buffer_callback=keep_inside)
+        self._refs = refs
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, ray.ObjectRef):
+            self._refs.append(value)
+            return _arrived_ref, (len(self._refs) - 1,)
+        torch = sys.modules.get("torch")
+        if torch is not None and type(value) is torch.Tensor and _is_plain(value, torch):
+            memory = value.detach().reshape(-1).view(torch.uint8).numpy()
+            return _arrived_tensor, (memory, value.dtype, tuple(value.shape), value.requires_grad)
+        return super().reducer_override(value)
+
+
+def _is_plain(tensor: Any, torch: Any) -> bool:
+    """Whether a tensor is nothing but large memory of this process."""
+    return bool(
+        tensor.device.type == "cpu"
+        and tensor.layout is torch.strided
+        and tensor.nbytes >= OUT_OF_BAND_BYTES
+        and tensor.nbytes == tensor.untyped_storage().nbytes()
+        and tensor.is_leaf
+        and tensor.is_contiguous()
+        and not tensor.is_quantized
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and not tensor.__dict__
+    )
+
+
+_arriving: ContextVar[list[Any]] = ContextVar("raypool_arriving")
+
+
+def _arrived_ref(position: int) -> Any:
+    return _arriving.get()[position]
+
+
+def _arrived_tensor(memory: np.ndarray[Any, Any], dtype: Any, shape: tuple[int, ...], requires_grad: bool) -> Any:
+    """Make a tensor of its own memory: torch knows no read-only tensors, and a function may change what it was given."""
+    import torch
+
+    return torch.from_numpy(memory.copy()).view(dtype).reshape(shape).requires_grad_(requires_grad)
+
+
+def dump(value: Any, out_of_band_bytes: int = OUT_OF_BAND_BYTES) -> Parcel:
+    """Pickle a value; buffers from this size on stay beside the pickle."""
+    buffers: list[pickle.PickleBuffer] = []
+    refs: list[Any] = []
+
+    def keep_inside(buffer: pickle.PickleBuffer) -> bool:
+        if buffer.raw().nbytes < out_of_band_bytes:
+            return True
+        buffers.append(buffer)
+        return False
+
+    file = io.BytesIO()
+    _Pickler(file, refs, keep_inside).dump(value)
+    return Parcel(file.getvalue(), buffers, refs)
+
+
+def load(parcel: Parcel) -> Any:
+    """Return the value; an array whose memory came through the object store is read-only, since others map it too."""
+    if not parcel.refs:
+        return pickle.loads(parcel.header, buffers=parcel.buffers)
+    token = _arriving.set(parcel.refs)
+    try:
+        return pickle.loads(parcel.header, buffers=parcel.buffers)
+    finally:
+        _arriving.reset(token)
+
+
+class Unloadable(NamedTuple):
+    """Stands for a value that could not be unpickled here."""
+
+    error: Exception
+
+
+def keep(value: Any, is_last: bool) -> Parcel:
+    """Pickle a value as it is now, whatever happens to it later.
+
+    Its large buffers stay where they are only if nothing runs after it in its call (`is_last`).
+
+    Raises:
+        SerializationError: It cannot be pickled.
+    """
+    if _is_plain_data(value):
+        return Parcel(pickle.dumps(value, protocol=5), [], [])
+    try:
+        return dump(value, OUT_OF_BAND_BYTES if is_last else sys.maxsize)
+    except Exception as error:
+        raise unpicklable(value, "a result back", error) from error
+
+
+def join(values: list[Any]) -> Parcel:
+    """Put values together, those that were kept as parcels among those that need not be, for `load_each`.
+
+    Each parcel is opened by itself, so that one that cannot be opened does not take the others with it.
+    """
+    plain = [None if type(value) is Parcel else value for value in values]
+    others: list[tuple[int, bytes, int, int]] = []  # position, pickle, how many buffers and references belong to it
+    whole = Parcel(b"", [], [])
+    for position, value in enumerate(values):
+        if type(value) is Parcel:
+            others.append((position, value.header, len(value.buffers), len(value.refs)))
+            whole.buffers.extend(value.buffers)
+            whole.refs.extend(value.refs)
+    return whole._replace(header=pickle.dumps((plain, others), protocol=5))
+
+
+def load_each(parcel: Parcel) -> list[Any]:
+    """Return the values that `join` has put together; an `Unloadable` for each that cannot be unpickled here."""
+    values: list[Any]
+    values, others = pickle.loads(parcel.header)
+    first_buffer = first_ref = 0
+    for position, header, num_buffers, num_refs in others:
+        buffers = parcel.buffers[first_buffer : first_buffer + num_buffers]
+        refs = parcel.refs[first_ref : first_ref + num_refs]
+        first_buffer += num_buffers
+        first_ref += num_refs
+        try:
+            values[position] = load(Parcel(header, buffers, refs))
+        except Exception as error:
+            values[position] = Unloadable(error)
+    return values
+
+
+def _is_plain_data(value: Any) -> bool:
+    """Whether a value is of plain types only, down to one level: then its pickle needs nothing and cannot fail."""
+    kind = type(value)
+    if kind is dict:
+        return PLAIN.issuperset(map(type, value)) and PLAIN.issuperset(map(type, value.values()))
+    return kind in PLAIN or (kind in (list, tuple) and PLAIN.issuperset(map(type, value)))
+
+
+def pack(value: Any, what: str, *, is_trial: bool = False) -> Packed:
+    """Make a value ready to travel, to any number of workers; in a trial, only make sure that it can.
+
+    Raises:
+        SerializationError: It cannot be pickled; the message names the variable that is to blame.
+    """
+    quick = _pickled_by_name(value)
+    if quick is not None:
+        return quick
+    try:
+        parcel = dump(value)
+    except Exception as error:
+        raise unpicklable(value, f"{what} to a worker", error) from error
+    return parcel.header if parcel.is_small or is_trial else ray.put(tuple(parcel))
+
+
+def _pickled_by_name(value: Any) -> bytes | None:
+    """Return the pickle of a function that workers can import, or of a call with plain arguments; None for all else.
+
+    What cloudpickle would do with them, in a tenth of its time: for a future that is most of what it costs.
+    """
+    if isinstance(value, FunctionType):
+        if value.__module__ in (None, "__main__") or cloudpickle.list_registry_pickle_by_value():
+            return None
+        try:
+            return pickle.dumps(value, protocol=5)
+        except (pickle.PicklingError, AttributeError):
+            return None  # it cannot be found under its name: a lambda, or a function in a function
+    if type(value) is list and len(value) == 1 and type(value[0]) is tuple and len(value[0]) == 2:
+        args, kwargs = value[0]
+        if type(args) is tuple and not kwargs and PLAIN.issuperset(map(type, args)):
+            quick = pickle.dumps(value, protocol=5)
+            return quick if len(quick) < INLINE_BYTES else None
+    return None
+
+
+def unpack(packed: Packed) -> Any:
+    """Return the value that was packed."""
+    return pickle.loads(packed) if isinstance(packed, bytes) else load(Parcel(*ray.get(packed)))
+
+
+def unpicklable(value: Any, what: str, error: BaseException) -> SerializationError:
+    """Return the error that says which variable can't travel."""
+    try:
+        named = ", ".join(_culprits(value, ""))
+    except Exception:  # the inspection pickles things too
+        named = ""
+    named = named or f"a {type(value).__name__}"
+    reason = f"{type(error).__name__}: {error}".splitlines()[0]
+    return SerializationError(
+        f"Cannot send {what}: {named} cannot be pickled ({reason}). Make it inside the function, or pass what it is made from.",
+        what=named,
+    )
+
+
+def _culprits(value: Any, path: str) -> list[str]:
+    """Return the names of the variables in a value that can't be pickled, with their types."""
+    if isinstance(value, dict):
+        entries = [(f"{path}[{key!r}]", entry) for key, entry in value.items()]
+    elif isinstance(value, (list, tuple)):
+        entries = [(f"{path}[{index}]", entry) for index, entry in enumerate(value)]
+    else:
+        name = getattr(value, "__name__", path)
+        _, failures = inspect_serializability(value, name=name, print_file=io.StringIO())
+        return sorted({_named(_variable(failure) or path, failure.obj) for failure in failures})
+    return [culprit for name, entry in entries if not _can_travel(entry) for culprit in _culprits(entry, name)]
+
+
+def _variable(failure: Any) -> str:
+    """Return the name of the variable that Ray's inspection blames (`path` since Ray 2.60, `name` before)."""
+    path = [str(part) for part in getattr(failure, "path", (getattr(failure, "name", ""),)) if part]
+    return path[-1] if path else ""
+
+
+def _named(variable: str, value: Any) -> str:
+    kind = type(value).__name__
+    return f"{variable!r} (a {kind})" if variable.isidentifier() else f"{variable} (a {kind})" if variable else f"a {kind}"
+
+
+def _can_travel(value: Any) -> bool:
+    try:
+        dump(value)
+    except Exception:
+        return False
+    return True

@@ -1,0 +1,167 @@
+"""Runs the slices of a call: user code is called here and nowhere else, in every backend."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import random
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from math import inf
+from time import perf_counter, time
+from typing import Any, NamedTuple
+
+from raypool.engine.backend import Part, WorkerInfo
+from raypool.task import Running, item_seed, running
+
+UNCHANGEABLE = frozenset({int, float, bool, str, bytes, type(None)})
+"""Types whose values stay what they are."""
+
+CALL_LIMIT_S = 0.2
+"""A call that was meant to be short hands back what it has not begun after this time [s]: others may be free by now."""
+
+
+class RawResult:
+    """What became of one slice, before it travels: values and failures as they are."""
+
+    __slots__ = ("done", "durations_s", "errors", "start", "started_at", "values")
+
+    def __init__(self, start: int) -> None:
+        self.start = start
+        self.done = 0
+        self.values: list[Any] = []
+        self.errors: dict[int, BaseException] = {}
+        self.durations_s = array("d")
+        self.started_at = 0.0
+
+
+class Surroundings(NamedTuple):
+    """What a worker has to run slices with.
+
+    `functions` finds a function by its id, `unpack` opens the items of a part. `keep` turns each value, as soon as it is
+    returned, into something that later items cannot change; what it raises is the item's error (None: values stay here).
+    """
+
+    worker: WorkerInfo
+    functions: Callable[[int], Callable[..., Any]]
+    unpack: Callable[[Any], list[Any]]
+    keep: Callable[[Any], Any] | None = None
+
+
+def run_parts(parts: Sequence[Part], here: Surroundings) -> list[RawResult]:
+    """Run the slices of a call one after the other.
+
+    Every exception becomes an error of its item, except `SystemExit`, which ends the worker as the user asked.
+    """
+    deadline = perf_counter() + CALL_LIMIT_S
+    results = []
+    for part in parts:
+        result = RawResult(part.start)
+        results.append(result)
+        if perf_counter() < deadline or len(results) == 1:
+            _run_part(part, here, result, inf if part.is_fixed else deadline)
+    return results
+
+
+def _run_part(part: Part, here: Surroundings, result: RawResult, deadline: float) -> None:
+    try:
+        fn = here.functions(part.fn_id)
+        items = here.unpack(part.items)
+    except SystemExit:
+        raise
+    except BaseException as error:
+        # What was sent can't be opened here (a module that is missing, say): so much for all its items.
+        result.errors = dict.fromkeys(range(part.start, part.start + part.num_items), error)
+        result.values = [None] * part.num_items
+        result.durations_s = array("d", bytes(8 * part.num_items))
+        result.started_at = time()
+        result.done = part.num_items
+        return
+    worker = here.worker
+    token = running.set(Running(part.start, part.attempt, part.seed, worker.index, worker.gpu, part.name))
+    try:
+        with _generators_kept() if part.seed is not None else contextlib.nullcontext():
+            _run_items(_as_calls(fn) if part.is_call else fn, items, part, here.keep, result, deadline)
+    finally:
+        running.reset(token)
+
+
+def _as_calls(fn: Callable[..., Any]) -> Callable[[Any], Any]:
+    return lambda call: fn(*call[0], **call[1])
+
+
+def _run_items(
+    fn: Callable[[Any], Any],
+    items: list[Any],
+    part: Part,
+    keep: Callable[[Any], Any] | None,
+    result: RawResult,
+    deadline: float,
+) -> None:
+    """Run the items until the deadline has passed, or one has failed in a loop that stops then.
+
+    The loop in here is the cost of an item: it holds nothing that it need not.
+    """
+    values, durations_s, seed = result.values, result.durations_s, part.seed
+    note = running.get()
+    assert note is not None
+    result.started_at = time()
+    before = perf_counter()
+    for index, item in enumerate(items, part.start):
+        note.index = index
+        if seed is not None:
+            seed_everything(item_seed(seed, index))
+        try:
+            value = fn(item)
+            values.append(value if keep is None or type(value) in UNCHANGEABLE else keep(value))
+        except SystemExit:
+            raise
+        except BaseException as error:
+            values.append(None)
+            result.errors[index] = error
+            if part.stops_on_error:
+                deadline = -inf
+        now = perf_counter()
+        durations_s.append(now - before)
+        before = now
+        if now > deadline:
+            break
+    result.done = len(values)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python's, NumPy's and torch's global generators (torch only where it is installed)."""
+    random.seed(seed)
+    import numpy as np
+
+    np.random.seed(np.random.SeedSequence(seed).generate_state(4))
+    torch = _torch()
+    if torch is not None:
+        torch.manual_seed(seed % 2**63)
+
+
+@functools.cache
+def _torch() -> Any:
+    """Return torch if it is installed, imported or not: a function that imports it later would draw unseeded numbers."""
+    try:
+        return importlib.import_module("torch")
+    except ImportError:
+        return None
+
+
+@contextlib.contextmanager
+def _generators_kept() -> Iterator[None]:
+    """Give the global generators back as they were: in this process they are the user's own."""
+    import numpy as np
+
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    torch = _torch()
+    torch_state = torch.get_rng_state() if torch is not None else None
+    try:
+        yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        if torch is not None:
+            torch.set_rng_state(torch_state)

@@ -1,0 +1,93 @@
+"""The scheduler's events as JSON lines, so that what happened can happen again (`raypool.testing.replay`)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from enum import Enum
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from raypool.core import messages as m
+from raypool.core.model import Report, TaskSpec
+from raypool.errors import LossReason
+
+EVENTS: dict[str, Any] = {
+    kind.__name__: kind
+    for kind in (
+        m.TaskSubmitted,
+        m.ItemsAdded,
+        m.CancelRequested,
+        m.WorkerReady,
+        m.WorkerLost,
+        m.AttemptFinished,
+        m.TimerFired,
+        m.ResizeRequested,
+        m.ShutdownRequested,
+    )
+}
+
+
+class TraceWriter:
+    """Appends events to a file, one line each, flushed."""
+
+    def __init__(self, path: str | PathLike[str]) -> None:
+        self._file = Path(path).open("a", encoding="utf-8")  # noqa: SIM115 - closed with the pool
+
+    def __call__(self, now: float, event: m.Event) -> None:
+        """Write one event."""
+        self._file.write(encode(now, event) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def encode(now: float, event: m.Event) -> str:
+    """Return an event and its time as one line of JSON."""
+    return json.dumps({"now": now, "event": type(event).__name__, **_plain(event)})
+
+
+def decode(line: str) -> tuple[float, m.Event]:
+    """Return the time and the event of a line.
+
+    Example:
+        >>> decode(encode(1.5, m.WorkerLost(3, LossReason.NODE)))
+        (1.5, WorkerLost(worker_id=3, reason=<LossReason.NODE: 'node lost'>, was_idle=False))
+    """
+    fields = json.loads(line)
+    now, kind = fields.pop("now"), fields.pop("event")
+    if kind == "TaskSubmitted":
+        spec = fields["spec"]
+        if spec["gang_places"] is not None:
+            spec["gang_places"] = tuple(spec["gang_places"])
+        fields["spec"] = TaskSpec(**spec)
+    elif kind == "WorkerLost":
+        fields["reason"] = LossReason(fields["reason"])
+    elif kind == "AttemptFinished":
+        fields["reports"] = tuple(
+            Report(report["done"], report["failed"], tuple(report["retry"]), report["busy_s"]) for report in fields["reports"]
+        )
+    elif kind == "ResizeRequested":
+        fields["add"] = tuple(fields["add"])
+    return now, EVENTS[kind](**fields)
+
+
+def read_trace(path: str | Path) -> Iterator[tuple[float, m.Event]]:
+    """Yield the events of a file; a last line that was cut off by a crash is left out."""
+    with Path(path).open(encoding="utf-8") as file:
+        for line in file:
+            if line.endswith("\n"):
+                yield decode(line)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return value.value
+    if hasattr(value, "_asdict"):
+        return {name: _plain(entry) for name, entry in value._asdict().items()}
+    if isinstance(value, tuple):
+        return [_plain(entry) for entry in value]
+    return value

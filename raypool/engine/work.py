@@ -1,0 +1,234 @@
+"""A task as the driver knows it: what to send, and what to do with what comes back."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from typing import Any, NamedTuple, Protocol
+
+from raypool.core.model import Slice, TaskState
+from raypool.engine.backend import Failure, Function, Part, SliceResult, WorkerInfo
+from raypool.errors import RemoteTraceback, TaskError
+from raypool.futures import Deferred, Future
+
+Pack = Callable[[Any, str], Any]
+
+
+class Work(Protocol):
+    """One task. The driver's thread calls these, except where they say otherwise."""
+
+    function: Function
+
+    def begin(self, piece: Slice, worker: WorkerInfo) -> bool:
+        """Note that a slice is about to run; False if nobody wants it any more."""
+
+    def part(self, piece: Slice, pack: Pack) -> Part:
+        """Return the slice ready to travel."""
+
+    def describe(self, piece: Slice) -> str:
+        """Return what to call these items in a message."""
+
+    def wants_retry(self, error: BaseException) -> bool:
+        """Whether an item that raised this should run again."""
+
+    def settle(self, piece: Slice, result: SliceResult, worker: WorkerInfo) -> None:
+        """Take these items' outcomes."""
+
+    def fail(self, piece: Slice, error: TaskError) -> None:
+        """Take it that these items never get an outcome of their own."""
+
+    def end(self, state: TaskState, error: BaseException | None) -> None:
+        """Take it that nothing more will come; `error` stands for items without an outcome."""
+
+
+def described(failure: Failure, label: str, piece: Slice, worker: WorkerInfo) -> BaseException:
+    """Return the user's exception with a note of where it happened, and the traceback there as its cause."""
+    error, remote_traceback = failure
+    where = f"{worker.host}, GPU {worker.gpu}" if worker.gpu is not None else worker.host
+    note = f"raypool: {label}, attempt {piece.attempt}, worker {worker.index} ({where})"
+    with contextlib.suppress(Exception):  # it is the user's class, and may refuse attributes
+        if note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
+        if remote_traceback is not None and error.__cause__ is None:
+            error.__cause__ = RemoteTraceback(remote_traceback)
+    return error
+
+
+class CallWork:
+    """A single call; its outcome is a future."""
+
+    def __init__(self, function: Function, call: Any, future: Future[Any], retry_on: tuple[type[BaseException], ...]) -> None:
+        self.function = function
+        self.future = future
+        self._call = call
+        self._retry_on = retry_on
+
+    def begin(self, piece: Slice, worker: WorkerInfo) -> bool:
+        """Mark the future as running, unless it was cancelled in this instant."""
+        future = self.future
+        if not future.running() and not future.start():
+            return False
+        future.worker = worker.index
+        future.attempts = piece.attempt
+        future.started_at = datetime.now(UTC)
+        return True
+
+    def part(self, piece: Slice, pack: Pack) -> Part:
+        """Return the call, which was packed when it was handed in."""
+        return Part(self.function.fn_id, self._call, 1, 0, piece.attempt, is_call=True, name=self.future.name)
+
+    def wants_retry(self, error: BaseException) -> bool:
+        """Whether `retry_on` names this."""
+        return isinstance(error, self._retry_on)
+
+    def describe(self, piece: Slice) -> str:
+        """Return the name of the call."""
+        return self.future.name
+
+    def settle(self, piece: Slice, result: SliceResult, worker: WorkerInfo) -> None:
+        """Resolve the future; its value stays where it is until somebody asks."""
+        future = self.future
+        future.duration_s = result.durations_s[0]
+        future.started_at = datetime.fromtimestamp(result.started_at, UTC)
+        future.finished_at = datetime.now(UTC)
+        failure = result.failures.get(0)
+        if failure is not None:
+            future.set_exception(described(failure, future.name, piece, worker))
+        else:
+            future.set_result(Deferred(result.values, result.offset))
+
+    def fail(self, piece: Slice, error: TaskError) -> None:
+        """Fail the future."""
+        self._fail_with(error)
+
+    def end(self, state: TaskState, error: BaseException | None) -> None:
+        """Cancel or fail the future if it has no outcome; what it was called with is not needed any more."""
+        self._call = None
+        future = self.future
+        if future.cancelled() or (state is TaskState.CANCELLED and future.cancel()):
+            future.notify_cancelled()
+        elif not future.done():
+            self._fail_with(error or TaskError(f"{future.name} was given up while it ran: the pool was shut down."))
+
+    def _fail_with(self, error: BaseException) -> None:
+        future = self.future
+        if future.done() or not (future.running() or future.start()):
+            return  # it was cancelled in this instant
+        future.finished_at = datetime.now(UTC)
+        future.set_exception(error)
+
+
+class Segment(NamedTuple):
+    """Outcomes of consecutive items of a loop, as they came back together."""
+
+    items: Slice
+    result: SliceResult
+    worker: WorkerInfo
+
+
+class LoopOptions(NamedTuple):
+    """How a loop is run. `is_fixed`: the user has said how many items a call takes."""
+
+    label: str
+    retry_on: tuple[type[BaseException], ...] = ()
+    seed: int | None = None
+    stops_on_error: bool = False
+    is_fixed: bool = False
+
+
+class LoopWork:
+    """The items of one `parfor`; its outcomes are collected in segments, for whoever waits to put together."""
+
+    def __init__(self, function: Function, items: Sequence[Any], options: LoopOptions) -> None:
+        self.function = function
+        self.items = items
+        self.label = options.label
+        self._options = options
+        self.segments: list[Segment] = []
+        self.errors: dict[int, BaseException] = {}
+        self.first_error: BaseException | None = None
+        self.lost: list[tuple[Slice, TaskError]] = []
+        self.running: dict[int, tuple[Slice, float]] = {}  # worker index -> what it runs, since when
+        self.state = TaskState.QUEUED
+        self.broken_by: BaseException | None = None
+        self.num_settled = 0
+        self.changed = threading.Condition()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing more will come."""
+        return self.state.is_final
+
+    def begin(self, piece: Slice, worker: WorkerInfo) -> bool:
+        """Note what the worker runs now."""
+        self.state = TaskState.RUNNING
+        self._note_stopped(piece)  # elsewhere, if it runs again because a worker was lost
+        self.running[worker.index] = (piece, datetime.now(UTC).timestamp())
+        return True
+
+    def part(self, piece: Slice, pack: Pack) -> Part:
+        """Return these items, packed."""
+        items = self.items[piece.start : piece.stop]
+        packed = pack(items, self.describe(piece))
+        return Part(
+            self.function.fn_id,
+            packed,
+            len(items),
+            piece.start,
+            piece.attempt,
+            is_call=False,
+            seed=self._options.seed,
+            name=self.label,
+            stops_on_error=self._options.stops_on_error and not self._options.retry_on,
+            is_fixed=self._options.is_fixed,
+        )
+
+    def wants_retry(self, error: BaseException) -> bool:
+        """Whether `retry_on` names this."""
+        return isinstance(error, self._options.retry_on)
+
+    def describe(self, piece: Slice) -> str:
+        """Return the numbers of the items, and the name of the loop."""
+        if piece.stop == piece.start + 1:
+            return f"item {piece.start} of {self.label}"
+        return f"items {piece.start} to {piece.stop - 1} of {self.label}"
+
+    def settle(self, piece: Slice, result: SliceResult, worker: WorkerInfo) -> None:
+        """Keep the outcomes."""
+        for index, failure in result.failures.items():
+            if piece.start <= index < piece.stop:
+                self._note_error(index, described(failure, f"item {index} of {self.label}", piece, worker))
+        self.segments.append(Segment(piece, result, worker))
+        self._note_settled(piece)
+
+    def fail(self, piece: Slice, error: TaskError) -> None:
+        """Keep the error for each of these items."""
+        for index in range(piece.start, piece.stop):
+            self._note_error(index, error)
+        self.lost.append((piece, error))
+        self._note_settled(piece)
+
+    def end(self, state: TaskState, error: BaseException | None) -> None:
+        """Wake whoever waits."""
+        with self.changed:
+            self.broken_by = error
+            self.state = state
+            self.changed.notify_all()
+
+    def _note_error(self, index: int, error: BaseException) -> None:
+        self.errors[index] = error
+        if self.first_error is None:
+            self.first_error = error
+
+    def _note_stopped(self, piece: Slice) -> None:
+        for index, (running, _) in list(self.running.items()):
+            if running.start <= piece.start < running.stop:
+                del self.running[index]
+
+    def _note_settled(self, piece: Slice) -> None:
+        self._note_stopped(piece)
+        with self.changed:
+            self.num_settled += piece.stop - piece.start
+            self.changed.notify_all()

@@ -1,0 +1,158 @@
+"""Every error that raypool raises, in one tree.
+
+::
+
+    RaypoolError
+    ├── InvalidValueError (+ ValueError)    an argument with a value that cannot work
+    ├── InvalidTypeError  (+ TypeError)     an argument of a kind that cannot work
+    ├── ResourceError        asked for more than there is
+    ├── StartupError         a worker did not come up
+    ├── PoolClosedError      (+ RuntimeError)    used after shutdown
+    ├── PoolBrokenError      (+ BrokenExecutor)  no worker is left that can come back
+    ├── TaskError            a task ended without a value and without an exception of the user's
+    │   ├── WorkerLostError       its worker's process or node died
+    │   ├── SerializationError    something could not travel between processes
+    │   └── TaskTimeoutError      its time limit was reached and it was stopped
+    ├── SpmdError            some ranks of an spmd call failed
+    ├── TrainingError        a training ended without a result
+    ├── CloudError           a cluster file, job or node request was refused
+    └── InternalError        raypool's own mistake
+
+Exceptions of the user's own are raised as themselves, never wrapped. `TaskTimeoutError` is deliberately no
+`TimeoutError`: that one means that a *wait* ran out while the task goes on.
+
+A message states the fact with its numbers, then the likely cause, then the next step. Fields are keyword-only and survive
+pickling.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import BrokenExecutor
+from enum import Enum
+from typing import Any
+
+__all__ = [
+    "CloudError",
+    "InternalError",
+    "InvalidTypeError",
+    "InvalidValueError",
+    "LossReason",
+    "PoolBrokenError",
+    "PoolClosedError",
+    "RaypoolError",
+    "RemoteTraceback",
+    "ResourceError",
+    "SerializationError",
+    "SpmdError",
+    "StartupError",
+    "TaskError",
+    "TaskTimeoutError",
+    "TrainingError",
+    "WorkerLostError",
+]
+
+
+class LossReason(Enum):
+    """Why a worker is gone, as far as can be known."""
+
+    OUT_OF_MEMORY = "out of memory"
+    NODE = "node lost"
+    EXIT = "process ended"
+    PREEMPTED = "node preempted"
+    START = "failed to start"
+    UNKNOWN = "unknown"
+
+
+class RaypoolError(Exception):
+    """Base of all errors of raypool; catch it to catch them all."""
+
+    def __init__(self, message: str, **fields: object) -> None:
+        super().__init__(message)
+        self._fields = fields
+        for name, value in fields.items():
+            setattr(self, name, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), str(self), self._fields)
+
+
+def _rebuild(cls: type[RaypoolError], message: str, fields: dict[str, object]) -> RaypoolError:
+    return cls(message, **fields)
+
+
+class InvalidValueError(RaypoolError, ValueError):
+    """An argument has a value that cannot work; raised at the call, before anything happens."""
+
+
+class InvalidTypeError(RaypoolError, TypeError):
+    """An argument is of a kind that cannot work; raised at the call, before anything happens."""
+
+
+class ResourceError(RaypoolError):
+    """More was asked for than there is: `.requested`, `.available` (counts) and `.holders` (who has the rest)."""
+
+    requested: float
+    available: float
+    holders: tuple[str, ...]
+
+
+class StartupError(RaypoolError):
+    """A worker did not come up in time, or failed its check at the start; nothing of the pool is left behind."""
+
+
+class PoolClosedError(RaypoolError, RuntimeError):
+    """The pool was used after `shutdown`: the caller's mistake, unlike `PoolBrokenError`."""
+
+
+class PoolBrokenError(RaypoolError, BrokenExecutor):
+    """No worker is left that can come back; every pending future gets this error at once."""
+
+
+class TaskError(RaypoolError):
+    """A task ended without a value, and without an exception that could be brought back as itself."""
+
+
+class WorkerLostError(TaskError):
+    """The worker died while it ran the task, and the retries are used up: `.reason` (a `LossReason`), `.attempts`."""
+
+    reason: LossReason
+    attempts: int
+
+
+class SerializationError(TaskError):
+    """A function, argument, result or exception could not travel between processes; `.what` names the culprit."""
+
+    what: str
+
+
+class TaskTimeoutError(TaskError):
+    """The task's own time limit was reached and the task was stopped."""
+
+
+class SpmdError(RaypoolError):
+    """Some ranks of an spmd call failed: `.failures` maps rank to exception."""
+
+
+class TrainingError(RaypoolError):
+    """A training ended without a result."""
+
+
+class CloudError(RaypoolError):
+    """A cluster file, a job or a request for nodes was refused."""
+
+
+class InternalError(RaypoolError):
+    """Raypool's own mistake. `.story` holds the last events about the task or worker; report it with that."""
+
+    story: tuple[str, ...]
+
+
+class RemoteTraceback(Exception):
+    """The traceback of an exception in a worker, as text; stands as the `__cause__` of the exception raised here."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text
+
+    def __str__(self) -> str:
+        return f'\n"""\n{self.text}"""'

@@ -1,0 +1,196 @@
+"""Runs one `parfor` in the thread that called it: feeds items, shows progress, waits, and puts the results together."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Container, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from raypool.core.messages import CancelRequested, ItemsAdded
+from raypool.core.model import Slice, TaskSpec
+from raypool.engine.driver import Driver
+from raypool.engine.work import LoopWork, Segment
+from raypool.errors import InvalidTypeError, InvalidValueError, TaskError
+from raypool.futures import Missing
+from raypool.results import Results, Row
+
+if TYPE_CHECKING:
+    from raypool.engine.backend import Backend
+
+LOOK_AHEAD = 16
+"""So many items per worker are drawn from a generator before their turn: enough to share calls, few enough to draw lazily."""
+
+TICK_S = 0.1
+"""How often a progress display is brought up to date [s]."""
+
+PLAIN = frozenset({int, float, str, bool, bytes, complex, type(None)})
+"""Types whose values can always be pickled, so that nobody need try."""
+
+
+class Watcher(Protocol):
+    """Somebody who is shown how a loop goes on."""
+
+    def update(self, work: LoopWork, total: int | None) -> None:
+        """Look at the loop; called every tenth of a second and at the end."""
+
+
+def listed(items: Any) -> Sequence[Any] | Iterator[Any]:
+    """Return the items of a loop as a sequence, or as an iterator where their number is not known.
+
+    Raises:
+        InvalidTypeError: They are not iterable.
+    """
+    if isinstance(items, bool):
+        raise InvalidTypeError(f"items={items!r} is not iterable. Give a list, a DataFrame, a generator or a number of items.")
+    if isinstance(items, int):
+        if items < 0:
+            raise InvalidValueError(f"items={items} is less than 0.")
+        return range(items)
+    if hasattr(items, "to_dict") and hasattr(items, "columns"):
+        rows: list[Any] = items.to_dict("records")
+        return rows
+    if isinstance(items, (list, tuple, range)):
+        return items
+    try:
+        iterator = iter(items)
+    except TypeError:
+        raise InvalidTypeError(
+            f"items={items!r} is not iterable. Give a list, a DataFrame, a generator or a number of items."
+        ) from None
+    return list(iterator) if hasattr(items, "__len__") else iterator
+
+
+def check_travels(items: Sequence[Any], backend: Backend, label: str, first: int = 0) -> None:
+    """Make sure, here and now, that the items can be sent; the first of them has this number.
+
+    Raises:
+        SerializationError: One of them cannot; the message says which, and what of it.
+    """
+    if isinstance(items, range) or PLAIN.issuperset(map(type, items)):
+        return
+    for index, item in enumerate(items, first):
+        if type(item) not in PLAIN:
+            backend.pack(item, f"item {index} of {label}", is_trial=True)
+
+
+class LoopRun:
+    """One `parfor` in progress."""
+
+    def __init__(self, driver: Driver, backend: Backend, work: LoopWork, watcher: Watcher | None) -> None:
+        self._driver = driver
+        self._backend = backend
+        self._work = work
+        self._watcher = watcher
+        self._task_id = -1
+        self._show_at = 0.0
+        self._total: int | None = None  # not known before a generator has ended
+
+    def run(self, items: Sequence[Any] | Iterator[Any], make_spec: Callable[[int, int, bool], TaskSpec]) -> Results:
+        """Run all items and return their results; a first failure is not raised here.
+
+        Interrupted (Ctrl-C, or an error in the generator), it cancels what is queued and raises; what had finished is in the
+        exception's `results`.
+        """
+        work = self._work
+        if self._driver.is_own_thread:
+            raise InvalidValueError(
+                "A loop cannot run in the callback of a future: the pool would wait for itself. Use a thread."
+            )
+        try:
+            if isinstance(items, Iterator):
+                self._feed(items, make_spec)
+            else:
+                check_travels(items, self._backend, work.label)
+                work.items = items
+                self._total = len(items)
+                self._task_id = self._driver.submit(work, lambda task_id: make_spec(task_id, len(items), False))
+            self._wait(lambda: work.is_done)
+            self._show()
+        except BaseException as error:
+            self.cancel()
+            attach(error, self.results())
+            raise
+        return self.results()
+
+    def _feed(self, items: Iterator[Any], make_spec: Callable[[int, int, bool], TaskSpec]) -> None:
+        """Draw from a generator, never more than the look-ahead before the first item without a result."""
+        work, driver = self._work, self._driver
+        drawn: list[Any] = []
+        work.items = drawn
+        self._task_id = driver.submit(work, lambda task_id: make_spec(task_id, 0, True))
+        # One by one: the next item may take long to come, or even wait for what becomes of this one.
+        for item in items:
+            check_travels((item,), self._backend, work.label, first=len(drawn))
+            drawn.append(item)
+            driver.post(ItemsAdded(self._task_id, 1, is_open=True))
+            self._wait(lambda: work.is_done or len(drawn) - work.num_settled < self._look_ahead())
+            if work.is_done:
+                return
+        self._total = len(drawn)
+        driver.post(ItemsAdded(self._task_id, 0, is_open=False))
+
+    def _look_ahead(self) -> int:
+        return LOOK_AHEAD * max(self._driver.scheduler.crew.size, 1)
+
+    def _wait(self, is_over: Callable[[], bool]) -> None:
+        work = self._work
+        while not is_over():
+            with work.changed:
+                work.changed.wait_for(is_over, None if self._watcher is None else TICK_S)
+            if time.monotonic() >= self._show_at:
+                self._show()
+
+    def _show(self) -> None:
+        if self._watcher is not None:
+            self._watcher.update(self._work, self._total)
+            self._show_at = time.monotonic() + TICK_S
+
+    def cancel(self) -> None:
+        """Let nothing more of the loop start."""
+        if self._task_id >= 0:
+            self._driver.post(CancelRequested(self._task_id))
+
+    def results(self) -> Results:
+        """Put together what has come back so far."""
+        work = self._work
+        segments, lost, errors = list(work.segments), list(work.lost), dict(work.errors)
+        items = work.items
+        values: list[Any] = [None] * len(items)
+        for piece, result, _ in segments:
+            first = result.offset + piece.start - result.start
+            values[piece.start : piece.stop] = result.values.get()[first : first + piece.stop - piece.start]
+        if any(type(value) is Missing for value in values):
+            _move_missing(values, errors)
+        return Results(items, values, lambda: _rows(len(items), segments, lost, errors), errors)
+
+
+def _move_missing(values: list[Any], errors: dict[int, BaseException]) -> None:
+    for index, value in enumerate(values):
+        if type(value) is Missing:
+            values[index] = None
+            errors[index] = value.error
+
+
+def _rows(count: int, segments: list[Segment], lost: list[tuple[Slice, TaskError]], errors: Container[int]) -> list[Row]:
+    """Tell what is known of each item. Made only when somebody looks: for short items it costs more than they do."""
+    rows = [Row() for _ in range(count)]
+    for piece, result, worker in segments:
+        starts = list(itertools.accumulate(result.durations_s, initial=result.started_at))
+        for index in range(piece.start, piece.stop):
+            row, position = rows[index], index - result.start
+            row.status = "failed" if index in errors else "finished"
+            row.duration_s, row.started_at = result.durations_s[position], starts[position]
+            row.worker, row.gpu, row.attempts = worker.index, worker.gpu, piece.attempt
+    for piece, _ in lost:
+        for row in rows[piece.start : piece.stop]:
+            row.status, row.attempts = "failed", piece.attempt
+    return rows
+
+
+def attach(error: BaseException, results: Results) -> None:
+    """Give an exception the results that were there before it, if it can carry them."""
+    try:
+        error.results = results  # type: ignore[attr-defined]
+    except AttributeError:
+        return

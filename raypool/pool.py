@@ -1,0 +1,352 @@
+"""The pool: what a user holds."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, TypeVar
+
+from raypool.core.messages import CancelRequested, ResizeRequested
+from raypool.engine.backend import WorkerInfo
+from raypool.engine.engine import Engine, open_engine
+from raypool.engine.work import CallWork, LoopWork
+from raypool.errors import InvalidTypeError, InvalidValueError
+from raypool.futures import Future
+from raypool.profiles import Profile, resolve_profile
+from raypool.shared import Constant, content_of, discard
+from raypool.task import in_task
+from raypool.view import Options, PoolView, check_count, serial_engine
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """What a pool has done so far; see `ParallelPool.statistics`.
+
+    Attributes:
+        submitted, finished, failed, cancelled: Items (a single call is one).
+        queued, running: Items right now.
+        attempts: Calls to workers; fewer than items where short ones share a call.
+        workers_lost: Processes that died and were replaced.
+    """
+
+    submitted: int
+    finished: int
+    failed: int
+    cancelled: int
+    queued: int
+    running: int
+    attempts: int
+    workers_lost: int
+
+
+class TaskQueue:
+    """The single calls of a pool that have not ended (`parfeval`), as they are at the moment of asking."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    @property
+    def queued(self) -> list[Future[Any]]:
+        """Those that wait for a worker, in the order in which they were handed in."""
+        return self._in_state("queued")
+
+    @property
+    def running(self) -> list[Future[Any]]:
+        """Those that run."""
+        return self._in_state("running")
+
+    def _in_state(self, state: str) -> list[Future[Any]]:
+        works = list(self._engine.driver.works.values())
+        return [work.future for work in works if isinstance(work, CallWork) and work.future.state == state]
+
+
+class ParallelPool(PoolView):
+    """Workers that each hold a GPU (or a core) for as long as the pool lives. Open one with `parpool`.
+
+    A `concurrent.futures.Executor`, with MATLAB's verbs beside the standard ones. As a context manager it waits for its work at
+    the end; if the block ends with an error, what is queued is cancelled. Safe to use from several threads.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine, Options(retries=engine.profile.retries))
+        weakref.finalize(self, engine.shutdown, wait=False).atexit = False
+
+    # --- what there is ------------------------------------------------------------------------------------------------
+
+    @property
+    def workers(self) -> list[WorkerInfo]:
+        """The workers as they are now, in order."""
+        return self._engine.workers()
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers there are, those included that are being replaced."""
+        return self._engine.driver.scheduler.crew.size
+
+    @property
+    def idle_workers(self) -> int:
+        """How many workers could begin something now."""
+        return sum(worker.state == "idle" for worker in self.workers)
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is queued or running."""
+        return bool(self._engine.driver.works)
+
+    @property
+    def queue(self) -> TaskQueue:
+        """The single calls that have not ended."""
+        return TaskQueue(self._engine)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the pool was shut down (or is broken beyond repair)."""
+        return self._engine.is_over
+
+    def statistics(self) -> Statistics:
+        """Return what the pool has done so far.
+
+        Example:
+            >>> with parpool(profile="inline", quiet=True) as pool:
+            ...     values = pool.parfor(abs, [-1, -2])
+            ...     pool.statistics().finished
+            2
+        """
+        scheduler = self._engine.driver.scheduler
+        counts = scheduler.counts
+        tasks = list(scheduler.backlog.tasks.values())
+        return Statistics(
+            counts.submitted,
+            counts.finished,
+            counts.failed,
+            counts.cancelled,
+            sum(task.waiting for task in tasks),
+            sum(task.items_in_flight for task in tasks),
+            counts.attempts,
+            counts.workers_lost,
+        )
+
+    # --- changing it --------------------------------------------------------------------------------------------------
+
+    def resize(self, num_workers: int) -> None:
+        """Give the pool this many workers.
+
+        New ones are up on return. Free ones are given back first; a busy one ends after what it is running.
+
+        Raises:
+            ResourceError: There are not so many; the pool stays as it is.
+        """
+        if num_workers is None:
+            raise InvalidTypeError("num_workers=None is not a whole number.")
+        check_count("num_workers", num_workers, least=1)
+        self._engine.check_open()
+        more = num_workers - self.num_workers
+        if more > 0:
+            self._engine.add_workers(more, more)
+        elif more < 0:
+            self._engine.driver.post(ResizeRequested(remove=-more))
+            self._engine.driver.barrier()
+
+    def constant(self, source: T | Callable[[], T], cleanup: Callable[[T], object] | None = None) -> Constant[T]:
+        """Return a value that every worker receives, or builds, once, however many tasks use it.
+
+        Args:
+            source: The value; or a function without arguments (or a class) that makes it, called on each worker at the first
+                use there.
+            cleanup: Called with the value at the end of the pool, on each worker that has used it.
+
+        Raises:
+            SerializationError: The value or the function cannot be sent.
+
+        Source:
+            MATLAB R2025b, parallel.pool.Constant.
+
+        Example:
+            >>> with parpool(2, profile="threads", quiet=True) as pool:
+            ...     squares = pool.constant([0, 1, 4, 9])
+            ...     list(pool.parfor(lambda i: squares.value[i], [3, 2]))
+            [9, 4]
+        """
+        self._engine.check_open()
+        constant: Constant[T] = Constant(self._engine.opener(content_of(source, cleanup), "the constant"))
+        if cleanup is not None:
+            self._engine.constants.append(constant.key)
+        return constant
+
+    def cancel_all(self) -> None:
+        """Cancel everything that is queued, loops included."""
+        for future in self.queue.queued:
+            future.cancel()
+        for task_id, work in list(self._engine.driver.works.items()):
+            if isinstance(work, LoopWork):
+                self._engine.driver.post(CancelRequested(task_id))
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Take no more work, and give everything back when what is left is done.
+
+        Args:
+            wait: Return only then.
+            cancel_futures: Cancel what is queued. A loop that is half done counts as queued: what runs of it is given up.
+        """
+        if self._engine.constants and not self.is_closed:
+            self._clean_up(cancel_futures)
+            cancel_futures = False
+        self._engine.shutdown(wait, cancel_queued=cancel_futures)
+
+    def _clean_up(self, cancel_futures: bool) -> None:
+        """Queue the cleanup of constants behind what every worker is running."""
+        if cancel_futures:
+            self.cancel_all()
+        keys, self._engine.constants = self._engine.constants, []
+        PoolView(self._engine, Options(name="cleanup of constants")).parfeval_on_all(discard, keys)
+
+    def delete(self) -> None:
+        """Cancel what is queued and loops that are half done, wait for single calls that run, and give everything back.
+
+        Twice does nothing.
+        """
+        self.shutdown(cancel_futures=True)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        is_interrupted = kind is not None and not issubclass(kind, Exception)
+        if is_interrupted:
+            self._engine.shutdown(wait=True, cancel_queued=True, cancel_running=True)
+        else:
+            self.shutdown(cancel_futures=kind is not None)
+
+    def __repr__(self) -> str:
+        state = "closed" if self.is_closed else f"{self.num_workers} workers, {self.idle_workers} idle"
+        return f"<ParallelPool: {state}>"
+
+    def __reduce__(self) -> Any:
+        """Let a function that refers to its pool travel: on the worker it finds a serial one."""
+        return _serial_pool, ()
+
+
+def parpool(
+    num_workers: int | tuple[int, int] | None = None, *, profile: str | Profile = "local", **changes: Any
+) -> ParallelPool:
+    """Open a pool of workers, each with a GPU of its own (or a core), and print one line that says what was started.
+
+    Args:
+        num_workers: Exactly so many, or `(least, most)` for as many as there are in that range. None: one for each GPU that this
+            process may use; without a GPU, one for each physical core.
+        profile: "local" (Ray: the one that runs in this process, else a new one on this machine), "threads" or "inline" (in this
+            process, without Ray), or a `Profile`.
+        **changes: Single fields of the profile, such as `gpus=[0, 2]` or `resources=WorkerResources(gpus=0.5)`.
+
+    Raises:
+        ResourceError: There is less than was asked for; it says what was requested, what is available and who holds the rest.
+        StartupError: A worker did not come up.
+        InvalidValueError, InvalidTypeError: An argument cannot work.
+
+    Source:
+        MATLAB R2025b, parpool.
+
+    Example:
+        >>> with parpool(2, profile="threads") as pool:
+        ...     pool.num_workers
+        raypool: 2 workers (threads of this process)
+        2
+    """
+    least, most = _checked_range(num_workers)
+    settings = resolve_profile(profile, changes)
+    if in_task():
+        return _serial_pool()
+    started = time.monotonic()
+    engine = open_engine(settings)
+    try:
+        engine.add_workers(least, most)
+    except BaseException:
+        engine.shutdown(wait=True, cancel_queued=True, cancel_running=True)
+        raise
+    pool = ParallelPool(engine)
+    _note_current(pool)
+    if not settings.quiet:
+        sys.stdout.write(f"raypool: {_described(engine)}{_duration(settings, started)}\n")
+        sys.stdout.flush()
+    return pool
+
+
+def gcp(create: bool = True) -> ParallelPool | None:
+    """Return the current pool: the one that was opened last and is still open.
+
+    Args:
+        create: Open one with `parpool()` if there is none; else None is returned then.
+
+    Source:
+        MATLAB R2025b, gcp.
+
+    Example:
+        >>> with parpool(profile="inline", quiet=True) as pool:
+        ...     gcp() is pool
+        True
+    """
+    if in_task():
+        return _serial_pool()
+    with _current_lock:
+        for reference in reversed(_opened):
+            pool = reference()
+            if pool is not None and not pool.is_closed:
+                return pool
+    if not create:
+        return None
+    global _made_here
+    _made_here = parpool()  # nobody else holds it
+    return _made_here
+
+
+_made_here: ParallelPool | None = None
+_opened: list[weakref.ref[ParallelPool]] = []
+_current_lock = threading.Lock()
+
+
+def _note_current(pool: ParallelPool) -> None:
+    with _current_lock:
+        _opened[:] = [reference for reference in _opened if (other := reference()) is not None and not other.is_closed]
+        _opened.append(weakref.ref(pool))
+
+
+def _serial_pool() -> ParallelPool:
+    return ParallelPool(serial_engine())
+
+
+def _described(engine: Engine) -> str:
+    workers = engine.workers()
+    count = f"{len(workers)} worker" + ("s" if len(workers) != 1 else "")
+    if engine.profile.backend != "ray":
+        where = "threads of this process" if engine.profile.backend == "threads" else "inline in this process"
+        return f"{count} ({where})"
+    hosts = []
+    for host, group in itertools.groupby(workers, key=lambda worker: worker.host):
+        gpus = list(dict.fromkeys(str(gpu) for worker in group for gpu in worker.gpus))
+        hosts.append(f"{host}: GPU {', '.join(gpus)}" if gpus else f"{host}: CPU")
+    return f"{count} on {'; '.join(dict.fromkeys(hosts))}"
+
+
+def _duration(settings: Profile, started: float) -> str:
+    return f", ready in {time.monotonic() - started:.1f} s" if settings.backend == "ray" else ""
+
+
+def _checked_range(num_workers: Any) -> tuple[int | None, int | None]:
+    if num_workers is None:
+        return None, None
+    if isinstance(num_workers, (tuple, list)):
+        if len(num_workers) != 2:
+            raise InvalidValueError(f"num_workers={num_workers!r} is not a pair (least, most).")
+        for value in num_workers:
+            check_count("num_workers", value, least=1)
+        least, most = num_workers
+        if least > most:
+            raise InvalidValueError(f"num_workers={num_workers!r}: the least is more than the most.")
+        return least, most
+    check_count("num_workers", num_workers, least=1)
+    return num_workers, num_workers

@@ -1,0 +1,174 @@
+"""Where a pool runs, and what each of its workers gets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from os import PathLike
+from typing import Any
+
+from raypool.errors import InvalidTypeError, InvalidValueError
+
+PINNING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+"""Environment variables by which a worker is pinned to its GPU."""
+
+BACKENDS = ("ray", "threads", "inline")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerResources:
+    """What one worker gets of a machine.
+
+    Args:
+        gpus: GPUs for each worker. A fraction puts several workers on one GPU, which the pool then holds whole. None: one,
+            where there are GPUs, else none.
+        cpus: CPU cores, as Ray counts them. None: one for a worker without a GPU, none for one with.
+        memory_bytes: Main memory that Ray sets aside [bytes].
+        accelerator_type: Only on nodes with this kind of accelerator, by Ray's name for it ("T4", "H100", ...).
+
+    Raises:
+        InvalidValueError: A count is negative, or a GPU count above 1 is not whole.
+
+    Example:
+        >>> WorkerResources(gpus=0.5).workers_per_gpu
+        2
+    """
+
+    gpus: float | None = None
+    cpus: float | None = None
+    memory_bytes: int | None = None
+    accelerator_type: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("gpus", "cpus", "memory_bytes"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+                raise InvalidTypeError(f"WorkerResources({name}={value!r}) is not a number.")
+            if value is not None and not value >= 0:
+                raise InvalidValueError(f"WorkerResources({name}={value!r}) is negative. Give 0 or more, or leave it out.")
+        if self.gpus is not None and self.gpus > 1 and self.gpus != int(self.gpus):
+            raise InvalidValueError(
+                f"WorkerResources(gpus={self.gpus}) would share a second GPU in part, which Ray cannot do. "
+                "Give a whole number, or a fraction below 1."
+            )
+
+    @property
+    def workers_per_gpu(self) -> int:
+        """How many such workers one GPU takes."""
+        return int(1 / self.gpus + 1e-9) if self.gpus and self.gpus < 1 else 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """Where a pool runs and what its workers get; `parpool` takes one, or the name of a built-in one.
+
+    Args:
+        backend: "ray" (processes), "threads" or "inline" (both in this process, without Ray).
+        address: A Ray cluster to connect to. None: the Ray that runs in this process, else a new one on this machine.
+        resources: What each worker gets.
+        gpus: Only these GPUs of this machine, by index. None: any.
+        env: Environment variables of the workers; they are set before anything else happens there.
+        start_timeout_s: Longest wait for resources, and for a worker to come up [s].
+        retries: How often an item runs again after its worker was lost.
+        quiet: Do not print the line that says what was started.
+        trace: Record the scheduler's events in this file (JSON lines), for `raypool.testing.replay`.
+
+    Example:
+        >>> Profile(gpus=(0, 2), start_timeout_s=10).gpus
+        (0, 2)
+    """
+
+    backend: str = "ray"
+    address: str | None = None
+    resources: WorkerResources = field(default_factory=WorkerResources)
+    gpus: tuple[int, ...] | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+    start_timeout_s: float = 60.0
+    retries: int = 2
+    quiet: bool = False
+    trace: str | PathLike[str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.backend not in BACKENDS:
+            raise InvalidValueError(f"Backend {self.backend!r} is none of {', '.join(BACKENDS)}.")
+        if not isinstance(self.resources, WorkerResources):
+            raise InvalidTypeError(f"resources={self.resources!r} is not a WorkerResources.")
+        if self.gpus is not None:
+            object.__setattr__(self, "gpus", _checked_gpus(self.gpus))
+        wanted = self.resources.gpus
+        if self.gpus is not None and wanted is not None and not 0 < wanted <= 1:
+            raise InvalidValueError(
+                f"gpus= chooses single GPUs, but each worker is to have {wanted:g} (resources.gpus). Set one of the two."
+            )
+        _check_kinds(self)
+        pinning = [name for name in self.env if name in PINNING]
+        if pinning:
+            raise InvalidValueError(f"env sets {pinning[0]}, which the pool sets for each worker. Choose GPUs with gpus=[...].")
+        if not self.start_timeout_s > 0:
+            raise InvalidValueError(f"start_timeout_s={self.start_timeout_s!r} leaves no time to start. Give seconds above 0.")
+        if self.retries < 0:
+            raise InvalidValueError(f"retries={self.retries!r} is negative. Give 0 to run every item at most once.")
+
+
+def _check_kinds(profile: Profile) -> None:
+    """Refuse fields of a kind that cannot work, before they are compared with numbers."""
+    _check_env(profile.env)
+    if isinstance(profile.start_timeout_s, bool) or not isinstance(profile.start_timeout_s, (int, float)):
+        raise InvalidTypeError(f"start_timeout_s={profile.start_timeout_s!r} is not a number of seconds.")
+    if isinstance(profile.retries, bool) or not isinstance(profile.retries, int):
+        raise InvalidTypeError(f"retries={profile.retries!r} is not a whole number.")
+    if profile.trace is not None and not isinstance(profile.trace, (str, PathLike)):
+        raise InvalidTypeError(f"trace={profile.trace!r} is not the path of a file.")
+
+
+def _check_env(env: Any) -> None:
+    if not isinstance(env, Mapping):
+        raise InvalidTypeError(f"env={env!r} is not a mapping of names to texts.")
+    for name, value in env.items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise InvalidTypeError(f"env has {name!r}: {value!r}. Names and values of environment variables are texts.")
+
+
+def _checked_gpus(gpus: Any) -> tuple[int, ...]:
+    try:
+        indices = tuple(gpus)
+    except TypeError:
+        raise InvalidTypeError(f"gpus={gpus!r} is not a list of GPU indices, such as [0, 2].") from None
+    for index in indices:
+        if not isinstance(index, int) or isinstance(index, bool):
+            raise InvalidTypeError(f"GPU index {index!r} is not an integer. GPUs are numbered from 0.")
+        if index < 0:
+            raise InvalidValueError(f"GPU index {index} is negative. GPUs are numbered from 0.")
+        if indices.count(index) > 1:
+            raise InvalidValueError(f"GPU {index} is named twice in gpus={list(indices)}. Name each GPU once.")
+    if not indices:
+        raise InvalidValueError("gpus=[] names no GPU. For workers without one, use resources=WorkerResources(gpus=0).")
+    return indices
+
+
+BUILT_IN = {
+    "local": Profile(),
+    "threads": Profile(backend="threads"),
+    "inline": Profile(backend="inline"),
+}
+"""The profiles that are always there."""
+
+
+def resolve_profile(profile: str | Profile, changes: Mapping[str, Any]) -> Profile:
+    """Return the profile of this name with single fields replaced.
+
+    Raises:
+        InvalidValueError: There is no such profile.
+        InvalidTypeError: There is no such field.
+    """
+    if isinstance(profile, str):
+        if profile not in BUILT_IN:
+            raise InvalidValueError(f"There is no profile {profile!r}. There are: {', '.join(BUILT_IN)}.")
+        profile = BUILT_IN[profile]
+    if not isinstance(profile, Profile):
+        raise InvalidTypeError(f"profile={profile!r} is neither a name nor a Profile.")
+    known = [entry.name for entry in fields(Profile)]
+    unknown = [name for name in changes if name not in known]
+    if unknown:
+        raise InvalidTypeError(f"A profile has no field {', '.join(unknown)}. It has: {', '.join(known)}.")
+    return replace(profile, **changes)

@@ -1,0 +1,88 @@
+"""Values that every worker has one of, for as long as the pool lives."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import types
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from raypool.errors import InvalidTypeError
+
+T = TypeVar("T")
+
+BUILDERS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial, type)
+"""What counts as a builder. A model is callable too, but it is a value."""
+
+
+class Content(NamedTuple):
+    """What a constant is made from."""
+
+    source: Any
+    is_builder: bool
+    cleanup: Callable[[Any], object] | None
+
+
+class Constant(Generic[T]):
+    """A value that each worker receives, or builds, once: at the first use of `value` there. Made by `pool.constant`.
+
+    It travels in closures and arguments at the cost of a name. A worker that replaces a lost one receives or builds it anew.
+
+    Example:
+        >>> from raypool import parpool
+        >>> with parpool(2, profile="threads", quiet=True) as pool:
+        ...     table = pool.constant(lambda: {"a": 1})
+        ...     list(pool.parfor(lambda key: table.value[key], ["a", "a"]))
+        [1, 1]
+    """
+
+    def __init__(self, open_content: Callable[[], Content]) -> None:
+        self.key = uuid.uuid4().hex
+        self._open_content = open_content
+
+    @property
+    def value(self) -> T:
+        """The value, as it is in this process.
+
+        Raises:
+            Exception: What the builder raised; the next use tries again.
+        """
+        with _lock:
+            own_lock = _locks.setdefault(self.key, threading.RLock())
+        with own_lock:  # a builder may use other constants, and others their own meanwhile
+            if self.key not in _kept:
+                content = self._open_content()
+                _kept[self.key] = (content.source() if content.is_builder else content.source, content.cleanup)
+            held: T = _kept[self.key][0]
+            return held
+
+    def __repr__(self) -> str:
+        return f"<Constant {self.key[:8]}: {'here' if self.key in _kept else 'not used here yet'}>"
+
+
+_kept: dict[str, tuple[Any, Callable[[Any], object] | None]] = {}
+_locks: dict[str, threading.RLock] = {}
+_lock = threading.Lock()
+
+
+def content_of(source: Any, cleanup: Callable[[Any], object] | None) -> Content:
+    """Return what a constant is made from.
+
+    Raises:
+        InvalidTypeError: `cleanup` cannot be called.
+    """
+    if cleanup is not None and not callable(cleanup):
+        raise InvalidTypeError(f"cleanup={cleanup!r} is not callable. Give a function of the value.")
+    return Content(source, isinstance(source, BUILDERS), cleanup)
+
+
+def discard(keys: Sequence[str]) -> None:
+    """Let go of constants in this process, and clean up those that were used here."""
+    for key in keys:
+        with _lock:
+            held = _kept.pop(key, None)
+            _locks.pop(key, None)
+        if held is not None and held[1] is not None:
+            held[1](held[0])

@@ -1,0 +1,299 @@
+"""Test your own code, or raypool, without Ray and without waiting: a pool in simulated time, with faults on demand.
+
+A function that is handed to a simulated pool really runs, in this process; when it starts, how long it takes and whether its
+worker dies is decided by a `FaultPlan`. The same plan gives the same course of events, always.
+
+>>> with sim_pool(4, FaultPlan(seed=1, p_loss=0.2)) as pool:
+...     list(pool.parfor(lambda x: x * x, range(5)))
+[0, 1, 4, 9, 16]
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import random
+from array import array
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from pathlib import Path
+from typing import Any
+
+from raypool.core import messages as m
+from raypool.core.invariants import check_invariants
+from raypool.core.model import Counts, Report, TaskSpec
+from raypool.core.scheduler import Scheduler
+from raypool.engine.backend import Failure, Function, LocalValues, Part, SliceResult, WorkerInfo
+from raypool.engine.engine import Engine
+from raypool.engine.inbox import Message
+from raypool.engine.runner import Surroundings, run_parts
+from raypool.engine.trace import read_trace
+from raypool.errors import LossReason
+from raypool.pool import ParallelPool
+from raypool.profiles import Profile
+
+__all__ = ["FaultPlan", "SimBackend", "SimReport", "VirtualClock", "replay", "sim_pool", "simulate"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultPlan:
+    """What goes wrong in a simulation, and how long things take.
+
+    Args:
+        seed: Of all that follows.
+        p_loss: Probability that a call loses its worker: half of the time before the function runs, half of the time after.
+        p_failed_start: Probability that a worker does not come up.
+        p_straggler: Probability that a call takes `straggler_factor` times as long.
+        straggler_factor: How much longer.
+        start_s: How long a worker takes to come up [s].
+        item_s: How long an item takes, on average; between half and one and a half times as much [s].
+    """
+
+    seed: int = 0
+    p_loss: float = 0.0
+    p_failed_start: float = 0.0
+    p_straggler: float = 0.0
+    straggler_factor: float = 10.0
+    start_s: float = 1.0
+    item_s: float = 0.1
+
+
+class VirtualClock:
+    """Time that passes only when something is waited for; also the inbox of a simulated driver, since waiting is its job."""
+
+    is_threaded = False
+
+    def __init__(self) -> None:
+        self._now = 0.0
+        self._messages: deque[Message] = deque()
+        self._later: list[tuple[float, int, Message]] = []
+        self._count = 0
+        self.put = self._messages.append
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing waits to be handled now."""
+        return not self._messages
+
+    def now(self) -> float:
+        """Return the time [s]."""
+        return self._now
+
+    def put_later(self, delay_s: float, message: Message) -> None:
+        """Let a message arrive after some time [s]."""
+        self._count += 1
+        heappush(self._later, (self._now + delay_s, self._count, message))
+
+    def get(self, until: float | None) -> Message | None:
+        """Return the next message, and let the time pass until then."""
+        if self._messages:
+            return self._messages.popleft()
+        if self._later and (until is None or self._later[0][0] <= until):
+            self._now, _, message = heappop(self._later)
+            return message
+        if until is not None:
+            self._now = max(self._now, until)
+        return None
+
+
+class Dice:
+    """The decisions of a plan, one after the other."""
+
+    def __init__(self, plan: FaultPlan) -> None:
+        self.plan = plan
+        self._random = random.Random(plan.seed)
+
+    def happens(self, probability: float) -> bool:
+        """Decide whether something happens."""
+        return self._random.random() < probability
+
+    def item_s(self) -> float:
+        """Decide how long an item takes [s]."""
+        seconds = self.plan.item_s * self._random.uniform(0.5, 1.5)
+        return seconds * self.plan.straggler_factor if self.happens(self.plan.p_straggler) else seconds
+
+
+class SimBackend:
+    """A backend whose workers exist in simulated time only."""
+
+    def __init__(self, clock: VirtualClock, plan: FaultPlan) -> None:
+        self._clock = clock
+        self._dice = Dice(plan)
+        self._next_place = 0
+        self._infos: dict[int, WorkerInfo] = {}
+
+    def claim(self, least: int | None, most: int | None) -> list[int]:
+        """Claim as many places as wanted (one, if any number will do)."""
+        count = most or 1
+        places = list(range(self._next_place, self._next_place + count))
+        self._next_place += count
+        return places
+
+    def start_worker(self, worker_id: int, place: int) -> None:
+        """Let a worker come up after a while, or not."""
+        info = self._infos[worker_id] = WorkerInfo(place, platform.node(), worker_id, gpus=(place,))
+        message: Message = (m.WorkerReady(worker_id), info)
+        if self._dice.happens(self._dice.plan.p_failed_start):
+            message = (m.WorkerLost(worker_id, LossReason.START), "it was planned that it would not start")
+        self._clock.put_later(self._dice.plan.start_s, message)
+
+    def vacate(self, place: int) -> None:
+        """Nothing has to be given back."""
+
+    def pack(self, value: Any, what: str, *, is_trial: bool = False) -> Any:
+        """Return the value: it does not travel."""
+        return value
+
+    def run(self, worker_id: int, attempt_id: int, parts: Sequence[Part], functions: Sequence[Function]) -> None:
+        """Run a call now; its answer, or the loss of its worker, arrives later."""
+        known = {function.fn_id: function.packed for function in functions}
+        is_lost = self._dice.happens(self._dice.plan.p_loss)
+        seconds = self._dice.item_s()
+        lost: Message = (m.WorkerLost(worker_id, LossReason.EXIT), "it was planned that it would die")
+        if is_lost and self._dice.happens(0.5):
+            self._clock.put_later(seconds, lost)
+            return
+        try:
+            raw = run_parts(parts, Surroundings(self._infos[worker_id], known.__getitem__, lambda items: items))
+        except SystemExit as error:
+            died: Message = (m.WorkerLost(worker_id, LossReason.EXIT), f"the function called sys.exit({error.code!r})")
+            self._clock.put_later(seconds, died)
+            return
+        results = []
+        for part in raw:
+            durations_s = array("d", [seconds] * part.done)
+            failures = {index: Failure(error, None) for index, error in part.errors.items()}
+            started_at = self._clock.now()
+            results.append(SliceResult(part.start, part.done, LocalValues(part.values), 0, failures, durations_s, started_at))
+        answer: Message = (m.AttemptFinished(worker_id, attempt_id, ()), results)
+        self._clock.put_later(seconds * sum(part.done for part in raw), lost if is_lost else answer)
+
+    def close(self) -> None:
+        """Nothing is left."""
+
+
+def sim_pool(num_workers: int, plan: FaultPlan | None = None, **changes: Any) -> ParallelPool:
+    """Return a pool of simulated workers; `changes` are fields of its profile."""
+    clock = VirtualClock()
+    engine = Engine(Profile(backend="inline", **changes), clock, lambda _: SimBackend(clock, plan or FaultPlan()))
+    engine.add_workers(num_workers, num_workers)
+    return ParallelPool(engine)
+
+
+@dataclass(frozen=True, slots=True)
+class SimReport:
+    """How a simulation went.
+
+    Attributes:
+        num_events: How many events the scheduler handled.
+        makespan_s: When the last task ended, in simulated time [s].
+        work_s: The sum of the times of all calls that came back [s].
+        counts: What became of the tasks.
+        trace: A hash of all commands in their order: equal for equal courses.
+        num_ended: How many tasks have ended.
+    """
+
+    num_events: int
+    makespan_s: float
+    work_s: float
+    counts: Counts
+    trace: str
+    num_ended: int
+
+
+def simulate(num_workers: int, specs: Iterable[TaskSpec], plan: FaultPlan, *, check: bool = False) -> SimReport:
+    """Run the scheduler alone, without a driver or any user code, on tasks that all arrive at the start.
+
+    Args:
+        num_workers: Workers of the pool.
+        specs: The tasks, in order of their ids.
+        plan: How long items take, and what goes wrong.
+        check: Check all invariants after every event (slow).
+
+    Example:
+        >>> simulate(3, [TaskSpec(i, 0) for i in range(10)], FaultPlan(seed=7, p_loss=0.1), check=True).counts.finished
+        10
+    """
+    return _Simulation(num_workers, plan, check).run(specs)
+
+
+class _Simulation:
+    """A heap of future events, and what is counted on the way."""
+
+    def __init__(self, num_workers: int, plan: FaultPlan, check: bool) -> None:
+        self._scheduler = Scheduler()
+        self._dice = Dice(plan)
+        self._check = check
+        self._heap: list[tuple[float, int, m.Event]] = []
+        self._hash = hashlib.blake2b(digest_size=16)
+        self._now = self._work_s = self._end_s = 0.0
+        self._num_events = self._num_ended = self._count = 0
+        self._handle(m.ResizeRequested(add=tuple(range(num_workers))))
+
+    def run(self, specs: Iterable[TaskSpec]) -> SimReport:
+        for spec in specs:
+            self._handle(m.TaskSubmitted(spec))
+        self._handle(m.ShutdownRequested())
+        while self._heap:
+            self._now, _, event = heappop(self._heap)
+            self._handle(event)
+        return SimReport(
+            self._num_events, self._end_s, self._work_s, self._scheduler.counts, self._hash.hexdigest(), self._num_ended
+        )
+
+    def _handle(self, event: m.Event) -> None:
+        self._num_events += 1
+        commands = self._scheduler.handle(event, self._now)
+        if self._check:
+            check_invariants(self._scheduler)
+        for command in commands:
+            self._hash.update(repr(command).encode())
+            self._carry_out(command)
+
+    def _carry_out(self, command: m.Command) -> None:
+        kind, plan = type(command), self._dice.plan
+        if isinstance(command, m.RunTasks):
+            self._later(*self._outcome(command))
+        elif isinstance(command, m.StartWorker):
+            fails = self._dice.happens(plan.p_failed_start)
+            lost = m.WorkerLost(command.worker_id, LossReason.START)
+            self._later(plan.start_s, lost if fails else m.WorkerReady(command.worker_id))
+        elif isinstance(command, m.SetTimer) and command.kind == "start":
+            self._later(command.at - self._now, m.TimerFired(command.kind, command.worker_id))
+        elif kind is m.EndTask:
+            self._num_ended += 1
+            self._end_s = self._now
+
+    def _outcome(self, command: m.RunTasks) -> tuple[float, m.Event]:
+        seconds = self._dice.item_s()
+        if self._dice.happens(self._dice.plan.p_loss):
+            return seconds, m.WorkerLost(command.worker_id, LossReason.EXIT)
+        reports = tuple(
+            [Report(piece.stop - piece.start, busy_s=seconds * (piece.stop - piece.start)) for piece in command.slices]
+        )
+        busy_s = sum(report.busy_s for report in reports)
+        self._work_s += busy_s
+        return busy_s, m.AttemptFinished(command.worker_id, command.attempt_id, reports)
+
+    def _later(self, delay_s: float, event: m.Event) -> None:
+        self._count += 1
+        heappush(self._heap, (self._now + delay_s, self._count, event))
+
+
+def replay(path: str | Path) -> list[tuple[m.Event, list[m.Command]]]:
+    """Run the events of a recorded pool (`Profile.trace`) through a fresh scheduler; return each with what it answers.
+
+    All invariants are checked on the way, so a recorded mistake shows where it began.
+
+    Raises:
+        InternalError: The scheduler cannot take an event, as when it was recorded.
+        AssertionError: An invariant does not hold.
+    """
+    scheduler = Scheduler()
+    course = []
+    for now, event in read_trace(path):
+        course.append((event, scheduler.handle(event, now)))
+        check_invariants(scheduler)
+    return course

@@ -1,0 +1,332 @@
+"""The verbs: what can be asked of a pool, under whatever options."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeVar
+
+from raypool.core.model import TaskSpec, TaskState
+from raypool.engine.engine import Engine, function_name, open_engine
+from raypool.engine.work import CallWork, LoopOptions, LoopWork
+from raypool.errors import InvalidTypeError, InvalidValueError, SerializationError
+from raypool.futures import Future, gather
+from raypool.loop import LoopRun, Watcher, attach, listed
+from raypool.profiles import Profile
+from raypool.results import Results
+from raypool.task import in_task
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How work that is handed in through a view of the pool is treated; see `PoolView.options`."""
+
+    retries: int = 2
+    retry_on: tuple[type[BaseException], ...] = ()
+    priority: int = 0
+    worker: int | None = None
+    name: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.retries is None:
+            raise InvalidTypeError("retries=None is not a whole number. Give 0 to run every item at most once.")
+        check_count("retries", self.retries, least=0)
+        check_count("worker", self.worker, least=0)
+        if not isinstance(self.priority, int):
+            raise InvalidTypeError(f"priority={self.priority!r} is not a whole number.")
+        if self.name is not None and not isinstance(self.name, str):
+            raise InvalidTypeError(f"name={self.name!r} is not a text.")
+        kinds = self.retry_on if isinstance(self.retry_on, tuple) else (self.retry_on,)
+        if not all(isinstance(kind, type) and issubclass(kind, BaseException) for kind in kinds):
+            raise InvalidTypeError(f"retry_on={self.retry_on!r} is not an exception type, or a tuple of them.")
+        object.__setattr__(self, "retry_on", kinds)
+
+
+class PoolView(concurrent.futures.Executor):
+    """The verbs of a pool, under certain options. `ParallelPool` is one itself; `options` gives others of the same pool."""
+
+    def __init__(self, engine: Engine, options: Options, pool: PoolView | None = None) -> None:
+        self._engine = engine
+        self._options = options
+        self._pool = pool  # kept from being collected, which would end it
+
+    def options(self, **changes: Any) -> PoolView:
+        """Return a view of this pool whose verbs use other options.
+
+        Args:
+            **changes: `retries`: how often an item runs again after its worker was lost; 0 means that no item ever runs twice.
+                `retry_on`: exception types of the user's own after which an item runs again too. `priority`: higher goes
+                first; equal ones go in the order in which they were handed in. `worker`: run on the worker with this number
+                only; if that one is lost, so is the task. `name`: what to call the work in messages and displays.
+
+        Raises:
+            InvalidTypeError: There is no such option.
+
+        Example:
+            >>> from raypool import parpool
+            >>> with parpool(profile="inline", quiet=True) as pool:
+            ...     pool.options(name="sum").parfeval(sum, [1, 2]).name
+            'sum'
+        """
+        known = Options.__slots__
+        unknown = [name for name in changes if name not in known]
+        if unknown:
+            raise InvalidTypeError(f"There is no option {', '.join(unknown)}. There are: {', '.join(known)}.")
+        return PoolView(self._engine, replace(self._options, **changes), pool=self)
+
+    def __reduce__(self) -> Any:
+        """Let a function that refers to its pool travel: on the worker it finds a serial one."""
+        return _serial_view, ()
+
+    # --- many at once -------------------------------------------------------------------------------------------------
+
+    def parfor(  # noqa: PLR0913 - the verb of the package: each argument is asked for by users, all are named
+        self,
+        fn: Callable[[Any], Any],
+        items: Iterable[Any] | int,
+        *,
+        on_error: Literal["raise", "collect"] = "raise",
+        reduce: Callable[[Any, Any], Any] | None = None,
+        init: Any = None,
+        max_workers: int | None = None,
+        chunk_size: int | None = None,
+        seed: int | None = None,
+        progress: bool | None = None,
+        name: str | None = None,
+    ) -> Any:
+        """Call `fn(item)` for every item, on all workers at once, and return the results in the order of the items.
+
+        Each worker takes the next item when it is free. Items that take milliseconds share calls; longer ones go one by one. An
+        item runs at least once, and again if its worker is lost (up to `retries` times); its result counts exactly once. Inside
+        a task the loop runs serially, in the task.
+
+        Args:
+            fn: Any function of one argument. It is shipped to each worker once, with what it closes over, which the items of a
+                worker share: copy a model or an array from outside before changing it.
+            items: A list or other iterable, also a generator without end (of which only a few items per worker are drawn
+                ahead), a DataFrame (each row a dict), or a number `n` for `range(n)`.
+            on_error: "raise": the first failure ends the loop and is raised. "collect": all items run; failures are in the table.
+            reduce: Fold the values with this function of two arguments, in the order of the items, and return what comes out
+                instead: the same on any number of workers, to the last bit.
+            init: The first operand of `reduce`; None begins with the first value.
+            max_workers: Use at most so many workers; 0 runs serially in this process.
+            chunk_size: Send so many items in a call, whatever they take. None: by measured time.
+            seed: Give every item its own random numbers (Python's, NumPy's and torch's global generators, and
+                `current_task().seed`), which depend on the seed and the item's number only.
+            progress: Show a live display. None: on a terminal.
+            name: What to call the loop in messages and displays.
+
+        Returns:
+            `Results`: the values in order, and a table of them; with `reduce` the folded value.
+
+        Raises:
+            Exception: What `fn` raised, as itself, with a note of the item, worker and attempt, the remote traceback as its
+                cause, and `.results`, everything that had finished.
+            WorkerLostError: An item has lost its worker too often.
+            SerializationError: `fn` or an item cannot be sent; it names the variable.
+            PoolClosedError: The pool was shut down.
+
+        Source:
+            MATLAB R2025b, parfor; concurrent.futures.
+
+        Example:
+            >>> from raypool import parpool
+            >>> with parpool(2, profile="threads", quiet=True) as pool:
+            ...     list(pool.parfor(lambda x: x * x, range(4)))
+            ...     pool.parfor(lambda x: x * x, range(4), reduce=max)
+            [0, 1, 4, 9]
+            9
+        """
+        _check_callable(fn)
+        if on_error not in ("raise", "collect"):
+            raise InvalidValueError(f"on_error={on_error!r} is neither 'raise' nor 'collect'.")
+        check_count("max_workers", max_workers, least=0)
+        check_count("chunk_size", chunk_size, least=1)
+        check_count("seed", seed, least=0)
+        if reduce is not None and not callable(reduce):
+            raise InvalidTypeError(f"reduce={reduce!r} is not callable. Give a function of two values.")
+        sequence = listed(items)
+        if max_workers == 0:
+            engine, max_workers = serial_engine(), None
+        else:
+            engine = self._engine_here()
+        function = engine.function(fn)
+        label = name or self._options.name or function.name
+        fixed = chunk_size is not None
+        work = LoopWork(function, (), LoopOptions(label, self._options.retry_on, seed, on_error == "raise", fixed))
+        options, place = self._options, self._place(engine)
+
+        def make_spec(task_id: int, size: int, is_open: bool) -> TaskSpec:
+            return TaskSpec(
+                task_id,
+                function.fn_id,
+                size,
+                is_open,
+                options.priority,
+                options.retries,
+                max_workers,
+                place=place,
+                fail_fast=on_error == "raise",
+                chunk_size=chunk_size,
+            )
+
+        with _watched(progress, label) as watcher:
+            results = LoopRun(engine.driver, engine.backend, work, watcher).run(sequence, make_spec)
+        _raise_if_failed(work, results, on_error)
+        return results if reduce is None else _folded(results, reduce, init)
+
+    def _engine_here(self) -> Engine:
+        """Return the engine for work that is called for here: in a task, a serial one."""
+        if in_task():
+            return serial_engine()
+        self._engine.check_open()
+        return self._engine
+
+    def _place(self, engine: Engine) -> int | None:
+        """Return the place of the worker that the options name; work that runs serially, in a task, runs where it is."""
+        number = self._options.worker
+        if number is None or engine is not self._engine:
+            return None
+        numbers = sorted(engine.driver.scheduler.crew.places)
+        if number not in numbers:
+            raise InvalidValueError(f"There is no worker {number}. There are: {', '.join(map(str, numbers))}.")
+        return number
+
+    # --- one at a time ------------------------------------------------------------------------------------------------
+
+    def parfeval(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        """Call `fn(*args, **kwargs)` on the next free worker; return a future at once.
+
+        What is sent is what the arguments are now: changing them later changes nothing. Inside a task the call runs at once.
+
+        Raises:
+            SerializationError: The function or an argument cannot be sent; it names the variable.
+            PoolClosedError: The pool was shut down.
+
+        Source:
+            MATLAB R2025b, parfeval; concurrent.futures.Executor.submit.
+
+        Example:
+            >>> from raypool import parpool
+            >>> with parpool(2, profile="threads", quiet=True) as pool:
+            ...     pool.parfeval(pow, 2, 10).result()
+            1024
+        """
+        _check_callable(fn)
+        engine = self._engine_here()
+        options, place = self._options, self._place(engine)
+        function = engine.function(fn)
+        call = _packed_call(engine, function.name, args, kwargs)
+        future: Future[T] = Future(options.name or function.name)
+        work = CallWork(function, call, future, options.retry_on)
+        driver = engine.driver
+
+        def make_spec(task_id: int) -> TaskSpec:
+            future.task_id, future.on_cancel = task_id, driver.cancel_call
+            return TaskSpec(
+                task_id,
+                function.fn_id,
+                priority=options.priority,
+                retries=options.retries,
+                place=place,
+                fail_fast=True,
+            )
+
+        driver.submit(work, make_spec)
+        return future
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        """Do as `parfeval` does; the name that `concurrent.futures` gives it."""
+        return self.parfeval(fn, *args, **kwargs)
+
+    def parfeval_on_all(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[list[T]]:
+        """Call `fn(*args, **kwargs)` once on every worker; return a future of the values in the order of the workers.
+
+        Source:
+            MATLAB R2025b, parfevalOnAll.
+        """
+        engine = self._engine_here()
+        futures = [
+            PoolView(engine, replace(self._options, worker=info.index)).parfeval(fn, *args, **kwargs) for info in engine.workers()
+        ]
+        return gather(futures, self._options.name or function_name(fn))
+
+
+def serial_engine() -> Engine:
+    """Return an engine that runs everything at once, here: for work that a task calls for, and for `max_workers=0`."""
+    engine = open_engine(Profile(backend="inline"))
+    engine.add_workers(1, 1)
+    return engine
+
+
+@contextlib.contextmanager
+def _watched(progress: bool | None, label: str) -> Iterator[Watcher | None]:
+    if in_task() or not (sys.stderr.isatty() if progress is None else progress):
+        yield None
+        return
+    from raypool.views.progress import LiveProgress
+
+    with LiveProgress(label) as view:
+        yield view
+
+
+def _serial_view() -> PoolView:
+    return PoolView(serial_engine(), Options())
+
+
+def _raise_if_failed(work: LoopWork, results: Results, on_error: str) -> None:
+    """Raise what ended the loop before its time, or its first failure if that is wanted."""
+    is_complete = work.state is TaskState.FINISHED
+    if is_complete and (on_error == "collect" or not results.errors):
+        return
+    error = work.first_error if on_error == "raise" or isinstance(work.first_error, KeyboardInterrupt) else None
+    error = error or work.broken_by
+    if error is None and is_complete:
+        error = next(iter(results.errors.values()))
+    if error is None:
+        error = concurrent.futures.CancelledError(f"The loop {work.label} was cancelled; what had finished is in .results.")
+    attach(error, results)
+    raise error
+
+
+def _folded(results: Results, reduce: Callable[[Any, Any], Any], init: Any) -> Any:
+    errors = results.errors
+    values = [value for index, value in enumerate(results) if index not in errors]
+    try:
+        if init is not None:
+            return functools.reduce(reduce, values, init)
+        return functools.reduce(reduce, values) if values else None
+    except Exception as error:
+        attach(error, results)
+        raise
+
+
+def _packed_call(engine: Engine, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    pack = engine.backend.pack
+    try:
+        return pack([(args, kwargs)], f"the arguments of {name}")
+    except SerializationError:
+        for key, value in [*enumerate(args), *kwargs.items()]:
+            pack(value, f"argument {key!r} of {name}")  # raises the error that names it
+        raise
+
+
+def _check_callable(fn: Any) -> None:
+    if not callable(fn):
+        raise InvalidTypeError(f"{fn!r} is not callable. Give the function itself, and its arguments after it.")
+
+
+def check_count(name: str, value: Any, least: int) -> None:
+    """Raise the error for a count (or None) that is no whole number, or too small."""
+    if value is None:
+        return
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise InvalidTypeError(f"{name}={value!r} is not a whole number.")
+    if value < least:
+        raise InvalidValueError(f"{name}={value} is less than {least}.")

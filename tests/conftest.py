@@ -1,0 +1,278 @@
+"""What all tests share: a Ray with pretended GPUs, a check that nothing is left behind, ways to wait, and other processes.
+
+Nothing in the tests sleeps to let something happen: a task waits at a `Gate`, a test waits by `eventually`, both with a deadline.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from raypool.engine.ray_session import ENVIRONMENT, make_token
+
+os.environ.update(ENVIRONMENT)  # before anything imports Ray, which reads its settings then
+
+MARK = "RAYPOOL_TEST_PROCESS"
+"""Environment variable by which a test knows what it has started, and what that has started."""
+
+GRACE_S = 20.0
+"""What is done is done at once; only on a machine that is very busy does it take this long [s]."""
+
+
+# --- waiting ----------------------------------------------------------------------------------------------------------
+
+
+def poll(condition: Callable[[], object], timeout_s: float = GRACE_S) -> bool:
+    """Return whether the condition becomes true within this time; for asserts."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+@pytest.fixture(scope="session")
+def eventually() -> Callable[..., bool]:
+    """Give `eventually(condition, timeout_s)`, for asserts."""
+    return poll
+
+
+@dataclass(frozen=True)
+class Gate:
+    """Something that tasks wait at, in whatever process they are, until the test opens it."""
+
+    path: Path
+
+    def open(self) -> None:
+        self.path.touch()
+
+    def wait(self, timeout_s: float = 60.0) -> None:
+        if not poll(self.path.exists, timeout_s):
+            raise TimeoutError(f"Nobody has opened {self.path.name}.")
+
+
+@dataclass(frozen=True)
+class Marks:
+    """What tasks have noted down, each note in a file of its own, so that it outlives whoever wrote it."""
+
+    folder: Path
+
+    def add(self, text: object) -> None:
+        (self.folder / f"{text}#{uuid.uuid4().hex}").touch()
+
+    def all(self) -> list[str]:
+        return sorted(path.name.partition("#")[0] for path in self.folder.iterdir())
+
+    def count(self, text: object) -> int:
+        return self.all().count(str(text))
+
+
+@pytest.fixture
+def make_gate(tmp_path: Path) -> Iterator[Callable[[], Gate]]:
+    """Make gates; those that the test has left shut are opened at its end, so that no task waits on."""
+    gates: list[Gate] = []
+
+    def make() -> Gate:
+        gates.append(Gate(tmp_path / f"gate-{len(gates)}"))
+        return gates[-1]
+
+    yield make
+    for gate in gates:
+        gate.open()
+
+
+@pytest.fixture
+def gate(make_gate: Callable[[], Gate]) -> Gate:
+    """Give a gate that is shut."""
+    return make_gate()
+
+
+@pytest.fixture
+def marks(tmp_path: Path) -> Marks:
+    """Give a place for notes."""
+    folder = tmp_path / "marks"
+    folder.mkdir()
+    return Marks(folder)
+
+
+def overlap(frame: Any) -> int:
+    """Return how many items ran at once at most, by the timeline."""
+    ran = frame.dropna(subset="started_at")
+    starts = [(start, 1) for start in ran["started_at"]]
+    ends = [(start + duration, -1) for start, duration in zip(ran["started_at"], ran["duration_s"], strict=True)]
+    return max(itertools.accumulate(step for _, step in sorted(starts + ends)))
+
+
+@pytest.fixture(scope="session")
+def most_at_once() -> Callable[[Any], int]:
+    """Give `most_at_once(frame)`, for the table of some results."""
+    return overlap
+
+
+# --- Ray in this process ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def ray_session() -> Iterator[None]:
+    """Run Ray in this process, with 4 cores and 3 GPUs that do not exist."""
+    make_token()
+    import ray
+    from ray import cloudpickle
+
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    ray.init(
+        address="local",
+        num_cpus=4,
+        num_gpus=3,
+        object_store_memory=200_000_000,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+    )
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def by_value(request: pytest.FixtureRequest) -> None:
+    """Let functions of the test modules travel as a user's script would: the workers can't import these modules."""
+    if "ray" in sys.modules and request.module.__name__ in sys.modules:
+        from ray import cloudpickle
+
+        cloudpickle.register_pickle_by_value(request.module)
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """What of a pool's could be left behind."""
+
+    actors: int
+    groups: int
+    threads: int
+    gpus: float
+    cpus: float
+
+    @staticmethod
+    def take() -> Inventory:
+        threads = sum(thread.name.startswith("raypool-") for thread in threading.enumerate())
+        ray = sys.modules.get("ray")
+        if ray is None or not ray.is_initialized():
+            return Inventory(0, 0, threads, 0, 0)
+        from ray._private import state
+        from ray.util import placement_group_table
+
+        free = ray.available_resources()
+        return Inventory(
+            sum(actor["State"] not in ("DEAD",) for actor in state.actors().values()),
+            sum(group["state"] != "REMOVED" for group in placement_group_table().values()),
+            threads,
+            free.get("GPU", 0.0),
+            free.get("CPU", 0.0),
+        )
+
+    def has_nothing_beyond(self, other: Inventory) -> bool:
+        held = self.actors <= other.actors and self.groups <= other.groups and self.threads <= other.threads
+        return held and self.gpus >= other.gpus and self.cpus >= other.cpus
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Make sure that a test leaves no actor, placement group or thread behind, and no resource taken."""
+    parameters = getattr(request.node, "callspec", None)
+    is_on_ray = "ray_session" in request.fixturenames or (parameters is not None and "local" in parameters.params.values())
+    if not is_on_ray and "make_pool" not in request.fixturenames:
+        yield
+        return
+    before = Inventory.take()
+    yield
+    assert poll(lambda: Inventory.take().has_nothing_beyond(before)), f"left behind: {Inventory.take()}, before: {before}"
+
+
+# --- other processes --------------------------------------------------------------------------------------------------
+
+
+class Started:
+    """A Python process that a test has started, and everything that it has started in turn."""
+
+    def __init__(self, code: str, env: dict[str, str]) -> None:
+        self.mark = uuid.uuid4().hex
+        clean = {name: value for name, value in os.environ.items() if name not in ENVIRONMENT}
+        self.process = subprocess.Popen(
+            [sys.executable, "-W", "error", "-c", textwrap.dedent(code)],
+            env={**clean, **env, MARK: self.mark},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self.pid = self.process.pid
+
+    def finish(self, timeout_s: float = 90.0) -> subprocess.CompletedProcess[str]:
+        """Wait for its end."""
+        out, err = self.process.communicate(timeout=timeout_s)
+        return subprocess.CompletedProcess(self.process.args, self.process.returncode, out, err)
+
+    def family(self) -> list[psutil.Process]:
+        """Return what is alive of it: itself, Ray's own processes, workers and their children."""
+        alive = []
+        for process in psutil.process_iter():
+            try:
+                if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == self.mark:
+                    alive.append(process)
+            except psutil.Error:
+                continue
+        return alive
+
+    def clean_up(self) -> None:
+        """Kill what is left of it."""
+        for process in self.family():
+            process.kill()
+        for pipe in (self.process.stdout, self.process.stderr):
+            if pipe is not None:
+                pipe.close()
+        self.process.wait(GRACE_S)
+
+
+@pytest.fixture
+def start_python() -> Iterator[Callable[..., Started]]:
+    """Start Python on some code, in a process of its own, with Ray's settings as a user has them."""
+    started: list[Started] = []
+
+    def start(code: str, **env: str) -> Started:
+        started.append(Started(code, env))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.clean_up()
+
+
+@pytest.fixture(scope="session")
+def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run some code in a process of its own to its end, and make sure that it ends well."""
+
+    def run(code: str, *, timeout_s: float = 90.0, **env: str) -> subprocess.CompletedProcess[str]:
+        process = Started(code, env)
+        try:
+            done = process.finish(timeout_s)
+        finally:
+            process.clean_up()
+        assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
+        return done
+
+    return run

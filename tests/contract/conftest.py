@@ -1,0 +1,58 @@
+"""One fixture opens the pools: every test in this folder holds for each kind of pool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from raypool import ParallelPool, WorkerResources, parpool
+
+PROFILES = ("inline", "threads", "local")
+
+
+@dataclass(frozen=True)
+class PoolMaker:
+    """Opens pools of one kind. Those on Ray have workers without a GPU: the GPUs belong to the pool that the tests share."""
+
+    profile: str
+
+    def __call__(self, num_workers: int = 2, **changes: Any) -> ParallelPool:
+        if self.profile == "local":
+            changes.setdefault("resources", WorkerResources(gpus=0))
+        return parpool(num_workers, profile=self.profile, quiet=True, **changes)
+
+    @property
+    def is_in_processes(self) -> bool:
+        return self.profile == "local"
+
+
+@pytest.fixture(scope="module", params=PROFILES)
+def make_pool(request: pytest.FixtureRequest) -> PoolMaker:
+    """Give the one that opens pools; tests that need tasks to run beside each other name the kinds that can."""
+    if request.param == "local":
+        request.getfixturevalue("ray_session")
+    return PoolMaker(request.param)
+
+
+@pytest.fixture(scope="module")
+def pool(make_pool: PoolMaker, by_value: None) -> Iterator[ParallelPool]:
+    """Give a pool of three workers, which the tests of a file share."""
+    changes: dict[str, Any] = {"resources": WorkerResources()} if make_pool.is_in_processes else {}
+    with make_pool(3, **changes) as pool:
+        yield pool
+
+
+@pytest.fixture
+def check_pool() -> Callable[[ParallelPool], None]:
+    """Give a check that a pool is as good as new: all its workers answer, and nothing is queued or running."""
+
+    def check(pool: ParallelPool) -> None:
+        assert pool.parfeval_on_all(lambda: "here").result(60) == ["here"] * pool.num_workers
+        assert list(pool.parfor(lambda x: x + 1, range(7))) == list(range(1, 8))
+        assert not pool.busy
+        assert pool.statistics().queued == pool.statistics().running == 0
+
+    return check

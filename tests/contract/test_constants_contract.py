@@ -1,0 +1,101 @@
+"""Values that every worker has one of (scenario 16): shipped or built once, cleaned up once."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raypool import InvalidTypeError, ParallelPool, PoolClosedError, SerializationError
+
+
+class Traced:
+    """A large thing that notes down whenever it is packed."""
+
+    def __init__(self, marks: Any, array: Any) -> None:
+        self.marks = marks
+        self.array = array
+
+    def __reduce__(self) -> Any:
+        self.marks.add("packed")
+        return Traced, (self.marks, self.array)
+
+
+def test_a_builder_runs_once_on_each_worker_and_so_does_its_cleanup(make_pool: Any, marks: Any) -> None:
+    def build() -> list[int]:
+        marks.add(f"built by {os.getpid()}")
+        return [1, 2, 3]
+
+    def clean(value: list[int]) -> None:
+        assert value == [1, 2, 3]
+        marks.add(f"cleaned by {os.getpid()}")
+
+    with make_pool(2) as pool:
+        table = pool.constant(build, cleanup=clean)
+        pids = set(pool.parfeval_on_all(lambda: sum(table.value) and os.getpid()).result(60))
+        assert list(pool.parfor(lambda i: table.value[i % 3] * i, range(50))) == [(i % 3 + 1) * i for i in range(50)]
+        assert pool.parfeval(lambda constant, i: constant.value[i], table, 2).result(60) == 3
+        assert marks.all() == sorted(f"built by {pid}" for pid in pids)
+    assert marks.all() == sorted(f"{what} by {pid}" for pid in pids for what in ("built", "cleaned"))
+
+
+def test_only_who_has_used_it_cleans_up(make_pool: Any, marks: Any) -> None:
+    with make_pool(2) as pool:
+        used = pool.constant(lambda: 5, cleanup=lambda _: marks.add("cleaned"))
+        pool.constant(lambda: marks.add("built"), cleanup=lambda _: marks.add("cleaned"))
+        assert pool.parfeval(lambda: used.value).result(60) == 5
+    assert marks.all() == ["cleaned"]
+
+
+def test_a_value_is_shipped_once_however_many_use_it(pool: ParallelPool, make_pool: Any, marks: Any) -> None:
+    data = pool.constant(Traced(marks, np.arange(1_000_000.0)))
+
+    first = pool.parfor(lambda i: float(data.value.array[i]), range(60), chunk_size=2)
+    second = pool.parfor(lambda i: -float(data.value.array[i]), range(60))
+
+    assert list(first) == list(range(60))
+    assert list(second) == [-i for i in range(60)]
+    assert marks.count("packed") == (1 if make_pool.is_in_processes else 0)
+
+
+def test_a_builder_that_fails_is_tried_again(pool: ParallelPool, marks: Any) -> None:
+    def build() -> int:
+        marks.add("tried")
+        if len(marks.all()) == 1:
+            raise ConnectionError("no data yet")
+        return 7
+
+    table = pool.constant(build)
+    with pytest.raises(ConnectionError, match="no data yet"):
+        pool.parfeval(lambda: table.value).result(60)
+    assert pool.parfeval(lambda: table.value).result(60) == 7
+
+
+@pytest.mark.parametrize("make_pool", ["local"], indirect=True)
+def test_a_worker_that_replaces_another_builds_it_anew(make_pool: Any) -> None:
+    with make_pool(1) as pool:
+        table = pool.constant(os.getpid)
+        first = pool.parfeval(lambda: table.value).result(60)
+        pool.options(retries=0).parfeval(os._exit, 1).exception(60)
+        second = pool.parfeval(lambda: (table.value, os.getpid())).result(60)
+        assert second[0] == second[1] != first
+
+
+def test_several_constants_are_told_apart(pool: ParallelPool) -> None:
+    tables = [pool.constant({"number": number}) for number in range(5)]
+    assert list(pool.parfor(lambda i: [table.value["number"] for table in tables][i], range(5))) == list(range(5))
+
+
+def test_constants_that_cannot_be(pool: ParallelPool, make_pool: Any) -> None:
+    with pytest.raises(InvalidTypeError, match="cleanup=5"):
+        pool.constant(1, cleanup=5)  # type: ignore[arg-type]
+    if make_pool.is_in_processes:
+        with pytest.raises(SerializationError, match="lock"):
+            pool.constant({"lock": threading.Lock()})
+    closed = make_pool(1)
+    closed.delete()
+    with pytest.raises(PoolClosedError):
+        closed.constant(1)

@@ -1,0 +1,174 @@
+"""Where one would expect a pool to hang, to lose something, or to mix things up."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import math
+import operator
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raypool import Future, ParallelPool, gcp, parpool
+
+pytestmark = pytest.mark.timeout(90)
+
+
+def test_results_are_what_they_were_when_they_were_returned(make_pool: Any, pool: ParallelPool) -> None:
+    """A function may reuse its buffer: each result is taken as it is then, also where items share a call."""
+    if not make_pool.is_in_processes:
+        pytest.skip("in one process, results are the objects themselves")
+    buffer, record, many = np.zeros(3), {"i": -1}, np.zeros(10_000)
+
+    def fn(i: int) -> Any:
+        buffer[:] = i
+        many[:] = i
+        record["i"] = i
+        return buffer, record, many
+
+    results = pool.parfor(fn, range(300))
+    assert [int(value[0][0]) for value in results] == list(range(300))
+    assert [value[1]["i"] for value in results] == list(range(300))
+    assert [int(value[2].sum()) for value in results] == [10_000 * i for i in range(300)]
+    futures = [pool.parfeval(fn, i) for i in range(100)]
+    assert [int(future.result()[2][5]) for future in futures] == list(range(100))
+
+
+def test_a_pool_can_be_shut_down_in_a_callback(make_pool: Any) -> None:
+    pool = make_pool(1)
+    ended = threading.Event()
+
+    def end(_: Any) -> None:
+        pool.shutdown()
+        ended.set()
+
+    pool.parfeval(abs, -1).add_done_callback(end)
+    assert ended.wait(30)
+    assert pool.is_closed
+
+
+def test_a_callback_cannot_end_the_pool_by_an_exception(pool: ParallelPool, caplog: pytest.LogCaptureFixture) -> None:
+    def leave(_: Any) -> None:
+        raise SystemExit(3)
+
+    future = pool.parfeval(abs, -2)
+    future.add_done_callback(leave)
+    assert future.result(30) == 2
+    assert pool.parfeval(abs, -3).result(30) == 3
+    assert "wanted to end the process" in caplog.text
+
+
+def test_a_task_that_asks_for_the_current_pool_gets_a_serial_one(pool: ParallelPool) -> None:
+    def fn(i: int) -> int:
+        with gcp() as inner:
+            assert inner.num_workers == 1
+            return sum(inner.parfor(lambda x: x + i, range(3)))
+
+    assert pool.parfor(fn, [1, 2]) == [6, 9]
+    assert not pool.is_closed
+
+
+def test_a_task_that_shuts_its_pool_down_does_not_wait_for_itself(make_pool: Any) -> None:
+    if make_pool.is_in_processes:
+        pytest.skip("on Ray it is another pool")
+    pool = make_pool(1)
+    assert pool.parfeval(lambda: pool.shutdown() or "done").result(30) == "done"
+
+
+def test_a_reduction_that_fails_keeps_the_results(pool: ParallelPool) -> None:
+    with pytest.raises(TypeError) as caught:
+        pool.parfor(lambda i: str(i) if i else 0, range(4), reduce=operator.add)
+    assert caught.value.results == [0, "1", "2", "3"]
+
+
+def test_a_cancelled_loop_that_collects_says_that_it_was_cancelled(make_pool: Any, gate: Any, eventually: Any) -> None:
+    if make_pool.profile == "inline":
+        pytest.skip("nothing can be cancelled while it runs")
+    with make_pool(2) as pool:
+
+        def fn(i: int) -> int:
+            if i == 0:
+                raise ValueError(i)
+            if i > 3:
+                gate.wait()
+            return i
+
+        caught: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                pool.parfor(fn, range(50), on_error="collect", chunk_size=1)
+            except BaseException as error:
+                caught.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        assert eventually(lambda: pool.statistics().finished >= 3 and pool.statistics().failed == 1)
+        pool.cancel_all()
+        thread.join(30)
+        gate.open()
+    assert [type(error) for error in caught] == [concurrent.futures.CancelledError]
+    assert caught[0].results[1] == 1  # type: ignore[attr-defined]
+    assert isinstance(caught[0].results.errors[0], ValueError)  # type: ignore[attr-defined]
+
+
+def test_a_chunk_size_that_was_asked_for_is_kept(pool: ParallelPool, marks: Any) -> None:
+    def fn(i: int) -> int:
+        if i % 10 == 0:
+            threading.Event().wait(0.25)  # longer than a call whose size the pool has chosen
+        return i
+
+    before = pool.statistics().attempts
+    assert pool.parfor(fn, range(40), chunk_size=20) == list(range(40))
+    assert pool.statistics().attempts - before == 2
+
+
+def test_any_time_to_start_is_enough(make_pool: Any) -> None:
+    with make_pool(1, start_timeout_s=math.inf) as pool:
+        assert pool.parfeval(abs, -1).result(30) == 1
+
+
+def test_cancelling_calls_back_before_anybody_else_is_held_up(pool: ParallelPool, gate: Any, make_pool: Any) -> None:
+    if make_pool.profile == "inline":
+        pytest.skip("nothing is ever queued")
+    blockers = [pool.parfeval(gate.wait) for _ in range(pool.num_workers)]
+    victim, later = pool.parfeval(abs, -1), pool.parfeval(abs, -2)
+    seen: list[int] = []
+
+    def wait_for_the_next(_: Future[int]) -> None:
+        gate.open()
+        seen.append(later.result(30))
+
+    victim.add_done_callback(wait_for_the_next)
+    assert victim.cancel()
+    assert seen == [2]
+    assert all(blocker.exception(30) is None for blocker in blockers)
+
+
+def test_a_constant_may_be_built_from_another(pool: ParallelPool) -> None:
+    first = pool.constant(lambda: [1, 2, 3])
+    second = pool.constant(lambda: sum(first.value))
+    assert pool.parfor(lambda i: second.value + i, range(5)) == [6, 7, 8, 9, 10]
+
+
+def test_many_threads_share_a_pool(pool: ParallelPool) -> None:
+    def use(offset: int) -> list[int]:
+        futures = [pool.parfeval(operator.add, i, offset) for i in range(20)]
+        loop = pool.parfor(lambda x: x + offset, range(20))
+        assert [future.result(60) for future in futures] == list(loop)
+        return list(loop)
+
+    with concurrent.futures.ThreadPoolExecutor(6) as threads:
+        answers = list(threads.map(use, range(0, 600, 100)))
+    assert answers == [[i + offset for i in range(20)] for offset in range(0, 600, 100)]
+
+
+def test_pools_inside_pools(make_pool: Any) -> None:
+    def fn(i: int) -> list[int]:
+        with parpool(3) as inner:
+            return list(inner.parfor(lambda x: x * i, range(3)))
+
+    with make_pool(2) as pool:
+        assert pool.parfor(fn, range(3)) == [[0, 0, 0], [0, 1, 2], [0, 2, 4]]

@@ -1,0 +1,530 @@
+"""The pool is a `concurrent.futures.Executor`: what the standard library promises holds, on every kind of pool."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import gc
+import weakref
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Executor
+from typing import Any
+
+import pytest
+
+import raypool
+from raypool import Future, ParallelPool, PoolClosedError, WorkerLostError, current_task, gcp
+
+beside_each_other = pytest.mark.parametrize("make_pool", ["threads", "local"], indirect=True)
+
+
+class Refused(Exception):
+    """An exception of a user's."""
+
+
+def refuse(text: str) -> None:
+    raise Refused(text)
+
+
+def add(a: int, b: int = 0, *more: int, c: int = 0) -> int:
+    return a + b + sum(more) + c
+
+
+# --- submit and map ---------------------------------------------------------------------------------------------------
+
+
+def test_a_pool_is_an_executor(pool: ParallelPool) -> None:
+    assert isinstance(pool, Executor)
+    assert isinstance(pool.submit(add, 1), concurrent.futures.Future)
+
+
+@pytest.mark.parametrize("verb", ["submit", "parfeval"])
+def test_arguments_reach_the_function(pool: ParallelPool, verb: str) -> None:
+    call = getattr(pool, verb)
+    assert call(add, 1).result(60) == 1
+    assert call(add, 1, 2, 3, 4, c=5).result(60) == 15
+    assert call(add, b=1, a=2).result(60) == 3
+    assert call(dict, fn=1, name=2, self=3, retries=4).result(60) == {"fn": 1, "name": 2, "self": 3, "retries": 4}
+
+
+def test_map_is_the_standard_map(pool: ParallelPool) -> None:
+    assert list(pool.map(add, range(5), [10] * 3)) == [10, 11, 12]
+    assert list(pool.map(add, [])) == []
+    results = pool.map(lambda x: 1 // x, [1, 0, 1])
+    assert next(results) == 1
+    with pytest.raises(ZeroDivisionError):
+        next(results)
+
+
+@pytest.mark.parametrize("make_pool", ["local"], indirect=True)  # in one process, arguments are not copied
+def test_what_is_sent_is_what_the_arguments_are_now(pool: ParallelPool) -> None:
+    numbers = [1, 2, 3]
+    future = pool.parfeval(sum, numbers)
+    numbers.clear()
+    assert future.result(60) == 6
+
+
+def test_the_functions_own_variables_are_those_of_each_call(pool: ParallelPool) -> None:
+    offset = 1
+
+    def shifted(x: int) -> int:
+        return x + offset
+
+    first = pool.parfeval(shifted, 1).result(60)
+    offset = 10
+    assert (first, pool.parfeval(shifted, 1).result(60)) == (2, 11)
+    assert list(pool.parfor(shifted, range(2))) == [10, 11]
+
+
+def test_exceptions_arrive_as_themselves(pool: ParallelPool, make_pool: Any) -> None:
+    future = pool.parfeval(refuse, "not today")
+
+    with pytest.raises(Refused, match="not today"):
+        future.result(60)
+
+    error = future.exception(60)
+    assert type(error) is Refused
+    assert future.error is error
+    assert future.state == "failed"
+    assert "refuse" in error.__notes__[0]
+    assert "attempt 1" in error.__notes__[0]
+    if make_pool.is_in_processes:
+        assert "raise Refused(text)" in str(error.__cause__)
+
+
+@pytest.mark.parametrize("kind", [StopIteration, GeneratorExit, CancelledError, TimeoutError, ExceptionGroup])
+def test_exceptions_that_mean_something_to_python_arrive_too(pool: ParallelPool, kind: type[BaseException]) -> None:
+    error = ExceptionGroup("two", [ValueError(1), KeyError(2)]) if kind is ExceptionGroup else kind("x")
+
+    def fail() -> None:
+        raise error
+
+    assert type(pool.parfeval(fail).exception(60)) is kind
+    assert type(pool.parfor(lambda _: fail(), [1], on_error="collect").errors[0]) is kind
+
+
+# --- futures ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_future_tells_its_story(pool: ParallelPool) -> None:
+    future = pool.options(name="job").parfeval(add, 2, 3)
+
+    assert future.result(60) == 5
+    assert (future.name, future.state, future.error, future.attempts) == ("job", "finished", None, 1)
+    assert future.worker in [worker.index for worker in pool.workers]
+    assert future.submitted_at <= future.started_at <= future.finished_at
+    assert 0 <= future.running_duration_s < 60
+    assert future.done()
+    assert not future.running()
+    assert not future.cancelled()
+    assert not future.cancel()
+    assert "job" in repr(future)
+    assert "finished" in repr(future)
+    assert pool.parfeval(add, 1).name == "add"
+
+
+@beside_each_other
+def test_the_states_of_futures(make_pool: Any, make_gate: Callable[[], Any], eventually: Any) -> None:
+    """Scenario 18, the part that needs no cancelling of running work."""
+    gates = [make_gate() for _ in range(5)]
+    with make_pool(2) as pool:
+        futures = [pool.parfeval(gate.wait) for gate in gates]
+        assert eventually(lambda: [future.state for future in futures] == ["running"] * 2 + ["queued"] * 3)
+        assert pool.queue.running == futures[:2]
+        assert pool.queue.queued == futures[2:]
+        assert (pool.statistics().running, pool.statistics().queued, pool.idle_workers) == (2, 3, 0)
+        assert futures[2].started_at is None
+        assert futures[2].running_duration_s is None
+        assert futures[0].running_duration_s >= 0
+        assert not futures[0].cancel(), "it runs"
+
+        assert futures[3].cancel()
+        assert futures[3].cancel(), "twice is once"
+        assert futures[3].state == "cancelled"
+        with pytest.raises(CancelledError):
+            futures[3].result()
+        assert not concurrent.futures.wait(futures[3:4], 30).not_done
+        assert list(concurrent.futures.as_completed(futures[3:4], 30)) == futures[3:4]
+        assert eventually(lambda: pool.queue.queued == [futures[2], futures[4]])
+
+        gates[1].open()
+        assert eventually(lambda: futures[2].running())
+        gates[2].open()
+        assert eventually(lambda: futures[4].running()), "the cancelled one has blocked the queue"
+        assert futures[0].running()
+        for gate in gates:
+            gate.open()
+        assert raypool.wait(futures, 60)
+        assert [future.state for future in futures] == ["finished"] * 3 + ["cancelled", "finished"]
+        assert pool.statistics().cancelled == 1
+
+
+@beside_each_other
+def test_what_was_cancelled_never_runs(make_pool: Any, gate: Any, marks: Any, eventually: Any) -> None:
+    with make_pool(1) as pool:
+        blocker = pool.parfeval(gate.wait)
+        futures = [pool.parfeval(marks.add, number) for number in range(20)]
+        assert all(future.cancel() for future in futures[::2])
+        gate.open()
+        assert raypool.wait([blocker, *futures], 60)
+        assert marks.all() == sorted(map(str, range(1, 20, 2)))
+
+
+@beside_each_other
+def test_cancel_all(make_pool: Any, gate: Any, eventually: Any, check_pool: Any) -> None:
+    with make_pool(1) as pool:
+        blocker = pool.parfeval(gate.wait)
+        assert eventually(blocker.running)
+        futures = [pool.parfeval(add, number) for number in range(5)]
+        with concurrent.futures.ThreadPoolExecutor(1) as driver:
+            loop = driver.submit(pool.parfor, add, range(5))
+            assert eventually(lambda: pool.statistics().queued == 10)
+            pool.cancel_all()
+            assert isinstance(loop.exception(60), CancelledError)
+        assert [future.state for future in futures] == ["cancelled"] * 5
+        assert not blocker.done()
+        gate.open()
+        blocker.result(60)
+        check_pool(pool)
+
+
+@beside_each_other
+def test_higher_priority_goes_first(make_pool: Any, gate: Any, eventually: Any) -> None:
+    order: list[str] = []
+    with make_pool(1) as pool:
+        blocker = pool.parfeval(gate.wait)
+        assert eventually(blocker.running)
+        futures = []
+        for name, priority in [("a", 0), ("b", 1), ("c", -1), ("d", 5), ("e", 1), ("f", 0)]:
+            future = pool.options(priority=priority, name=name).parfeval(lambda: None)
+            future.add_done_callback(lambda future: order.append(future.name))
+            futures.append(future)
+        gate.open()
+        assert raypool.wait(futures, 60)
+    assert order == ["d", "b", "e", "a", "f", "c"]
+
+
+def test_the_functions_of_the_standard_library_take_futures(pool: ParallelPool) -> None:
+    futures = [pool.submit(add, number) for number in range(10)]
+    failing = pool.submit(refuse, "no")
+
+    done = concurrent.futures.wait([*futures, failing], 60)
+    assert not done.not_done
+    assert {future.result() for future in concurrent.futures.as_completed(futures, 60)} == set(range(10))
+    first = concurrent.futures.wait([*futures, failing], 60, concurrent.futures.FIRST_EXCEPTION)
+    assert failing in first.done
+
+
+def test_asyncio_takes_futures(pool: ParallelPool) -> None:
+    async def use() -> tuple[list[int], int, BaseException]:
+        both = await asyncio.gather(*(asyncio.wrap_future(pool.submit(add, number)) for number in (1, 2)))
+        here = await asyncio.get_running_loop().run_in_executor(pool, add, 3)
+        (error,) = await asyncio.gather(asyncio.wrap_future(pool.submit(refuse, "no")), return_exceptions=True)
+        return both, here, error
+
+    both, here, error = asyncio.run(use())
+
+    assert (both, here) == ([1, 2], 3)
+    assert type(error) is Refused
+
+
+def test_done_callbacks(pool: ParallelPool, eventually: Any) -> None:
+    seen: list[Any] = []
+    future = pool.submit(add, 5)
+    future.add_done_callback(lambda future: seen.append(future.result()))
+    future.add_done_callback(lambda future: seen.append(future))
+    assert eventually(lambda: seen == [5, future])
+    future.add_done_callback(lambda _: seen.append("late"))
+    assert seen[-1] == "late", "on a future that has ended it is called at once"
+
+
+def test_a_done_callback_may_hand_in_more_work(pool: ParallelPool, eventually: Any) -> None:
+    chain: list[Future[int]] = []
+
+    def go_on(future: Future[int]) -> None:
+        if len(chain) < 20:
+            chain.append(pool.submit(add, future.result(), 1))
+            chain[-1].add_done_callback(go_on)
+
+    pool.submit(add, 0).add_done_callback(go_on)
+
+    assert eventually(lambda: len(chain) == 20)
+    assert chain[-1].result(60) == 20
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_done_callback_that_raises_harms_nothing(pool: ParallelPool, check_pool: Any, caplog: Any) -> None:
+    future = pool.submit(add, 1)
+    future.add_done_callback(lambda _: refuse("a broken callback"))
+    assert future.result(60) == 1
+    check_pool(pool)
+
+
+@beside_each_other
+def test_waiting_has_a_limit(pool: ParallelPool, gate: Any) -> None:
+    future = pool.submit(gate.wait)
+    with pytest.raises(TimeoutError):
+        future.result(0.01)
+    with pytest.raises(TimeoutError):
+        future.exception(timeout=0.01)
+    with pytest.raises(TimeoutError):
+        next(concurrent.futures.as_completed([future], 0.01))
+    gate.open()
+    assert future.result(60) is None
+
+
+# --- all workers, one worker ------------------------------------------------------------------------------------------
+
+
+def test_parfeval_on_all_runs_once_on_every_worker(pool: ParallelPool) -> None:
+    future = pool.parfeval_on_all(lambda text: (text, current_task().worker), "here")
+
+    assert future.result(60) == [("here", worker.index) for worker in pool.workers]
+    assert len(future.result()) == pool.num_workers == 3
+    with pytest.raises(Refused):
+        pool.parfeval_on_all(refuse, "no").result(60)
+
+
+@beside_each_other
+def test_parfeval_on_all_waits_for_busy_workers(make_pool: Any, gate: Any, eventually: Any) -> None:
+    with make_pool(2) as pool:
+        blocker = pool.submit(gate.wait)
+        assert eventually(blocker.running)
+        future = pool.parfeval_on_all(lambda: current_task().worker)
+        others = [pool.submit(add, number) for number in range(4)]
+        assert [other.result(60) for other in others] == [0, 1, 2, 3]
+        assert not future.done()
+        gate.open()
+        assert future.result(60) == [0, 1]
+
+
+@beside_each_other
+def test_work_for_a_certain_worker_waits_for_it(pool: ParallelPool) -> None:
+    for index in (2, 0, 1):
+        futures = [pool.options(worker=index).submit(lambda: current_task().worker) for _ in range(5)]
+        assert [future.result(60) for future in futures] == [index] * 5
+        assert list(pool.options(worker=index).parfor(lambda _: current_task().worker, range(4))) == [index] * 4
+
+
+# --- the end ----------------------------------------------------------------------------------------------------------
+
+
+def check_is_closed(pool: ParallelPool) -> None:
+    assert pool.is_closed
+    assert pool.workers == []
+    assert "closed" in repr(pool)
+    uses = {
+        "submit": lambda: pool.submit(add, 1),
+        "parfeval": lambda: pool.parfeval(add, 1),
+        "parfor": lambda: pool.parfor(add, [1]),
+        "parfor, generator": lambda: pool.parfor(add, (x for x in [1])),
+        "parfor, empty": lambda: pool.parfor(add, []),
+        "map": lambda: pool.map(add, [1]),
+        "parfeval_on_all": lambda: pool.parfeval_on_all(add, 1),
+        "options": lambda: pool.options(retries=0).submit(add, 1),
+        "resize": lambda: pool.resize(2),
+    }
+    for name, use in uses.items():
+        with pytest.raises(PoolClosedError, match="parpool"):
+            pytest.fail(f"{name} gave {use()} on a closed pool")
+
+
+@pytest.mark.parametrize("end", ["shutdown", "delete"])
+def test_a_pool_can_be_ended_twice(make_pool: Any, end: str) -> None:
+    pool = make_pool(2)
+    future = pool.submit(add, 1)
+    getattr(pool, end)()
+    getattr(pool, end)()
+    pool.shutdown(wait=False)
+    if end == "shutdown":
+        assert future.result(0) == 1
+    check_is_closed(pool)
+
+
+def test_shutdown_waits_for_what_is_queued(make_pool: Any) -> None:
+    pool = make_pool(1)
+    futures = [pool.submit(add, number) for number in range(20)]
+    pool.shutdown()
+    assert [future.result(0) for future in futures] == list(range(20))
+    check_is_closed(pool)
+
+
+@beside_each_other
+def test_shutdown_that_does_not_wait(make_pool: Any, gate: Any, eventually: Any) -> None:
+    pool = make_pool(1)
+    blocker = pool.submit(gate.wait)
+    queued = pool.submit(add, 1)
+    assert eventually(blocker.running)
+
+    pool.shutdown(wait=False)
+
+    assert not blocker.done()
+    with pytest.raises(PoolClosedError):
+        pool.submit(add, 1)
+    with pytest.raises(PoolClosedError):
+        pool.parfor(add, [1])
+    with pytest.raises(PoolClosedError):
+        pool.parfeval_on_all(add, 1)
+    gate.open()
+    assert queued.result(60) == 1
+    pool.shutdown()
+    check_is_closed(pool)
+
+
+@beside_each_other
+def test_shutdown_that_cancels(make_pool: Any, gate: Any, eventually: Any) -> None:
+    pool = make_pool(1)
+    blocker = pool.submit(lambda: gate.wait() or "done")
+    futures = [pool.submit(add, number) for number in range(3)]
+    assert eventually(blocker.running)
+
+    pool.shutdown(wait=False, cancel_futures=True)
+
+    assert concurrent.futures.wait(futures, 60).not_done == set()
+    assert [future.state for future in futures] == ["cancelled"] * 3
+    gate.open()
+    assert blocker.result(60) == "done"
+    pool.shutdown()
+    check_is_closed(pool)
+
+
+def test_a_with_block_ends_the_pool(make_pool: Any) -> None:
+    with make_pool(2) as pool:
+        futures = [pool.submit(add, number) for number in range(5)]
+    assert [future.result(0) for future in futures] == list(range(5))
+    check_is_closed(pool)
+
+
+@beside_each_other
+def test_a_with_block_that_is_left_by_an_error_cancels_what_is_queued(make_pool: Any, gate: Any, eventually: Any) -> None:
+    with pytest.raises(Refused, match="enough"), make_pool(1) as pool:  # noqa: PT012 - the block is what is tested
+        blocker = pool.submit(gate.wait)
+        futures = [pool.submit(add, number) for number in range(3)]
+        assert eventually(blocker.running)
+        futures[-1].add_done_callback(lambda _: gate.open())  # the pool waits for what runs
+        refuse("enough")
+    assert [future.state for future in (blocker, *futures)] == ["finished"] + ["cancelled"] * 3
+    check_is_closed(pool)
+
+
+def test_a_forgotten_pool_is_collected(make_pool: Any, eventually: Any) -> None:
+    """Its work is done first, as the standard library does; the leak check sees that workers and threads are gone."""
+    pool = make_pool(2)
+    future = pool.submit(add, 1, 2)
+    engine = weakref.ref(pool._engine)
+    forgotten = weakref.ref(pool)
+    del pool
+    gc.collect()
+    assert forgotten() is None
+    assert future.result(60) == 3
+    assert eventually(lambda: engine() is None or engine().driver.closed.is_set())
+
+
+def test_a_view_keeps_its_pool_open(make_pool: Any) -> None:
+    view = make_pool(1).options(retries=0, name="view")
+    gc.collect()
+    assert view.submit(add, 1).result(60) == 1
+    assert list(view.parfor(add, range(3))) == [0, 1, 2]
+
+
+# --- the rest ---------------------------------------------------------------------------------------------------------
+
+
+def test_sys_exit_loses_the_worker_and_not_the_pool(make_pool: Any, marks: Any, check_pool: Any) -> None:
+    import sys
+
+    def leave() -> None:
+        marks.add("left")
+        sys.exit(3)
+
+    with make_pool(2) as pool:
+        future = pool.options(retries=1).submit(leave)
+        others = [pool.submit(add, number) for number in range(10)]
+
+        error = future.exception(60)
+
+        assert type(error) is WorkerLostError
+        assert (error.reason, error.attempts, future.attempts) == (raypool.LossReason.EXIT, 2, 2)
+        assert "leave" in str(error)
+        assert marks.count("left") == 2
+        assert [other.result(60) for other in others] == list(range(10))
+        check_pool(pool)
+        assert pool.num_workers == 2
+
+
+def test_what_a_pool_has_done(make_pool: Any) -> None:
+    with make_pool(2) as pool:
+        assert pool.statistics() == raypool.Statistics(0, 0, 0, 0, 0, 0, 0, 0)
+        pool.submit(add, 1).result(60)
+        pool.submit(refuse, "no").exception(60)
+        pool.parfor(lambda x: 1 // x, range(5), on_error="collect")
+
+        counts = pool.statistics()
+
+        assert (counts.submitted, counts.finished, counts.failed, counts.cancelled) == (7, 5, 2, 0)
+        assert (counts.queued, counts.running, counts.workers_lost) == (0, 0, 0)
+        assert 1 <= counts.attempts <= 7
+
+
+def test_a_pool_grows_and_shrinks(make_pool: Any, check_pool: Any) -> None:
+    with make_pool(1) as pool:
+        before = pool.workers[0]
+        pool.resize(3)
+        assert pool.num_workers == len(pool.workers) == 3
+        assert pool.workers[0] == before
+        check_pool(pool)
+        pool.resize(2)
+        assert pool.num_workers == 2
+        check_pool(pool)
+        pool.resize(2)
+        check_pool(pool)
+        pool.resize(1)
+        assert [worker.index for worker in pool.workers] == [before.index]
+        check_pool(pool)
+
+
+@beside_each_other
+def test_a_busy_worker_ends_after_what_it_is_running(make_pool: Any, make_gate: Any, eventually: Any, check_pool: Any) -> None:
+    gates = [make_gate(), make_gate()]
+    with make_pool(2) as pool:
+        futures = [pool.submit(gate.wait) for gate in gates]
+        assert eventually(lambda: all(future.running() for future in futures))
+        pool.resize(1)
+        assert pool.num_workers == 1
+        later = pool.submit(add, 1)
+        for gate in gates:
+            gate.open()
+        assert raypool.wait(futures, 60)
+        assert [future.state for future in futures] == ["finished"] * 2
+        assert later.result(60) == 1
+        assert eventually(lambda: len(pool.workers) == 1)
+        check_pool(pool)
+
+
+def test_the_workers_of_a_pool(pool: ParallelPool, make_pool: Any) -> None:
+    import os
+    import platform
+
+    workers = pool.workers
+    assert [worker.index for worker in workers] == [0, 1, 2]
+    assert {worker.host for worker in workers} == {platform.node()}
+    assert {worker.state for worker in workers} == {"idle"}
+    pids = pool.parfeval_on_all(os.getpid).result(60)
+    assert [worker.pid for worker in workers] == pids
+    assert len(set(pids)) == (3 if make_pool.is_in_processes else 1)
+    assert pool.idle_workers == 3
+
+
+def test_the_current_pool(make_pool: Any) -> None:
+    with make_pool(1) as first:
+        assert gcp() is first
+        with make_pool(1) as second:
+            assert gcp() is second
+            assert gcp(create=False) is second
+        assert gcp() is first
+    assert gcp(create=False) not in (first, second)
+
+
+def test_an_unknown_option_is_refused(pool: ParallelPool) -> None:
+    with pytest.raises(TypeError, match=r"speed.*retries"):
+        pool.options(speed=3)

@@ -1,0 +1,136 @@
+"""MATLAB's functions over futures: fetch_next, fetch_outputs, wait (scenarios 20, 21, 23)."""
+
+from __future__ import annotations
+
+from concurrent.futures import CancelledError
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raypool import Future, ParallelPool, fetch_next, fetch_outputs, wait
+
+beside_each_other = pytest.mark.parametrize("make_pool", ["threads", "local"], indirect=True)
+
+
+def fail_on_2(x: int) -> int:
+    if x == 2:
+        raise LookupError("two")
+    return 10 * x
+
+
+def test_fetch_next_delivers_each_once(pool: ParallelPool) -> None:
+    """Scenario 20: one exception, four values, then ValueError."""
+    futures = [pool.parfeval(fail_on_2, x) for x in range(5)]
+    values: dict[int, int] = {}
+    errors = 0
+    for _ in range(5):
+        try:
+            index, value = fetch_next(futures, timeout_s=60)
+            values[index] = value
+        except LookupError:
+            errors += 1
+
+    assert values == {0: 0, 1: 10, 3: 30, 4: 40}
+    assert errors == 1
+    assert all(future.read for future in futures)
+    with pytest.raises(ValueError, match="no future"):
+        fetch_next(futures, timeout_s=0)
+    with pytest.raises(ValueError, match="no future"):
+        fetch_next([])
+
+
+@beside_each_other
+def test_fetch_next_follows_the_order_in_which_they_end(pool: ParallelPool, make_gate: Any) -> None:
+    gates = [make_gate() for _ in range(3)]
+    futures = [pool.parfeval(lambda gate=gate, x=x: gate.wait() or x) for x, gate in enumerate(gates)]
+
+    with pytest.raises(TimeoutError, match="3 futures"):
+        fetch_next(futures, timeout_s=0.01)
+    assert not any(future.read for future in futures), "nothing was delivered"
+    for expected in (1, 2, 0):
+        gates[expected].open()
+        assert fetch_next(futures, timeout_s=60) == (expected, expected)
+
+
+def test_fetch_next_delivers_what_ended_first_first(pool: ParallelPool) -> None:
+    futures = [pool.parfeval(abs, x) for x in range(4)]
+    for index in (2, 0, 3, 1):
+        later = pool.parfeval(abs, -index)
+        later.result(60)
+        futures.append(later)
+    assert wait(futures, 60)
+    ended = sorted(range(8), key=lambda index: futures[index].finished_at)
+
+    assert [fetch_next(futures)[0] for _ in range(8)] == ended
+
+
+@beside_each_other
+def test_a_cancelled_future_counts_as_read_once_it_was_met(pool: ParallelPool, gate: Any) -> None:
+    blockers = [pool.parfeval(gate.wait) for _ in range(3)]
+    future = pool.parfeval(abs, 1)
+    assert future.cancel()
+
+    with pytest.raises(CancelledError):
+        fetch_next([*blockers, future], timeout_s=60)
+    assert future.read
+    with pytest.raises(TimeoutError):
+        fetch_next([*blockers, future], timeout_s=0.01)
+    gate.open()
+    assert wait(blockers, 60)
+
+
+def test_fetch_outputs_in_the_order_of_submission(pool: ParallelPool) -> None:
+    futures = [pool.parfeval(pow, x, 2) for x in range(5)]
+
+    assert fetch_outputs(futures) == [0, 1, 4, 9, 16]
+    with pytest.raises(ValueError, match="no future"):
+        fetch_next(futures)
+    assert fetch_outputs(futures) == [0, 1, 4, 9, 16], "twice is no harm"
+    assert fetch_outputs([]) == []
+
+
+def test_fetch_outputs_stacks(pool: ParallelPool) -> None:
+    """Scenario 23: equal widths stack in the order of submission; unequal ones are a clear error; a list is always there."""
+    wide = [pool.parfeval(np.full, 3, x) for x in range(4)]
+    tall = [pool.parfeval(np.full, (rows, 2), rows) for rows in (1, 3, 2)]
+    ragged = [pool.parfeval(np.ones, width) for width in (3, 4)]
+
+    assert fetch_outputs(wide, stack=True).tolist() == [[x] * 3 for x in range(4)]
+    assert fetch_outputs(tall, stack=True)[:, 0].tolist() == [1, 3, 3, 3, 2, 2]
+    assert fetch_outputs([pool.parfeval(float, x) for x in range(3)], stack=True).ravel().tolist() == [0, 1, 2]
+    with pytest.raises(ValueError, match=r"\(3,\).*\(4,\).*stack=False"):
+        fetch_outputs(ragged, stack=True)
+    assert [len(row) for row in fetch_outputs(ragged)] == [3, 4]
+
+
+def test_fetch_outputs_raises_the_first_error(pool: ParallelPool) -> None:
+    with pytest.raises(LookupError, match="two"):
+        fetch_outputs([pool.parfeval(fail_on_2, x) for x in range(4)])
+
+
+@beside_each_other
+def test_wait_never_raises(pool: ParallelPool, gate: Any) -> None:
+    """Scenario 21: one failed, one slow: False, no exception."""
+    failed, slow = pool.parfeval(fail_on_2, 2), pool.parfeval(gate.wait)
+
+    assert wait([failed, slow], timeout_s=0.2) is False
+    assert not failed.read
+    gate.open()
+    assert wait([failed, slow], timeout_s=60) is True
+    assert wait([]) is True
+
+
+def test_only_futures_of_pools_are_taken(pool: ParallelPool) -> None:
+    future = pool.parfeval(abs, 1)
+    for function in (fetch_next, fetch_outputs, wait):
+        with pytest.raises(TypeError, match="not a future"):
+            function([future, 5])
+
+
+def test_a_future_stays_where_it_is(pool: ParallelPool) -> None:
+    import pickle
+
+    future: Future[int] = pool.parfeval(abs, 1)
+    with pytest.raises(TypeError, match="result"):
+        pickle.dumps(future)

@@ -1,0 +1,515 @@
+"""What `parfor` promises, on every kind of pool: order, failures, reduction, seeds, limits (scenarios 7, 8, 12 to 15)."""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+import os
+import random
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+import raypool
+from raypool import InvalidValueError, ParallelPool, Results, WorkerLostError, current_task
+
+beside_each_other = pytest.mark.parametrize("make_pool", ["threads", "local"], indirect=True)
+
+
+class Unlucky(ValueError):
+    """An exception of a user's, with a field of its own."""
+
+    def __init__(self, item: int) -> None:
+        super().__init__(f"item {item} is unlucky")
+        self.item = item
+
+    def __reduce__(self) -> Any:
+        return Unlucky, (self.item,)
+
+
+def fail_on_3(x: int) -> int:
+    if x == 3:
+        raise Unlucky(x)
+    return 10 * x
+
+
+def root_sum(rank: int) -> float:
+    return math.sqrt(rank) * 1e3 + 1 / (rank + 1)
+
+
+# --- items and their order --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "make_items",
+    [
+        lambda: [5, 3, 8, 1],
+        lambda: (5, 3, 8, 1),
+        lambda: range(4),
+        lambda: 4,
+        lambda: (x * x for x in range(4)),
+        lambda: {"a": 1, "b": 2},
+        lambda: np.arange(4),
+        lambda: "abcd",
+        list,
+        lambda: 0,
+        lambda: iter(()),
+    ],
+    ids=["list", "tuple", "range", "int", "generator", "dict", "array", "text", "empty", "zero", "empty-generator"],
+)
+def test_results_stand_in_the_order_of_the_items(pool: ParallelPool, make_items: Callable[[], Any]) -> None:
+    items = make_items()
+    expected = [(x, x) for x in (range(items) if isinstance(items, int) else make_items())]
+
+    results = pool.parfor(lambda x: (x, x), make_items())
+
+    assert isinstance(results, Results)
+    assert list(results) == expected
+    assert len(results) == len(expected)
+    assert list(results.to_frame()["status"]) == ["finished"] * len(expected)
+
+
+def test_each_row_of_a_data_frame_is_a_dict(pool: ParallelPool) -> None:
+    configs = pd.DataFrame({"lr": [0.1, 0.2, 0.3], "kind": ["a", "b", "c"]}, index=[7, 5, 9])
+
+    results = pool.parfor(lambda config: {"text": f"{config['kind']}{config['lr']}", "type": type(config).__name__}, configs)
+
+    frame = results.to_frame()
+    assert list(frame["text"]) == ["a0.1", "b0.2", "c0.3"]
+    assert set(frame["type"]) == {"dict"}
+    assert list(frame["kind"]) == ["a", "b", "c"]
+    assert list(frame.index) == [0, 1, 2]
+
+
+def test_many_short_items_keep_their_order_though_they_share_calls(pool: ParallelPool) -> None:
+    before = pool.statistics()
+    pool.parfor(abs, range(100))
+
+    results = pool.parfor(abs, range(0, -20_000, -1))
+
+    after = pool.statistics()
+    assert list(results) == list(range(20_000))
+    assert after.finished - before.finished == 20_100
+    assert after.attempts - before.attempts < 2_000, "short items did not share calls"
+
+
+@beside_each_other
+def test_each_worker_takes_the_next_item_when_it_is_free(pool: ParallelPool, make_gate: Callable[[], Any]) -> None:
+    """Nothing is dealt out in advance: while one worker is held up, the others run all the rest (scenario 10)."""
+    gate, last = make_gate(), 11
+
+    def hold_or_open(item: int) -> int:
+        if item == 0:
+            gate.wait()
+        elif item == last:
+            gate.open()
+        return item
+
+    results = pool.parfor(hold_or_open, range(last + 1), chunk_size=1)
+
+    frame = results.to_frame()
+    assert list(results) == list(range(last + 1))
+    assert (frame["worker"] == frame["worker"][0]).sum() == 1
+
+
+@pytest.mark.parametrize("chunk_size", [1, 7, 1000])
+def test_a_chunk_size_is_kept(pool: ParallelPool, chunk_size: int) -> None:
+    before = pool.statistics().attempts
+
+    results = pool.parfor(lambda x: -x, range(50), chunk_size=chunk_size)
+
+    assert list(results) == [-x for x in range(50)]
+    assert pool.statistics().attempts - before == math.ceil(50 / chunk_size)
+
+
+@beside_each_other
+@pytest.mark.parametrize("max_workers", [1, 2])
+def test_at_most_max_workers_run_at_once(
+    pool: ParallelPool, gate: Any, marks: Any, eventually: Any, most_at_once: Any, max_workers: int
+) -> None:
+    def begin(item: int) -> int:
+        marks.add(item)
+        gate.wait()
+        return item
+
+    with ThreadPoolExecutor(1) as driver:
+        loop = driver.submit(pool.parfor, begin, range(6), max_workers=max_workers)
+        assert eventually(lambda: len(marks.all()) == max_workers)
+        assert pool.parfeval(abs, -1).result(60) == 1, "there was a free worker"
+        assert marks.all() == [str(item) for item in range(max_workers)]
+        gate.open()
+        results = loop.result(60)
+
+    assert list(results) == list(range(6))
+    assert most_at_once(results.to_frame()) <= max_workers
+
+
+def test_max_workers_0_runs_here(pool: ParallelPool) -> None:
+    """Scenario 8: in this process and thread, with the same results."""
+    before = pool.statistics()
+    places = pool.parfor(lambda x: (x, os.getpid(), threading.get_ident()), range(5), max_workers=0)
+
+    assert list(places) == [(x, os.getpid(), threading.get_ident()) for x in range(5)]
+    assert pool.statistics() == before
+    with pytest.raises(Unlucky) as caught:
+        pool.parfor(fail_on_3, range(5), max_workers=0)
+    assert list(caught.value.results)[:3] == [0, 10, 20]
+
+
+def test_an_endless_generator_is_drawn_only_a_little_ahead(pool: ParallelPool) -> None:
+    """Scenario 15, stopped by a failing item."""
+    drawn = 0
+
+    def count_up() -> Iterator[int]:
+        nonlocal drawn
+        while True:
+            drawn += 1
+            yield drawn
+
+    def stop_at_100(x: int) -> int:
+        if x > 100:
+            raise StopAsyncIteration(x)
+        return x
+
+    with pytest.raises(StopAsyncIteration) as caught:
+        pool.parfor(stop_at_100, count_up())
+
+    finished = [value for value in caught.value.results if value is not None]
+    assert finished == sorted(set(finished) & set(range(1, 101)))  # what ran beside the failing item may be missing
+    assert len(finished) >= 100 - 16 * pool.num_workers
+    assert drawn <= 100 + 64 * pool.num_workers
+    assert not pool.busy
+
+
+@beside_each_other
+def test_a_slow_generator_is_not_waited_for(pool: ParallelPool, marks: Any, eventually: Any) -> None:
+    """Each item starts while the next is being made; one may even depend on what an earlier one has done."""
+
+    def careful() -> Iterator[int]:
+        for number in range(5):
+            yield number
+            assert eventually(lambda number=number: marks.count(number) == 1, 10), f"item {number} was held back"
+
+    assert list(pool.parfor(lambda x: marks.add(x) or x, careful())) == list(range(5))
+
+
+@beside_each_other
+def test_an_interrupted_loop_gives_back_what_it_has(
+    pool: ParallelPool, gate: Any, marks: Any, eventually: Any, check_pool: Any
+) -> None:
+    def begin(item: int) -> int:
+        marks.add(item)
+        if item:
+            gate.wait()
+        return item
+
+    def interrupt() -> None:
+        eventually(lambda: len(marks.all()) == pool.num_workers + 1)  # the first is done, all workers are busy
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(interrupt)
+        with pytest.raises(KeyboardInterrupt) as caught:
+            pool.parfor(begin, range(30), chunk_size=1)
+    gate.open()
+
+    assert caught.value.results[0] == 0
+    statuses = list(caught.value.results.to_frame()["status"])
+    assert statuses[0] == "finished"
+    assert statuses[4:] == ["cancelled"] * 26
+    assert eventually(lambda: not pool.busy and pool.idle_workers == pool.num_workers)
+    assert len(marks.all()) <= 1 + 2 * pool.num_workers, "more was started than what had been sent ahead"
+    check_pool(pool)
+
+
+def test_an_error_in_the_generator_comes_out_with_what_had_finished(pool: ParallelPool, check_pool: Any) -> None:
+    def spoilt() -> Iterator[int]:
+        yield 1
+        yield 2
+        raise OSError("the list of items is torn")
+
+    with pytest.raises(OSError, match="torn") as caught:
+        pool.parfor(lambda x: x, spoilt())
+
+    assert isinstance(caught.value.results, Results)
+    check_pool(pool)
+
+
+# --- failures ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_failure_is_raised_as_itself(pool: ParallelPool, make_pool: Any, check_pool: Any) -> None:
+    """Scenario 12: type and fields, item, worker and host in the note, the remote traceback, and what had finished."""
+    with pytest.raises(Unlucky, match="item 3 is unlucky") as caught:
+        pool.options(name="sweep").parfor(fail_on_3, range(5), max_workers=1)
+
+    error = caught.value
+    assert error.item == 3
+    (note,) = error.__notes__
+    worker = pool.workers[0]
+    for words in ("item 3", "sweep", "attempt 1", "worker ", worker.host):
+        assert words in note
+    if worker.gpu is not None:
+        assert "GPU " in note
+    if make_pool.is_in_processes:
+        assert "fail_on_3" in str(error.__cause__)
+        assert "raise Unlucky(x)" in str(error.__cause__)
+    assert list(error.results) == [0, 10, 20, None, None]
+    assert list(error.results.to_frame()["status"]) == ["finished"] * 3 + ["failed", "cancelled"]
+    assert error.results.errors == {3: error}
+    check_pool(pool)
+
+
+def test_failures_are_collected(pool: ParallelPool) -> None:
+    """Scenario 12: four rows and one failure in the table."""
+    results = pool.parfor(fail_on_3, range(5), on_error="collect")
+
+    assert list(results) == [0, 10, 20, None, 40]
+    assert [type(error) for error in results.errors.values()] == [Unlucky]
+    frame = results.to_frame()
+    assert list(frame["status"]) == ["finished"] * 3 + ["failed", "finished"]
+    assert frame["error"][3] == "Unlucky: item 3 is unlucky"
+    assert frame["error"].drop(3).isna().all()
+    assert list(frame["attempts"]) == [1] * 5
+
+
+def test_all_may_fail(pool: ParallelPool, check_pool: Any) -> None:
+    def fail(x: int) -> None:
+        raise KeyError(x)
+
+    results = pool.parfor(fail, range(200), on_error="collect")
+
+    assert [error.args for error in results.errors.values()] == [(x,) for x in range(200)]
+    assert list(results) == [None] * 200
+    check_pool(pool)
+
+
+def test_an_error_does_not_fail_the_items_that_share_its_call(pool: ParallelPool) -> None:
+    pool.parfor(fail_on_3, range(10, 200))  # now it is known to be short
+
+    results = pool.parfor(fail_on_3, [3 if x % 10 == 0 else x + 10 for x in range(300)], on_error="collect")
+
+    assert sorted(results.errors) == list(range(0, 300, 10))
+    assert all(results[x] == 10 * (x + 10) for x in range(300) if x % 10)
+
+
+def test_an_exception_of_the_users_is_retried_only_if_retry_on_names_it(pool: ParallelPool, marks: Any) -> None:
+    def fail_twice(x: int) -> int:
+        marks.add(x)
+        if x == 2 and current_task().attempt < 3:
+            raise ConnectionError("try again")
+        return current_task().attempt
+
+    results = pool.options(retry_on=ConnectionError).parfor(fail_twice, range(4), chunk_size=2)
+    assert list(results) == [1, 1, 3, 1]
+    assert marks.all() == ["0", "1", "2", "2", "2", "3"]
+    assert list(results.to_frame()["attempts"]) == [1, 1, 3, 1]
+
+    with pytest.raises(ConnectionError):
+        pool.options(retry_on=(KeyError, TimeoutError)).parfor(fail_twice, [2])
+    assert marks.count(2) == 4
+
+
+def test_retries_are_used_up(pool: ParallelPool, marks: Any) -> None:
+    def fail(x: int) -> None:
+        marks.add(x)
+        raise ConnectionError(x)
+
+    with pytest.raises(ConnectionError):
+        pool.options(retry_on=(OSError,), retries=3).parfor(fail, [0])
+    assert marks.count(0) == 4
+
+
+def test_a_task_that_calls_sys_exit_is_lost_after_its_retries_and_the_others_go_on(
+    make_pool: Any, marks: Any, check_pool: Any
+) -> None:
+    def leave(x: int) -> int:
+        if x == 2:
+            marks.add(x)
+            sys.exit(7)
+        return x
+
+    with make_pool(2, retries=1) as own:
+        results = own.parfor(leave, range(6), on_error="collect")
+
+        assert [results[x] for x in (0, 1, 3, 4, 5)] == [0, 1, 3, 4, 5]
+        assert isinstance(results.errors[2], WorkerLostError)
+        assert results.errors[2].attempts == 2
+        assert marks.count(2) == 2
+        assert results.to_frame()["attempts"][2] == 2
+        assert own.statistics().workers_lost == 2
+        check_pool(own)
+
+
+# --- reduction and seeds ----------------------------------------------------------------------------------------------
+
+
+def test_a_reduction_is_the_same_to_the_last_bit_on_any_number_of_workers(pool: ParallelPool) -> None:
+    """Scenario 14."""
+    expected = functools.reduce(operator.add, [root_sum(x) for x in range(500)])
+    assert expected != math.fsum(root_sum(x) for x in range(500)), "the order does not matter: the test shows nothing"
+
+    sums = [pool.parfor(root_sum, range(500), reduce=operator.add, max_workers=n) for n in (0, 1, 2, 3, None)]
+
+    assert sums == [expected] * 5
+
+
+def test_a_reduction_goes_in_the_order_of_the_items(pool: ParallelPool) -> None:
+    words = list("the order of the items")
+
+    assert pool.parfor(str, words, reduce=operator.add) == "the order of the items"
+    assert pool.parfor(str, words, reduce=operator.add, init="In ") == "In the order of the items"
+    assert pool.parfor(str, [], reduce=operator.add, init="nothing") == "nothing"
+    assert pool.parfor(str, [], reduce=operator.add) is None
+    assert pool.parfor(lambda x: [x], range(3), reduce=operator.add, init=[]) == [0, 1, 2]
+
+
+def draw(_: Any) -> tuple[Any, ...]:
+    import torch
+
+    task = current_task()
+    return (
+        random.random(),
+        tuple(np.random.random(2)),
+        tuple(torch.rand(2).tolist()),
+        task.seed,
+        np.random.default_rng(task.seed).random(),
+    )
+
+
+def test_the_same_seed_gives_the_same_numbers_on_any_number_of_workers(pool: ParallelPool) -> None:
+    """Scenario 13."""
+    runs = [list(pool.parfor(draw, range(12), seed=42, max_workers=n)) for n in (1, 2, 3)]
+    chunked = list(pool.parfor(draw, range(12), seed=42, chunk_size=5))
+    here = list(pool.parfor(draw, range(12), seed=42, max_workers=0))
+
+    assert runs[0] == runs[1] == runs[2] == chunked == here
+    for kind in range(5):
+        assert len({run[kind] for run in runs[0]}) == 12, "two items have drawn the same numbers"
+    assert not set(runs[0]) & set(pool.parfor(draw, range(12), seed=43))
+    assert list(pool.parfor(draw, range(3), seed=42)) == runs[0][:3]
+
+
+def test_without_a_seed_there_is_none(pool: ParallelPool) -> None:
+    assert list(pool.parfor(lambda _: current_task().seed, range(3))) == [None] * 3
+    numbers = list(pool.parfor(lambda _: random.random(), range(30)))
+    assert len(set(numbers)) == 30
+
+
+def test_a_seed_leaves_the_generators_of_this_process_alone(pool: ParallelPool) -> None:
+    random.seed(1)
+    np.random.seed(1)
+    expected = random.random(), np.random.random()
+    random.seed(1)
+    np.random.seed(1)
+
+    pool.parfor(draw, range(3), seed=9)
+    pool.parfor(draw, range(3), seed=9, max_workers=0)
+
+    assert (random.random(), np.random.random()) == expected
+
+
+@pytest.mark.parametrize("seed", [-1, "lucky", 1.5])
+def test_a_seed_that_is_none_is_refused_at_the_call(pool: ParallelPool, check_pool: Any, seed: Any) -> None:
+    with pytest.raises((InvalidValueError, raypool.InvalidTypeError), match="seed"):
+        pool.parfor(abs, range(3), seed=seed)
+    check_pool(pool)
+
+
+# --- what a task sees -------------------------------------------------------------------------------------------------
+
+
+def test_a_task_knows_what_it_is(pool: ParallelPool) -> None:
+    seen = pool.parfor(lambda _: (current_task().index, current_task().attempt, current_task().name), range(5), name="look")
+    workers = pool.parfor(lambda _: (current_task().worker, current_task().gpu), range(5))
+
+    assert list(seen) == [(x, 1, "look") for x in range(5)]
+    by_index = {worker.index: worker.gpu for worker in pool.workers}
+    assert all(by_index[worker] == gpu for worker, gpu in workers)
+    frame = workers.to_frame()
+    assert [worker for worker, _ in workers] == list(frame["worker"])
+
+
+def test_outside_a_task_there_is_a_task_too(pool: ParallelPool) -> None:
+    pool.parfor(abs, range(3))
+    assert (current_task().index, current_task().attempt, current_task().seed) == (0, 1, None)
+
+
+def test_work_called_for_inside_a_task_runs_serially_there(pool: ParallelPool) -> None:
+    """Scenario 7: parfor, parfeval, map, parpool and gcp in tasks; more of them than there are workers, without deadlock."""
+
+    def nest(x: int) -> Any:
+        me = os.getpid(), threading.get_ident()
+        inner = raypool.gcp()
+        loop = inner.parfor(lambda y: (y, os.getpid(), threading.get_ident()), range(x))
+        future = inner.parfeval(lambda y: (y, os.getpid(), threading.get_ident()), x)
+        with raypool.parpool(4, quiet=True) as own:
+            mapped = list(own.map(lambda y: y + x, range(3)))
+            on_all = own.parfeval_on_all(lambda: 1).result()
+        assert list(loop) == [(y, *me) for y in range(x)]
+        assert future.result() == (x, *me)
+        assert len(on_all) >= 1
+        return sum(mapped), current_task().index
+
+    results = pool.parfor(nest, range(9))
+
+    assert list(results) == [(3 + 3 * x, x) for x in range(9)]
+
+
+def test_the_pool_itself_may_be_in_a_closure(pool: ParallelPool) -> None:
+    results = pool.parfor(lambda x: sum(pool.parfor(lambda y: x * y, range(4))), range(5))
+
+    assert list(results) == [6 * x for x in range(5)]
+
+
+@beside_each_other
+def test_two_threads_may_use_a_pool_at_once(pool: ParallelPool) -> None:
+    answers: dict[int, list[int]] = {}
+
+    def use(number: int) -> None:
+        answers[number] = list(pool.parfor(lambda x: x + number, range(200)))
+
+    threads = [threading.Thread(target=use, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+
+    assert answers == {number: [x + number for x in range(200)] for number in range(4)}
+
+
+@beside_each_other
+def test_something_urgent_goes_between_the_items_of_a_loop(make_pool: Any, gate: Any, marks: Any, eventually: Any) -> None:
+    def begin(item: int) -> None:
+        gate.wait()
+        marks.add(f"{len(marks.all())} item")
+
+    with make_pool(1) as pool, ThreadPoolExecutor(1) as driver:
+        loop = driver.submit(pool.parfor, begin, range(3), chunk_size=1)
+        assert eventually(lambda: pool.statistics().running == 1)
+        urgent = pool.options(priority=1).parfeval(lambda: marks.add(f"{len(marks.all())} urgent"))
+        last = pool.parfeval(lambda: marks.add(f"{len(marks.all())} last"))
+        gate.open()
+        loop.result(60)
+        urgent.result(60)
+        last.result(60)
+    assert marks.all() == ["0 item", "1 urgent", "2 item", "3 item", "4 last"]
+
+
+def test_a_loop_is_named(pool: ParallelPool) -> None:
+    with pytest.raises(Unlucky) as caught:
+        pool.parfor(fail_on_3, [3], name="folds")
+    assert "folds" in caught.value.__notes__[0]
+
+
+def test_progress_changes_nothing(pool: ParallelPool) -> None:
+    assert list(pool.parfor(abs, range(5), progress=True)) == list(range(5))
+    assert list(pool.parfor(abs, range(5), progress=False)) == list(range(5))

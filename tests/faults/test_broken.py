@@ -1,0 +1,100 @@
+"""A GPU that fails for good: the pool goes on without it, and ends when it was the last."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raypool import ParallelPool, PoolBrokenError, StartupError, WorkerLostError, current_task, parpool
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_session", "by_value")]
+
+DRIVER = """
+import time
+from pathlib import Path
+
+class NVMLError(Exception):
+    pass
+
+def nvmlInit():
+    flag = Path({flag!r})
+    if flag.exists():
+        time.sleep(float(flag.read_text() or 0))
+        raise RuntimeError("the GPU has fallen off the bus")
+    raise NVMLError
+"""
+"""Stands in for the library that asks the NVIDIA driver, in the workers: a card may break down between two processes."""
+
+
+@pytest.fixture
+def broken_cards(tmp_path: Path) -> Path:
+    """Give a file; once it exists, no worker can start any more (it fails after so many seconds as are written there)."""
+    flag = tmp_path / "broken"
+    (tmp_path / "pynvml.py").write_text(DRIVER.format(flag=str(flag)))
+    return flag
+
+
+def kill_worker(pool: ParallelPool, index: int) -> None:
+    assert isinstance(pool.options(worker=index).parfeval(os._exit, 1).exception(60), WorkerLostError)
+
+
+@pytest.mark.parametrize(("after_s", "words"), [("", "fallen off the bus"), ("600", "start_timeout_s")])
+def test_workers_that_cannot_start(broken_cards: Path, after_s: str, words: str) -> None:
+    """They fail, or say nothing at all: it is told why, in time, and nothing is kept."""
+    broken_cards.write_text(after_s)
+    started = time.monotonic()
+    with pytest.raises(StartupError, match=words) as caught:
+        parpool(2, env={"PYTHONPATH": str(broken_cards.parent)}, start_timeout_s=5, quiet=True)
+    assert time.monotonic() - started < 2 * 5 + 10
+    assert "2 of 2 workers did not start" in str(caught.value)
+    with parpool(3, quiet=True) as pool:
+        assert pool.parfeval(abs, -1).result(60) == 1
+
+
+def test_a_pool_that_loses_its_gpus_one_by_one(broken_cards: Path, gate: Any, eventually: Any, caplog: Any) -> None:
+    with parpool(2, env={"PYTHONPATH": str(broken_cards.parent)}, quiet=True) as pool:
+        assert pool.parfeval_on_all(lambda: current_task().gpu).result(60) == [0, 1]
+        broken_cards.touch()
+
+        kill_worker(pool, 0)
+        assert eventually(lambda: pool.num_workers == 1, 60)
+        assert eventually(lambda: "fallen off the bus" in caplog.text)
+        assert [worker.gpu for worker in pool.workers] == [1]
+        assert list(pool.parfor(lambda i: (i, current_task().gpu), range(4))) == [(i, 1) for i in range(4)]
+        with parpool(1, quiet=True) as other:
+            assert other.workers[0].gpu in (0, 2), "the place of the lost worker was not given back"
+
+        running = pool.options(retries=1).parfeval(lambda: gate.wait() or os._exit(1))
+        waiting = [pool.parfeval(abs, number) for number in range(3)]
+        assert eventually(running.running)
+        gate.open()
+        errors = [future.exception(60) for future in (running, *waiting)]
+
+        assert [type(error) for error in errors] == [PoolBrokenError] * 4
+        assert "fallen off the bus" in str(errors[-1])
+        assert "parpool()" in str(errors[-1])
+        assert pool.is_closed
+        for use in (lambda: pool.parfeval(abs, 1).result(30), lambda: pool.parfor(abs, [1])):
+            with pytest.raises(PoolBrokenError):
+                use()
+
+
+def test_a_loop_in_a_pool_that_breaks(broken_cards: Path, make_gate: Any, marks: Any) -> None:
+    """What had finished is not lost."""
+
+    def fn(i: int) -> int:
+        if i == 3:
+            os._exit(1)
+        return i
+
+    with parpool(1, env={"PYTHONPATH": str(broken_cards.parent)}, quiet=True) as pool:
+        assert pool.parfeval(abs, -1).result(60) == 1
+        broken_cards.touch()
+        with pytest.raises(PoolBrokenError, match="fallen off the bus") as caught:
+            pool.parfor(fn, range(6), chunk_size=1, on_error="collect")
+    assert caught.value.results[:3] == [0, 1, 2]
+    assert list(caught.value.results.to_frame()["status"]) == ["finished"] * 3 + ["cancelled"] * 3

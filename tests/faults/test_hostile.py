@@ -1,0 +1,516 @@
+"""Functions, arguments and results that do their worst. Each gets its error, and the pool goes on with the same devices."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import random
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from raypool import LossReason, ParallelPool, RemoteTraceback, SerializationError, TaskError, WorkerLostError, parpool
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope="module")
+def pool(ray_session: None, by_value: None) -> Iterator[ParallelPool]:
+    with parpool(2, quiet=True) as pool:
+        yield pool
+
+
+@pytest.fixture(autouse=True)
+def pool_is_as_good_as_new(pool: ParallelPool, eventually: Callable[..., bool]) -> Iterator[None]:
+    """After whatever it was, all workers answer, on the GPUs that they had."""
+    gpus = [worker.gpu for worker in pool.workers]
+    yield
+    seen = pool.parfeval_on_all(lambda: os.environ["CUDA_VISIBLE_DEVICES"]).result(60)
+    assert seen == [str(gpu) for gpu in gpus]
+    assert [worker.gpu for worker in pool.workers] == gpus
+    assert eventually(lambda: not pool.busy)
+
+
+def die(how: str) -> None:
+    if how == "sys.exit":
+        sys.exit(3)
+    if how == "os._exit":
+        os._exit(4)
+    os.kill(os.getpid(), getattr(signal, how))
+
+
+class Unpicklable(Exception):
+    def __init__(self) -> None:
+        super().__init__("holds a lock")
+        self.lock = threading.Lock()
+
+
+class NeedsTwo(Exception):
+    """Pickles, and fails to unpickle: its arguments are not those of its constructor."""
+
+    def __init__(self, first: int, second: int) -> None:
+        super().__init__(f"{first} and {second}")
+
+
+class BadReduce(Exception):
+    def __reduce__(self) -> Any:
+        raise RuntimeError("no")
+
+
+class FailsToOpen:
+    """Travels well, and explodes when it is unpickled anywhere but here."""
+
+    home = os.getpid()
+
+    def __init__(self, only_away: bool) -> None:
+        self.only_away = only_away
+
+    def __reduce__(self) -> Any:
+        return explode, (os.getpid(),)
+
+
+def explode(home: int) -> str:
+    if os.getpid() != home:
+        raise OSError("cannot be opened here")
+    return "opened at home"
+
+
+# --- exceptions -------------------------------------------------------------------------------------------------------
+
+
+def test_an_exception_of_the_users_is_raised_as_itself(pool: ParallelPool) -> None:
+    def fn() -> None:
+        raise KeyError("missing", 3)
+
+    future = pool.parfeval(fn)
+    with pytest.raises(KeyError) as caught:
+        future.result(30)
+    assert caught.value.args == ("missing", 3)
+    assert isinstance(caught.value.__cause__, RemoteTraceback)
+    assert "in fn" in str(caught.value.__cause__)
+    assert "GPU" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize("cls", [Unpicklable, BadReduce])
+def test_an_exception_that_cannot_travel_arrives_as_text(pool: ParallelPool, cls: type[Exception]) -> None:
+    def fn() -> None:
+        raise cls
+
+    with pytest.raises(TaskError, match=cls.__name__) as caught:
+        pool.parfeval(fn).result(30)
+    assert "in fn" in str(caught.value.__cause__)
+
+
+def test_an_exception_that_cannot_be_rebuilt_arrives_as_text(pool: ParallelPool) -> None:
+    def fn() -> None:
+        raise NeedsTwo(1, 2)
+
+    with pytest.raises(TaskError, match="NeedsTwo: 1 and 2"):
+        pool.parfeval(fn).result(30)
+
+
+def test_keyboard_interrupt_raised_by_a_function_is_its_error(pool: ParallelPool) -> None:
+    def fn() -> None:
+        raise KeyboardInterrupt("by itself")
+
+    with pytest.raises(KeyboardInterrupt, match="by itself"):
+        pool.parfeval(fn).result(30)
+
+
+class Sealed(Exception):
+    """Refuses attributes: no notes, no cause, no results."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"{name} cannot be set")
+
+
+@dataclass(frozen=True)
+class Frozen(Exception):
+    """Refuses them too, as frozen dataclasses do, so that pickle cannot rebuild it either."""
+
+    code: int
+
+
+def test_an_exception_that_cannot_be_annotated(pool: ParallelPool) -> None:
+    def fn(i: int) -> int:
+        if i == 2:
+            raise Sealed("wax")
+        if i == 3:
+            raise Frozen(5)
+        return i
+
+    assert type(pool.parfeval(fn, 2).exception(30)) is Sealed
+    results = pool.parfor(fn, range(5), on_error="collect")
+    assert results[:] == [0, 1, None, None, 4]
+    assert type(results.errors[2]) is Sealed
+    assert isinstance(results.errors[3], TaskError)
+    assert "Frozen" in str(results.errors[3])
+    with pytest.raises(Sealed, match="wax"):
+        pool.parfor(fn, range(5))
+
+
+class Wordless(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+class Aside(BaseException):
+    """Not an Exception, so that `except Exception` does not see it."""
+
+
+def test_an_exception_without_words(pool: ParallelPool) -> None:
+    def fn(i: int) -> None:
+        raise Wordless
+
+    results = pool.parfor(fn, range(2), on_error="collect")
+    assert [type(error) for error in results.errors.values()] == [Wordless] * 2
+    assert "Wordless" in results.to_frame()["error"][0]
+
+
+def recurse(i: int) -> int:
+    return recurse(i + 1)
+
+
+def refer_to_itself() -> None:
+    error = ValueError("cycle")
+    error.me = error  # type: ignore[attr-defined]
+    raise error
+
+
+def fail_while_failing() -> None:
+    try:
+        raise ZeroDivisionError("the first")
+    except ZeroDivisionError as error:
+        raise LookupError("the second") from error
+
+
+def raise_aside() -> None:
+    raise Aside("by the way")
+
+
+def say_a_lot() -> None:
+    raise ValueError("x" * 3_000_000)
+
+
+@pytest.mark.parametrize(
+    ("fn", "error", "words"),
+    [
+        (lambda: recurse(0), RecursionError, "recursion depth"),
+        (refer_to_itself, ValueError, "cycle"),
+        (fail_while_failing, LookupError, "the second"),
+        (raise_aside, Aside, "by the way"),
+        (say_a_lot, ValueError, "xxx"),
+    ],
+    ids=["recursion", "cycle", "chain", "BaseException", "long text"],
+)
+def test_exceptions_of_all_kinds(pool: ParallelPool, fn: Any, error: type[BaseException], words: str) -> None:
+    caught = pool.parfeval(fn).exception(30)
+    assert type(caught) is error
+    assert words in str(caught)
+    assert isinstance(caught.__cause__, RemoteTraceback)
+    if error is LookupError:
+        assert "the first" in str(caught.__cause__)
+
+
+def test_what_happens_while_a_value_is_let_go_harms_nothing(pool: ParallelPool) -> None:
+    class Sour:
+        def __del__(self) -> None:
+            raise RuntimeError("in __del__")
+
+    def fn(i: int) -> int:
+        Sour()
+        return i
+
+    assert pool.parfor(fn, range(5)) == list(range(5))
+
+
+# --- what cannot be opened --------------------------------------------------------------------------------------------
+
+
+def test_a_result_that_cannot_be_pickled_fails_its_item_only(pool: ParallelPool) -> None:
+    results = pool.parfor(lambda i: threading.Lock() if i == 2 else i, range(5), on_error="collect")
+    assert results[:] == [0, 1, None, 3, 4]
+    assert list(results.errors) == [2]
+    assert isinstance(results.errors[2], SerializationError)
+    assert "a result" in str(results.errors[2])
+    assert "lock" in str(results.errors[2])
+
+
+def test_a_result_that_cannot_be_unpickled_here(pool: ParallelPool) -> None:
+    with pytest.raises(SerializationError, match="cannot be unpickled here"):
+        pool.parfeval(lambda: FailsToOpen(only_away=True)).result(30)
+
+
+def test_a_result_that_cannot_be_unpickled_here_fails_its_item_only(pool: ParallelPool) -> None:
+    """Also when it came in one message with others."""
+
+    def fn(i: int) -> Any:
+        return FailsToOpen(only_away=True) if i == 150 else i
+
+    pool.parfor(fn, range(100))  # now it is known to be short
+    expected = [i for i in range(300) if i != 150]
+
+    results = pool.parfor(fn, range(300), on_error="collect")
+
+    assert isinstance(results.errors[150], SerializationError)
+    assert "cannot be opened here" in str(results.errors[150])
+    assert list(results.errors) == [150]
+    assert [value for i, value in enumerate(results) if i != 150] == expected
+    assert list(results.to_frame()["status"]).count("finished") == 299
+    with pytest.raises(SerializationError, match="cannot be unpickled here") as caught:
+        pool.parfor(fn, range(300))
+    assert caught.value.results[:100] == list(range(100))
+
+
+def test_a_result_that_cannot_be_unpickled_here_fails_its_future_only(pool: ParallelPool) -> None:
+    def fn(i: int) -> Any:
+        return FailsToOpen(only_away=True) if i == 50 else i
+
+    pool.parfor(fn, range(40))
+    futures = [pool.parfeval(fn, i) for i in range(100)]
+    assert isinstance(futures[50].exception(30), SerializationError)
+    assert futures[50].state == "failed"
+    assert [future.result(30) for i, future in enumerate(futures) if i != 50] == [i for i in range(100) if i != 50]
+
+
+def test_an_argument_that_cannot_be_unpickled_there(pool: ParallelPool) -> None:
+    with pytest.raises(OSError, match="cannot be opened here"):
+        pool.parfeval(print, FailsToOpen(only_away=True)).result(30)
+
+
+def test_a_function_that_cannot_be_unpickled_there(pool: ParallelPool) -> None:
+    bomb = FailsToOpen(only_away=True)
+    with pytest.raises(OSError, match="cannot be opened here"):
+        pool.parfeval(lambda: bomb).result(30)
+
+
+# --- death ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [("sys.exit", "exit code 3"), ("os._exit", "killed or crashed|exit code 4"), ("SIGKILL", "killed"), ("SIGSEGV", "crashed")],
+)
+def test_a_function_that_ends_its_process(pool: ParallelPool, how: str, words: str) -> None:
+    """It runs again up to `retries` times, then fails alone; the others go on."""
+    view = pool.options(retries=1)
+    results = view.parfor(lambda i: die(how) if i == 1 else i, range(6), on_error="collect")
+    assert results[:] == [0, None, 2, 3, 4, 5]
+    error = results.errors[1]
+    assert isinstance(error, WorkerLostError)
+    assert error.attempts == 2
+    assert error.reason in (LossReason.EXIT, LossReason.UNKNOWN)
+    assert pytest.importorskip("re").search(words, str(error)), str(error)
+    assert "item 1 of" in str(error)
+    assert list(results.to_frame()["attempts"])[1] == 2
+
+
+def test_a_killer_among_short_items_that_share_calls(pool: ParallelPool, marks: Any) -> None:
+    """Nobody knows which of the items of a call has killed the worker: it is found, and only it is blamed."""
+
+    def fn(i: int) -> int:
+        if i == 1234:
+            marks.add("killer")
+            os._exit(1)
+        return i
+
+    results = pool.parfor(fn, range(3000), on_error="collect")
+    assert list(results.errors) == [1234]
+    assert isinstance(results.errors[1234], WorkerLostError)
+    assert [value for i, value in enumerate(results) if i != 1234] == [i for i in range(3000) if i != 1234]
+    assert marks.count("killer") == 3, "retries=2: three attempts"
+
+
+def test_a_killer_among_futures_that_share_calls(pool: ParallelPool, marks: Any) -> None:
+    def fn(i: int) -> int:
+        if i == 33:
+            marks.add("killer")
+            os._exit(1)
+        return i
+
+    pool.parfor(fn, range(33))
+    before = pool.statistics()
+    futures = [pool.options(retries=1).parfeval(fn, i) for i in range(200)]
+    error = futures[33].exception(60)
+    assert isinstance(error, WorkerLostError)
+    assert (error.attempts, futures[33].attempts, marks.count("killer")) == (2, 2, 2)
+    assert [future.result(60) for i, future in enumerate(futures) if i != 33] == [i for i in range(200) if i != 33]
+    after = pool.statistics()
+    counted = [after.submitted - before.submitted, after.finished - before.finished, after.failed - before.failed]
+    assert counted == [200, 199, 1], "each is counted exactly once"
+
+
+def test_several_killers_and_several_that_fail(pool: ParallelPool) -> None:
+    def fn(i: int) -> int:
+        if i in (20, 21, 150):
+            os._exit(1)
+        if i % 10 == 3:
+            raise ValueError(i)
+        return i
+
+    results = pool.options(retries=1).parfor(fn, range(200), on_error="collect")
+    killed = [i for i, error in results.errors.items() if isinstance(error, WorkerLostError)]
+    failed = [i for i, error in results.errors.items() if isinstance(error, ValueError)]
+    assert killed == [20, 21, 150]
+    assert failed == list(range(3, 200, 10))
+    assert len(results.errors) == 23
+    assert all(results[i] == i for i in range(200) if i not in results.errors)
+
+
+def test_with_no_retries_no_item_runs_twice(pool: ParallelPool, marks: Any) -> None:
+    def fn(i: int) -> int:
+        marks.add(i)
+        if i == 7:
+            os._exit(1)
+        return i
+
+    results = pool.options(retries=0).parfor(fn, range(20), on_error="collect")
+    assert list(results.errors) == [7]
+    assert marks.all() == sorted(str(i) for i in range(20))
+
+
+def test_an_item_that_fails_its_first_attempt_only(pool: ParallelPool) -> None:
+    def fn(i: int) -> int:
+        from raypool import current_task
+
+        if i == 3 and current_task().attempt == 1:
+            os._exit(1)
+        return current_task().attempt
+
+    results = pool.parfor(fn, range(6))
+    assert results[3] == 2
+    assert results.to_frame().loc[3, "attempts"] == 2
+
+
+def test_a_worker_killed_while_it_is_idle_costs_nothing(pool: ParallelPool, eventually: Callable[..., bool]) -> None:
+    """The next task simply runs, even if it must not run twice."""
+    import psutil
+
+    victim = pool.workers[0]
+    os.kill(victim.pid, signal.SIGKILL)
+    assert eventually(lambda: not psutil.pid_exists(victim.pid) or psutil.Process(victim.pid).status() == "zombie")
+    results = pool.options(retries=0).parfor(lambda i: i, range(8))
+    assert results == list(range(8))
+
+
+def test_a_worker_killed_while_it_is_idle_is_replaced_unasked(pool: ParallelPool, eventually: Callable[..., bool]) -> None:
+    before = pool.workers[1]
+    os.kill(before.pid, signal.SIGKILL)
+    assert eventually(lambda: pool.workers[1].pid != before.pid and pool.workers[1].state == "idle", 60)
+    assert pool.workers[1].gpu == before.gpu
+
+
+def test_kills_at_random_moments(pool: ParallelPool) -> None:
+    """Scenario 45 in small: workers are killed from outside while they run; every result is there once, and right."""
+    chance = random.Random(5)
+    lost = pool.statistics().workers_lost
+
+    def fn(i: int) -> int:
+        threading.Event().wait(0.004)
+        return i * i
+
+    def kill() -> None:
+        while not is_over.wait(chance.uniform(0.1, 0.5)):
+            worker = chance.choice(pool.workers)
+            if worker.state == "busy":
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(worker.pid, signal.SIGKILL)
+
+    is_over = threading.Event()
+    killer = threading.Thread(target=kill)
+    killer.start()
+    try:
+        results = pool.options(retries=20).parfor(fn, range(400))
+        futures = [pool.options(retries=20).parfeval(fn, i) for i in range(200)]
+        values = [future.result(60) for future in futures]
+    finally:
+        is_over.set()
+        killer.join()
+    assert results == [i * i for i in range(400)]
+    assert values == [i * i for i in range(200)]
+    assert pool.statistics().workers_lost > lost, "nobody was killed: the test shows nothing"
+
+
+def test_kills_at_random_moments_with_no_retries(pool: ParallelPool, marks: Any) -> None:
+    """No item runs twice; each is either there or lost."""
+
+    def fn(i: int) -> int:
+        marks.add(i)
+        threading.Event().wait(0.005)
+        if i % 23 == 0:
+            threading.Timer(0.01, os._exit, [1]).start()  # at some moment soon: in this item, in another one, or between
+        return i
+
+    results = pool.options(retries=0).parfor(fn, range(100), on_error="collect")
+
+    assert all(isinstance(error, WorkerLostError) for error in results.errors.values())
+    assert all(value == i for i, value in enumerate(results) if i not in results.errors)
+    begun = marks.all()
+    assert len(begun) == len(set(begun)), "an item ran twice"
+    assert {str(i) for i in range(100) if i not in results.errors} <= set(begun)
+
+
+def test_a_worker_killed_while_it_runs(pool: ParallelPool, gate: Any, marks: Any, eventually: Callable[..., bool]) -> None:
+    def fn() -> int:
+        marks.add(os.getpid())
+        if len(marks.all()) == 1:
+            gate.wait()
+        return len(marks.all())
+
+    future = pool.parfeval(fn)
+    assert eventually(lambda: len(marks.all()) == 1)
+    os.kill(int(marks.all()[0]), signal.SIGKILL)
+    assert future.result(60) == 2
+    assert future.attempts == 2
+    assert pool.statistics().workers_lost > 0
+
+
+def test_a_function_that_closes_what_is_open(pool: ParallelPool) -> None:
+    """Its worker has lost all connections, and cannot even say so."""
+    error = pool.options(retries=0).parfeval(os.closerange, 3, 4000).exception(60)
+    assert isinstance(error, WorkerLostError)
+
+
+def test_a_function_may_have_processes_of_its_own(pool: ParallelPool) -> None:
+    def fork_and_wait() -> int:
+        pid = os.fork()
+        if pid == 0:
+            os._exit(7)
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+    def load() -> float:
+        import torch
+        from torch.utils.data import DataLoader, TensorDataset
+
+        return float(sum(batch.sum() for (batch,) in DataLoader(TensorDataset(torch.arange(100.0)), 10, num_workers=2)))
+
+    assert pool.parfeval(fork_and_wait).result(60) == 7
+    assert pool.parfeval(load).result(90) == 4950
+
+
+def test_a_task_bound_to_a_worker_fails_with_it(pool: ParallelPool) -> None:
+    with pytest.raises(WorkerLostError, match=r"^Worker 1 "):
+        pool.options(worker=1).parfeval(die, "os._exit").result(60)
+
+
+def test_all_workers_at_once(pool: ParallelPool) -> None:
+    lost = pool.statistics().workers_lost
+    results = pool.parfor(lambda i: die("SIGKILL"), range(2), on_error="collect")
+    assert len(results.errors) == 2
+    assert pool.statistics().workers_lost == lost + 6
+
+
+def test_errors_of_the_tree_survive_the_way_to_here(pool: ParallelPool) -> None:
+    def fn() -> None:
+        raise WorkerLostError("Raised by hand.", reason=LossReason.NODE, attempts=9)
+
+    with pytest.raises(WorkerLostError, match="Raised by hand") as caught:
+        pool.parfeval(fn).result(30)
+    assert caught.value.attempts == 9
+    assert pickle.loads(pickle.dumps(caught.value)).reason is LossReason.NODE

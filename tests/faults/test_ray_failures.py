@@ -1,0 +1,70 @@
+"""Every exception that Ray can raise says something about the worker, by one table."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+from ray import exceptions
+
+from raypool import LossReason
+from raypool.engine.ray_failures import RAY_FAILURES, loss_reason, loss_text
+
+PUBLIC = sorted(
+    (cls for name, cls in inspect.getmembers(exceptions, inspect.isclass) if not name.startswith("_")),
+    key=lambda cls: cls.__name__,
+)
+RAY_ERRORS = [cls for cls in PUBLIC if issubclass(cls, exceptions.RayError)]
+
+
+def bare(cls: type[BaseException]) -> BaseException:
+    """Make one without its constructor, which differs from class to class."""
+    return cls.__new__(cls)
+
+
+@pytest.mark.parametrize("cls", RAY_ERRORS, ids=lambda cls: cls.__name__)
+def test_every_public_exception_has_a_reason(cls: type[BaseException]) -> None:
+    assert isinstance(loss_reason(bare(cls)), LossReason)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("ActorDiedError", LossReason.EXIT),
+        ("ActorUnavailableError", LossReason.NODE),
+        ("OutOfMemoryError", LossReason.OUT_OF_MEMORY),
+        ("NodeDiedError", LossReason.NODE),
+        ("WorkerCrashedError", LossReason.EXIT),
+        ("RuntimeEnvSetupError", LossReason.START),
+        ("ActorUnschedulableError", LossReason.START),
+        ("OwnerDiedError", LossReason.NODE),
+        ("ObjectReconstructionFailedError", LossReason.NODE),
+        ("RayTaskError", LossReason.UNKNOWN),
+        ("RaySystemError", LossReason.UNKNOWN),
+    ],
+)
+def test_the_reasons_that_matter(name: str, reason: LossReason) -> None:
+    assert loss_reason(bare(getattr(exceptions, name))) is reason
+
+
+def test_the_table_names_only_what_is_there() -> None:
+    assert set(RAY_FAILURES) <= set(PUBLIC)
+    assert len(RAY_ERRORS) > 30, "Ray's exceptions have moved"
+
+
+def test_a_preempted_node_is_told_apart() -> None:
+    error = bare(exceptions.ActorDiedError)
+    error._preempted = True  # type: ignore[attr-defined]
+    assert loss_reason(error) is LossReason.PREEMPTED
+
+
+@pytest.mark.parametrize(
+    ("said", "meant"),
+    [
+        ("... Worker exits with an exit code 3.", "its process ended with exit code 3"),
+        ("... connection error code 2. End of file. ...", "its process was killed or crashed"),
+        ("Something else.\nMore.", "Something else"),
+    ],
+)
+def test_what_ray_says_is_put_shortly(said: str, meant: str) -> None:
+    assert loss_text(RuntimeError(said)) == meant

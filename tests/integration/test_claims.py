@@ -1,0 +1,69 @@
+"""Claims on GPUs: two who choose at once, and pools that grow and shrink."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from raypool import ParallelPool, PoolClosedError, RaypoolError, ResourceError, WorkerResources, parpool
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def test_two_pools_choose_at_once(ray_session: None, by_value: None) -> None:
+    pools: dict[int, ParallelPool] = {}
+
+    def choose(gpu: int) -> None:
+        pools[gpu] = parpool(gpus=[gpu], quiet=True, start_timeout_s=30)
+
+    threads = [threading.Thread(target=choose, args=(gpu,)) for gpu in (0, 1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {gpu: [worker.gpu for worker in pool.workers] for gpu, pool in pools.items()} == {0: [0], 1: [1], 2: [2]}
+    for pool in pools.values():
+        pool.delete()
+
+
+def test_chosen_gpus_can_be_given_back_and_had_again(ray_session: None, by_value: None) -> None:
+    with parpool(gpus=[0, 2], quiet=True) as pool:
+        pool.resize(1)
+        assert pool.num_workers == 1
+        pool.resize(2)
+        assert sorted(worker.gpu for worker in pool.workers if worker.gpu is not None) == [0, 2]
+        with pytest.raises(ResourceError, match="requested 1 workers, available 0: the pool may use GPU 0, 2 only"):
+            pool.resize(3)
+
+
+def test_shares_of_a_gpu_fill_up_before_another_is_taken(ray_session: None, by_value: None) -> None:
+    half = WorkerResources(gpus=0.5)
+    with parpool(2, resources=half, quiet=True) as pool:
+        assert sorted(worker.gpu for worker in pool.workers) == [0, 1] or len({w.gpu for w in pool.workers}) == 2
+        pool.resize(4)
+        gpus = [worker.gpu for worker in pool.workers]
+        assert sorted(gpus.count(gpu) for gpu in set(gpus)) == [2, 2]
+        pool.resize(6)
+        assert sorted(worker.gpu for worker in pool.workers) == [0, 0, 1, 1, 2, 2]
+
+
+def test_a_pool_that_is_shut_down_while_it_waits_for_gpus_keeps_none(
+    ray_session: None, by_value: None, eventually: Callable[..., bool]
+) -> None:
+    with parpool(2, quiet=True), parpool(1, quiet=True, start_timeout_s=60) as pool:
+        caught: list[BaseException] = []
+
+        def grow() -> None:
+            try:
+                pool.resize(2)
+            except RaypoolError as error:
+                caught.append(error)
+
+        thread = threading.Thread(target=grow)
+        thread.start()
+        pool.shutdown()
+        thread.join(30)
+        assert not thread.is_alive()
+        assert isinstance(caught[0], (PoolClosedError, ResourceError))

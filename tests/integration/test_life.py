@@ -1,0 +1,193 @@
+"""How a driver may end, and that nothing of its pool outlives it (scenario 9, but for Ctrl-C, which has an issue of its own)."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import ray
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+GONE_WITHIN_S = 90.0
+"""Measured on two quiet cores: 0.6 s after a normal end, 4 s after SIGKILL (Ray's own node manager has to notice it)."""
+
+BEGIN = """
+import os, sys, time
+from pathlib import Path
+from raypool import parpool
+
+def hold():
+    time.sleep(600)
+
+pool = parpool(2, quiet=True)
+"""
+
+
+def driver(body: str) -> str:
+    return BEGIN + body
+
+
+def check_nothing_is_left(started: Any, eventually: Callable[..., bool]) -> None:
+    left = [(process.pid, process.name()) for process in started.family()]
+    assert eventually(lambda: not started.family(), GONE_WITHIN_S), left
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ("pool.parfor(abs, range(100))", 0),
+        ("futures = [pool.submit(hold) for _ in range(5)]", 0),
+        ("future = pool.submit(hold)\nraise LookupError('the driver fails')", 1),
+    ],
+    ids=["open pool", "pending futures", "exception"],
+)
+def test_a_driver_that_ends_by_itself(start_python: Any, eventually: Any, body: str, status: int) -> None:
+    """It neither waits for what runs nor leaves it running."""
+    started = start_python(driver(body))
+
+    done = started.finish(60)
+
+    assert done.returncode == status, done.stderr
+    assert ("the driver fails" in done.stderr) == (status == 1)
+    assert status == 1 or done.stderr == ""
+    check_nothing_is_left(started, eventually)
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_a_driver_that_is_ended(start_python: Any, eventually: Any, make_gate: Any, how: signal.Signals) -> None:
+    """With tasks that run and a child of a worker, as a data loader's processes are."""
+    ready = make_gate()
+    started = start_python(
+        driver(f"""
+def hold_with_child():
+    import subprocess
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    Path({str(ready.path)!r}).touch()
+    time.sleep(600)
+
+futures = [pool.submit(hold_with_child), *(pool.submit(hold) for _ in range(3))]
+futures[0].result()
+""")
+    )
+    ready.wait(90)
+    assert len(started.family()) > 4
+
+    started.process.send_signal(how)
+
+    started.process.wait(60)
+    check_nothing_is_left(started, eventually)
+
+
+def test_a_driver_on_somebody_elses_ray_that_is_killed(
+    ray_session: None, start_python: Any, eventually: Any, make_gate: Any
+) -> None:
+    """Its workers and claims go; that Ray, which is this process's own, stays."""
+    ready = make_gate()
+    address = ray.get_runtime_context().gcs_address
+    started = start_python(
+        f"""
+import time
+from pathlib import Path
+from raypool import parpool
+pool = parpool(2, address="{address}", quiet=True)
+def hold():
+    Path({str(ready.path)!r}).touch()
+    time.sleep(600)
+pool.submit(hold).result()
+""",
+        RAY_AUTH_MODE="token",
+    )
+    ready.wait(60)
+    assert eventually(lambda: ray.available_resources().get("GPU") == 1)
+
+    started.process.kill()
+
+    assert eventually(lambda: ray.available_resources().get("GPU") == 3, GONE_WITHIN_S)
+    check_nothing_is_left(started, eventually)
+
+
+def test_forgotten_and_deleted_pools_leave_no_process(run_python: Any) -> None:
+    """With Ray still there for another pool: workers go with their pool, also when nobody deletes it."""
+    run_python("""
+    import gc, os, time
+    import psutil
+    from raypool import parpool, WorkerResources
+
+    def is_gone(pid):
+        return not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie"
+
+    def wait_gone(pids):
+        deadline = time.monotonic() + 30
+        while not all(map(is_gone, pids)):
+            assert time.monotonic() < deadline, "workers are left"
+            time.sleep(0.02)
+
+    light = WorkerResources(cpus=0.1)
+    keeper = parpool(1, resources=light, quiet=True)
+    forgotten = parpool(2, resources=light, quiet=True)
+    pids = [worker.pid for worker in forgotten.workers]
+    future = forgotten.submit(os.getpid)
+    del forgotten
+    gc.collect()
+    assert future.result(30) in pids
+    wait_gone(pids)
+
+    with parpool(2, resources=light, quiet=True) as deleted:
+        pids = [worker.pid for worker in deleted.workers]
+    wait_gone(pids)
+    assert keeper.submit(abs, -1).result(30) == 1
+    """)
+
+
+def test_a_pool_that_was_opened_in_a_thread_that_has_ended(run_python: Any) -> None:
+    """The kernel ends Ray's processes with the thread that has started them, if nobody takes care."""
+    done = run_python("""
+    import threading, time
+    import psutil
+    from raypool import parpool
+
+    pools = []
+    thread = threading.Thread(target=lambda: pools.append(parpool(1, quiet=True)))
+    thread.start()
+    thread.join()
+    (pool,) = pools
+    raylet = [child for child in psutil.Process().children() if child.name() == "raylet"]
+    assert len(raylet) == 1, "Ray has ended with the thread"
+    assert pool.submit(abs, -1).result(30) == 1
+    pool.resize(1)
+    started = time.monotonic()
+    pool.delete()
+    print(time.monotonic() - started)
+    with parpool(1, quiet=True) as again:
+        assert again.submit(abs, -1).result(30) == 1
+    """)
+    assert float(done.stdout) < 20
+
+
+def test_ray_that_is_shut_down_under_a_pool(run_python: Any) -> None:
+    """Nothing waits for ever, and no new Ray is started to clean up in."""
+    done = run_python("""
+    import time
+    from raypool import parpool, RaypoolError
+    import ray
+
+    pool = parpool(2, quiet=True)
+    future = pool.submit(time.sleep, 600)
+    ray.shutdown()
+    error = future.exception(timeout=30)
+    assert isinstance(error, RaypoolError), error
+    for use in (lambda: pool.submit(abs, -1).result(30), lambda: list(pool.parfor(abs, [-1]))):
+        try:
+            use()
+        except RaypoolError:
+            continue
+        raise AssertionError("there was no Ray to run it")
+    pool.delete()
+    assert not ray.is_initialized(), "a new Ray was started"
+    with parpool(1, quiet=True) as again:
+        assert again.submit(abs, -1).result(30) == 1
+    """)
+    assert "Started" not in done.stderr

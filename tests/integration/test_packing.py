@@ -1,0 +1,126 @@
+"""What is packed comes out as it went in, and what cannot be packed is named. Imports Ray, starts none."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from os.path import basename
+
+import numpy as np
+import pytest
+import torch
+
+from raypool import SerializationError
+from raypool.engine.packing import OUT_OF_BAND_BYTES, Parcel, dump, load, pack, unpack
+
+LARGE = OUT_OF_BAND_BYTES  # elements, so some times that in bytes
+lock = threading.Lock()
+
+
+def through(value: object) -> object:
+    """Send a value through a parcel, its buffers made read-only as those that are mapped from the object store."""
+    parcel = dump(value)
+    return load(Parcel(parcel.header, [memoryview(bytes(buffer.raw())) for buffer in parcel.buffers], parcel.refs))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
+@pytest.mark.parametrize("shape", [(LARGE,), (4, LARGE // 2), (3,), (), (0, 5)])
+def test_tensors_keep_type_shape_and_values(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = torch.randint(0, 2, shape).to(dtype)
+    again = through(tensor)
+    assert again.dtype is dtype
+    assert again.shape == tensor.shape
+    assert torch.equal(again, tensor)
+
+
+def test_a_large_tensor_travels_beside_the_pickle() -> None:
+    parcel = dump(torch.zeros(1_000_000))
+    assert len(parcel.header) < 2_000
+    assert sum(buffer.raw().nbytes for buffer in parcel.buffers) == 4_000_000
+    assert not parcel.is_small
+
+
+def test_a_tensor_that_arrives_has_memory_of_its_own() -> None:
+    tensor = torch.zeros(LARGE)
+    again = through({"x": tensor})["x"]
+    again.add_(1)
+    assert float(tensor.sum()) == 0
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros(LARGE, 2).t(),
+        torch.zeros(LARGE, 4)[:, 1:3],
+        torch.zeros(2 * LARGE)[LARGE:],
+        torch.nn.Parameter(torch.ones(LARGE)),
+        torch.ones(LARGE, requires_grad=True),
+        torch.ones(LARGE).to_sparse(),
+        torch.zeros(LARGE, dtype=torch.complex64).conj(),
+    ],
+    ids=["transposed", "columns", "half a storage", "parameter", "requires grad", "sparse", "conjugate"],
+)
+def test_tensors_that_are_more_than_memory_travel_too(tensor: torch.Tensor) -> None:
+    again = through(tensor)
+    assert type(again) is type(tensor)
+    assert again.requires_grad == tensor.requires_grad
+    assert torch.equal(again.detach().to_dense(), tensor.detach().to_dense())
+
+
+def test_a_model_trains_after_the_journey() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.BatchNorm1d(256), torch.nn.Linear(256, 1))
+    again = through(model)
+    again(torch.randn(8, 64)).sum().backward()
+    assert all(parameter.grad is not None for parameter in again.parameters())
+    for name, value in model.state_dict().items():
+        if "running" not in name and "num_batches" not in name:
+            assert torch.equal(value, again.state_dict()[name])
+
+
+def test_large_arrays_are_mapped_and_read_only_small_ones_are_not() -> None:
+    large, small = through([np.zeros(LARGE), np.zeros(3)])
+    assert not large.flags.writeable
+    assert small.flags.writeable
+
+
+def test_functions_by_name_and_by_value() -> None:
+    factor = 3
+    assert unpack(pack(basename, "f"))("/a/b") == "b"
+    assert unpack(pack(lambda x: factor * x, "f"))(2) == 6
+    assert len(pack(basename, "f")) < 60
+
+
+def test_a_call_with_plain_arguments_is_a_plain_pickle() -> None:
+    call = [((1, "a", None), {})]
+    assert pack(call, "call") == pickle.dumps(call, protocol=5)
+    assert unpack(pack([((1,), {"x": [2]})], "call")) == [((1,), {"x": [2]})]
+
+
+def uses_a_lock() -> object:
+    return helper()
+
+
+def helper() -> object:
+    return lock
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        (lambda: lock, "'lock' (a lock)"),
+        ({"a": [1, {"b": lock}]}, "['a'][1]['b'] (a lock)"),
+        ((1, lock), "[1] (a lock)"),
+        (lock, "a lock"),
+        (open, None),
+    ],
+)
+def test_the_culprit_is_named(value: object, name: str | None) -> None:
+    if name is None:
+        assert unpack(pack(value, "it")) is value
+        return
+    with pytest.raises(SerializationError) as caught:
+        pack(value, "the thing")
+    assert name in str(caught.value)
+    assert str(caught.value).startswith("Cannot send the thing to a worker: ")
+    assert caught.value.what in str(caught.value)
+    assert isinstance(caught.value.__cause__, TypeError)

@@ -1,0 +1,334 @@
+"""The Ray that raypool starts: safe, quiet, and gone afterwards; and the one that it finds, which stays (scenarios 2 and 4).
+
+Each session here has a process of its own, with Ray's settings as a user has them.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import stat
+import subprocess
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from raypool import ParallelPool, WorkerResources, parpool
+from raypool.devices.inventory import usable_cores
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+PREAMBLE = """
+import json, os, sys
+import psutil
+
+def listeners():
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("RAYPOOL_TEST_PROCESS") == os.environ["RAYPOOL_TEST_PROCESS"]:
+                connections = process.net_connections("inet")
+                found += [(process.name(), c.laddr.ip, c.laddr.port) for c in connections if c.status == "LISTEN"]
+        except psutil.Error:
+            continue
+    return found
+
+STRANGER = '''
+import sys
+from ray._raylet import GcsClient
+print("it was let in:", GcsClient(address=sys.argv[1]).internal_kv_keys(b"", None, 5))
+'''
+
+def ask_as_stranger(**env):
+    import subprocess, ray
+    command = [sys.executable, "-c", STRANGER, ray.get_runtime_context().gcs_address]
+    done = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=60)
+    return "let in" if "it was let in" in done.stdout else "refused" if "token" in done.stderr else done.stderr
+"""
+
+
+def is_loopback(text: str) -> bool:
+    address = ipaddress.ip_address(text)
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def session(run_python: Run, code: str, **env: Any) -> tuple[dict[str, Any], subprocess.CompletedProcess[str]]:
+    """Run a script that tells what it has seen in its last line."""
+    done = run_python(PREAMBLE + textwrap.dedent(code), **env)
+    return json.loads(done.stdout.splitlines()[-1]), done
+
+
+# --- a session from its beginning to its end --------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Give the home of a user who has never used Ray."""
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture(scope="module")
+def first(run_python: Run, home: Path) -> tuple[dict[str, Any], subprocess.CompletedProcess[str]]:
+    """Run a user's first session."""
+    code = """
+    import numpy as np
+    from raypool import parpool
+
+    def talk(i):
+        print("from a worker", i)
+        print("on its stderr", i, file=sys.stderr)
+        return os.nice(0)
+
+    facts = {}
+    with parpool() as pool:
+        import ray
+        facts["workers"] = [(worker.index, worker.gpu) for worker in pool.workers]
+        facts["niceness"] = sorted(set(pool.parfor(talk, range(8))))
+        facts["listeners"] = listeners()
+        facts["auth"] = [os.environ["RAY_AUTH_MODE"], pool.parfeval(os.environ.get, "RAY_AUTH_MODE").result()]
+        facts["owner"] = ask_as_stranger()
+        facts["stranger"] = ask_as_stranger(RAY_AUTH_MODE="disabled")
+        facts["stranger with a token"] = ask_as_stranger(RAY_AUTH_TOKEN="0" * 64)
+        fetched = pool.parfor(lambda i: np.full(500_000, i), range(3))
+        held = pool.parfeval(np.arange, 500_000)
+        failing = pool.parfeval(lambda: 1 / 0)
+        pool.options(worker=0).parfeval(os._exit, 1).exception()
+    facts["is Ray left"] = ray.is_initialized()
+    facts["values"] = [int(array.sum()) for array in fetched] + [int(held.result()[-1]), str(failing.exception())]
+    facts["children"] = [child.name() for child in psutil.Process().children(recursive=True) if child.status() != "zombie"]
+    with parpool(1, quiet=True) as pool:
+        facts["again"] = list(pool.parfor(abs, [-1]))
+    facts["values"] += [int(array.sum()) for array in fetched]
+    print(json.dumps(facts))
+    """
+    return session(run_python, code, HOME=str(home))
+
+
+@pytest.mark.skipif("CUDA_VISIBLE_DEVICES" in os.environ, reason="somebody has chosen GPUs")
+def test_one_worker_for_each_core_or_gpu(first: Any) -> None:
+    """Scenarios 2 and 4."""
+    facts, _ = first
+    if facts["workers"][0][1] is None:
+        assert facts["workers"] == [[index, None] for index in range(usable_cores())]
+    else:
+        assert len({gpu for _, gpu in facts["workers"]}) == len(facts["workers"])
+
+
+def test_one_line_is_printed_and_no_more(first: Any) -> None:
+    """Not what the workers print, not Ray's own words, and nothing about a worker that dies and is replaced."""
+    facts, done = first
+    line, *rest = done.stdout.splitlines()
+    count = len(facts["workers"])
+    assert line.startswith(f"raypool: {count} worker")
+    assert ", ready in " in line
+    assert len(rest) == 1, done.stdout
+    assert done.stderr == ""
+
+
+def test_workers_are_not_niced(first: Any) -> None:
+    assert first[0]["niceness"] == [os.nice(0)]
+
+
+def test_all_ports_are_on_the_loopback(first: Any) -> None:
+    listeners = first[0]["listeners"]
+    assert len(listeners) >= 4, "the test has not seen Ray's ports"
+    assert {name for name, _, _ in listeners} >= {"gcs_server", "raylet"}
+    assert [entry for entry in listeners if not is_loopback(entry[1])] == []
+
+
+def test_who_has_no_token_is_refused(first: Any) -> None:
+    facts, _ = first
+    assert facts["auth"] == ["token", "token"]
+    assert facts["owner"] == "let in", "the test can't tell who is refused"
+    assert facts["stranger"] == "refused"
+    assert facts["stranger with a token"] == "refused"
+
+
+def test_the_token_is_for_its_owner_only(first: Any, home: Path) -> None:
+    token = home / ".ray" / "auth_token"
+    assert mode(token) == 0o600
+    assert mode(token.parent) == 0o700
+    assert len(token.read_text()) >= 32
+
+
+def test_values_outlive_the_ray_that_made_them(first: Any) -> None:
+    """Those that were fetched, those that only a future holds, and errors; also while the next Ray runs."""
+    sums = [0, 500_000, 1_000_000]
+    assert first[0]["values"] == [*sums, 499_999, "division by zero", *sums]
+
+
+def test_ray_is_gone_with_the_last_pool_and_comes_again(first: Any) -> None:
+    facts, _ = first
+    assert facts["is Ray left"] is False
+    assert facts["children"] == []
+    assert facts["again"] == [1]
+
+
+# --- other beginnings -------------------------------------------------------------------------------------------------
+
+
+def test_ray_imported_first_and_a_token_that_others_can_read(run_python: Run, tmp_path: Path) -> None:
+    """What Ray has read from the environment when it was imported is put right; so is the file's mode."""
+    token = tmp_path / ".ray" / "auth_token"
+    token.parent.mkdir(mode=0o755)
+    token.write_text("a" * 64)
+    token.chmod(0o644)
+    code = """
+    import ray
+    from raypool import parpool
+    with parpool(1) as pool:
+        facts = {
+            "listeners": listeners(), "owner": ask_as_stranger(), "stranger": ask_as_stranger(RAY_AUTH_MODE="disabled"),
+            "niceness": pool.parfeval(os.nice, 0).result(),
+        }
+    print(json.dumps(facts))
+    """
+
+    facts, done = session(run_python, code, HOME=str(tmp_path))
+
+    assert mode(token) == 0o600
+    assert token.read_text() == "a" * 64
+    assert len(facts["listeners"]) >= 4
+    assert all(is_loopback(ip) for _, ip, _ in facts["listeners"])
+    assert (facts["owner"], facts["stranger"]) == ("let in", "refused")
+    assert facts["niceness"] == os.nice(0)
+    assert done.stderr == ""
+
+
+def test_a_ray_that_runs_in_this_process_is_used_and_left(ray_session: None, by_value: None) -> None:
+    before = ray.get_runtime_context().get_node_id()
+    with parpool(1, resources=WorkerResources(gpus=0), quiet=True) as pool:
+        inside = pool.parfeval(lambda: __import__("ray").get_runtime_context().get_node_id()).result(60)
+    assert inside == before
+    assert ray.is_initialized()
+    assert ray.get_runtime_context().get_node_id() == before
+
+
+def test_a_ray_of_the_users_own_with_chosen_gpus(run_python: Run) -> None:
+    """Ray's own numbers of GPUs count: with CUDA_VISIBLE_DEVICES=4,6 there are a GPU 4 and a GPU 6."""
+    code = """
+    import ray
+    ray.init(
+        address="local", num_cpus=2, num_gpus=2, object_store_memory=100_000_000, include_dashboard=False,
+        log_to_driver=False, logging_level="ERROR",
+    )
+    from raypool import parpool, ResourceError
+    look = lambda: os.environ["CUDA_VISIBLE_DEVICES"]
+    facts = {}
+    with parpool(quiet=True) as pool:
+        facts["all"] = [[worker.gpu for worker in pool.workers], pool.parfeval_on_all(look).result()]
+    with parpool(gpus=[6], quiet=True) as pool:
+        facts["chosen"] = [[worker.gpu for worker in pool.workers], pool.parfeval_on_all(look).result()]
+    try:
+        parpool(gpus=[0], quiet=True)
+    except ResourceError as error:
+        facts["error"] = str(error)
+    facts["is Ray left"] = ray.is_initialized()
+    ray.shutdown()
+    print(json.dumps(facts))
+    """
+
+    facts, _ = session(run_python, code, CUDA_VISIBLE_DEVICES="4,6")
+
+    assert facts["all"] == [[4, 6], ["4", "6"]]
+    assert facts["chosen"] == [[6], ["6"]]
+    assert "GPU 0 does not exist" in facts["error"]
+    assert "4, 6" in facts["error"]
+    assert facts["is Ray left"] is True
+
+
+def test_a_cluster_at_an_address_is_used_and_left(ray_session: None, run_python: Run, eventually: Any) -> None:
+    """Another process joins the Ray of this one, takes two of its GPUs, and leaves."""
+    address = ray.get_runtime_context().gcs_address
+    code = f"""
+    from raypool import parpool
+    with parpool(2, address="{address}") as pool:
+        facts = {{"gpus": pool.parfeval_on_all(lambda: os.environ["CUDA_VISIBLE_DEVICES"]).result()}}
+    import ray
+    facts["is Ray left"] = ray.is_initialized()
+    print(json.dumps(facts))
+    """
+
+    facts, done = session(run_python, code, timeout_s=40, RAY_AUTH_MODE="token")
+
+    assert len(set(facts["gpus"])) == 2
+    assert facts["is Ray left"] is False
+    assert done.stdout.count("\n") == 2
+    assert eventually(lambda: ray.available_resources().get("GPU") == 3)
+
+
+def test_no_ray_at_the_address(run_python: Run) -> None:
+    code = """
+    from raypool import parpool, StartupError
+    try:
+        parpool(1, address="127.0.0.1:1")
+    except StartupError as error:
+        print(json.dumps({"error": str(error)}))
+    """
+    facts, _ = session(run_python, code, timeout_s=40)
+    assert "127.0.0.1:1" in facts["error"]
+
+
+def test_a_home_that_cannot_be_written(run_python: Run) -> None:
+    """There is no place for the token: the error says which file it is."""
+    code = """
+    from raypool import parpool, StartupError
+    try:
+        parpool(1)
+    except StartupError as error:
+        print(json.dumps({"error": str(error)}))
+    """
+    facts, _ = session(run_python, code, timeout_s=40, HOME="/dev/null")
+    assert "/dev/null/.ray" in facts["error"]
+
+
+# --- without Ray ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("allowed", ["one core", "SLURM"])
+def test_only_the_cores_that_this_process_may_use(run_python: Run, allowed: str) -> None:
+    """Scenario 4: an affinity mask and SLURM's share count; and neither Ray nor torch is imported."""
+    code = f"""
+    if {allowed!r} == "one core":
+        os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
+    from raypool import parpool
+    with parpool(profile="threads") as pool:
+        facts = {{"workers": pool.num_workers, "values": list(pool.parfor(abs, range(5)))}}
+    facts["imported"] = [name for name in ("ray", "torch") if name in sys.modules]
+    print(json.dumps(facts))
+    """
+    env = {"SLURM_CPUS_PER_TASK": "1"} if allowed == "SLURM" else {}
+
+    facts, done = session(run_python, code, **env)
+
+    assert facts == {"workers": 1, "values": [0, 1, 2, 3, 4], "imported": []}
+    assert done.stdout.splitlines()[0] == "raypool: 1 worker (threads of this process)"
+
+
+def test_a_debugger_stops_in_the_function_itself(by_value: None) -> None:
+    """Scenario 8: with profile="inline" and max_workers=0 the function runs on the caller's own stack."""
+    import inspect
+
+    def callers(_: int) -> list[str]:
+        return [frame.function for frame in inspect.stack()]
+
+    me = "test_a_debugger_stops_in_the_function_itself"
+    with parpool(profile="inline", quiet=True) as pool:
+        check_on_stack(pool, callers, me)
+
+
+def check_on_stack(pool: ParallelPool, callers: Callable[[int], list[str]], me: str) -> None:
+    assert me in pool.parfor(callers, [0])[0]
+    assert me in pool.parfeval(callers, 0).result()
+    assert me in pool.parfor(callers, [0], max_workers=0)[0]

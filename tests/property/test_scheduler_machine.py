@@ -1,0 +1,447 @@
+"""Any events, in any order: the scheduler keeps its promises.
+
+Hypothesis plays the world (users, workers, time) against the scheduler. A model beside it, which knows nothing of how the
+scheduler works, checks every command; `check_invariants` looks inside after every event. In the end everything is brought
+to a close.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from raypool.core import messages as m
+from raypool.core.invariants import check_invariants
+from raypool.core.model import Report, Slice, TaskSpec, TaskState
+from raypool.core.scheduler import Scheduler
+from raypool.errors import LossReason
+
+PICK = st.integers(0, 1000)
+
+
+@dataclass
+class Job:
+    """What the model knows of a task."""
+
+    spec: TaskSpec
+    size: int
+    is_open: bool
+    worker_id: int | None
+    outcomes: dict[int, str] = field(default_factory=dict)
+    attempts: dict[int, int] = field(default_factory=dict)  # the last one of each item
+    flying: Counter[int] = field(default_factory=Counter)  # items
+    calls: int = 0  # slices in flight
+    end: TaskState | None = None
+    is_cancelled: bool = False
+
+    @property
+    def has_more(self) -> bool:
+        """Whether one more slice of it could be sent."""
+        limit = self.spec.max_workers
+        is_left = len(self.outcomes) + self.flying.total() < self.size
+        return self.end is None and is_left and (limit is None or self.calls < limit)
+
+
+@dataclass
+class Hand:
+    """What the model knows of a worker."""
+
+    place: int
+    is_launched: bool = False
+    is_ready: bool = False
+    calls: list[int] = field(default_factory=list)
+
+
+class World(RuleBasedStateMachine):
+    """Users, workers and time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scheduler = Scheduler(start_timeout_s=60.0)
+        self.now = 0.0
+        self.jobs: dict[int, Job] = {}
+        self.hands: dict[int, Hand] = {}  # workers that are there, or about to be
+        self.places: dict[int, int] = {}  # place -> worker
+        self.calls: dict[int, m.RunTasks] = {}  # in flight, as far as anybody can tell
+        self.past: list[tuple[int, int, tuple[Report, ...]]] = []  # answers that nobody waits for any more
+        self.timers: list[m.SetTimer] = []
+        self.shutdown_asked = False
+        self.cancels_queued = False
+        self.is_broken = False
+        self.is_closed = False
+
+    # --- what users do ------------------------------------------------------------------------------------------------
+
+    @initialize(num_places=st.integers(1, 4), num_ready=st.integers(0, 4))
+    def open_pool(self, num_places: int, num_ready: int) -> None:
+        self.tell(m.ResizeRequested(add=tuple(range(num_places))))
+        for _ in range(min(num_ready, num_places)):
+            self.come_up(0)
+
+    @rule(
+        fn_id=st.integers(0, 2),
+        size=st.sampled_from([0, 1, 2, 5, 40, 100]),
+        is_open=st.booleans(),
+        priority=st.sampled_from([0, 0, 0, 1]),
+        retries=st.integers(0, 3),
+        max_workers=st.sampled_from([None, None, None, 1, 2]),
+        chunk_size=st.sampled_from([None, None, None, None, 1, 7]),
+        fail_fast=st.sampled_from([False, False, True]),
+    )
+    def submit(self, fn_id, size, is_open, priority, retries, max_workers, chunk_size, fail_fast) -> None:
+        is_open = is_open and size in (0, 2)
+        self.submit_spec(
+            TaskSpec(
+                len(self.jobs), fn_id, size, is_open, priority, retries, max_workers, fail_fast=fail_fast, chunk_size=chunk_size
+            )
+        )
+
+    @rule(
+        fn_id=st.integers(0, 2),
+        size=st.sampled_from([0, 1, 1, 3, 20]),
+        is_open=st.booleans(),
+        place=st.integers(0, 5),
+        max_workers=st.sampled_from([None, None, 1]),
+        retries=st.integers(0, 2),
+        priority=st.sampled_from([0, 0, 1]),
+    )
+    def submit_bound(self, fn_id, size, is_open, place, max_workers, retries, priority) -> None:
+        self.submit_spec(TaskSpec(len(self.jobs), fn_id, size, is_open and size < 2, priority, retries, max_workers, place))
+
+    @rule(
+        fn_id=st.integers(2, 3),
+        size=st.integers(0, 4),
+        places=st.none() | st.lists(st.integers(0, 5), max_size=5).map(tuple),
+        priority=st.sampled_from([0, 0, 1]),
+        fail_fast=st.booleans(),
+    )
+    def submit_gang(self, fn_id, size, places, priority, fail_fast) -> None:
+        self.submit_spec(
+            TaskSpec(len(self.jobs), fn_id, size, False, priority, is_gang=True, gang_places=places, fail_fast=fail_fast)
+        )
+
+    @rule(fn_id=st.integers(0, 1), count=st.integers(1, 12), retries=st.sampled_from([0, 1, 2, 2, 2]))
+    def submit_calls(self, fn_id: int, count: int, retries: int) -> None:
+        for _ in range(count):
+            self.submit_spec(TaskSpec(len(self.jobs), fn_id, retries=retries))
+
+    def submit_spec(self, spec: TaskSpec) -> None:
+        worker_id = self.places.get(spec.place) if spec.place is not None else None
+        self.jobs[spec.task_id] = Job(spec, spec.size, spec.is_open, worker_id)
+        self.tell(m.TaskSubmitted(spec))
+
+    @precondition(lambda self: any(job.is_open for job in self.jobs.values()))
+    @rule(pick=PICK, count=st.integers(0, 8), stays_open=st.booleans())
+    def add_items(self, pick: int, count: int, stays_open: bool) -> None:
+        task_id, job = picked([(task_id, job) for task_id, job in self.jobs.items() if job.is_open], pick)
+        job.is_open = stays_open
+        job.size += count if job.end is None else 0
+        self.tell(m.ItemsAdded(task_id, count, stays_open))
+
+    @precondition(lambda self: self.jobs)
+    @rule(pick=PICK)
+    def cancel(self, pick: int) -> None:
+        job = picked(list(self.jobs.values()), pick)
+        job.is_cancelled = True
+        self.tell(m.CancelRequested(job.spec.task_id))
+        assert job.end is not None
+
+    @rule(places=st.lists(st.integers(0, 5), max_size=2, unique=True), count=st.sampled_from([0, 0, 0, 1, 2]))
+    def resize(self, places: list[int], count: int) -> None:
+        self.tell(m.ResizeRequested(tuple(place for place in places if place not in self.places), count))
+
+    @precondition(lambda self: len(self.jobs) > 25)
+    @rule(cancel_queued=st.booleans(), cancel_running=st.booleans())
+    def shutdown(self, cancel_queued: bool, cancel_running: bool) -> None:
+        self.shutdown_asked = True
+        self.cancels_queued |= cancel_queued or cancel_running
+        self.tell(m.ShutdownRequested(cancel_queued, cancel_running))
+
+    # --- what workers do ----------------------------------------------------------------------------------------------
+
+    @precondition(lambda self: self.starting())
+    @rule(pick=PICK)
+    def come_up(self, pick: int) -> None:
+        worker_id = picked(self.starting(), pick)
+        self.hands[worker_id].is_ready = True
+        self.tell(m.WorkerReady(worker_id))
+
+    def starting(self) -> list[int]:
+        return [worker_id for worker_id, hand in self.hands.items() if hand.is_launched and not hand.is_ready]
+
+    @precondition(lambda self: self.running())
+    @rule(picks=st.lists(PICK, min_size=1, max_size=6), item_s=st.sampled_from([0.001, 0.001, 1.0]))
+    def finish(self, picks: list[int], item_s: float) -> None:
+        for pick in picks:
+            if self.running():
+                self.finish_one(picked(self.running(), pick), item_s)
+
+    def finish_one(self, call: m.RunTasks, item_s: float) -> None:
+        is_short = self.jobs[call.slices[0].task_id].spec.fn_id == 0
+        counts = [piece.stop - piece.start for piece in call.slices]
+        self.answer(call, tuple(Report(count, busy_s=count * (0.001 if is_short else item_s)) for count in counts))
+
+    @precondition(lambda self: self.running())
+    @rule(pick=PICK, data=st.data())
+    def finish_badly(self, pick: int, data: st.DataObject) -> None:
+        """Some items fail, some may run again, some were not begun."""
+        call = picked(self.running(), pick)
+        reports = []
+        for piece in call.slices:
+            done = data.draw(st.integers(0, piece.stop - piece.start))
+            failed = data.draw(st.sets(st.integers(0, done - 1))) if done else set()
+            retry = [item for item in sorted(failed) if data.draw(st.booleans())]
+            reports.append(Report(done, len(failed), tuple(piece.start + item for item in retry), 0.001 * done))
+        self.answer(call, tuple(reports))
+
+    def running(self) -> list[m.RunTasks]:
+        """Return the call that each worker is at."""
+        return [self.calls[hand.calls[0]] for hand in self.hands.values() if hand.calls]
+
+    def answer(self, call: m.RunTasks, reports: tuple[Report, ...]) -> None:
+        self.land(call.attempt_id)
+        self.hands[call.worker_id].calls.remove(call.attempt_id)
+        self.past.append((call.worker_id, call.attempt_id, reports))
+        self.tell(m.AttemptFinished(call.worker_id, call.attempt_id, reports), answered=call)
+
+    @precondition(lambda self: self.past)
+    @rule(pick=PICK)
+    def answer_again(self, pick: int) -> None:
+        assert self.tell(m.AttemptFinished(*picked(self.past, pick))) == []
+
+    @precondition(lambda self: self.hands)
+    @rule(pick=PICK, reason=st.sampled_from(LossReason), was_idle=st.booleans())
+    def die(self, pick: int, reason: LossReason, was_idle: bool) -> None:
+        worker_id = picked(list(self.hands), pick)
+        self.bury(worker_id)
+        self.tell(m.WorkerLost(worker_id, reason, was_idle))
+
+    @precondition(lambda self: self.running())
+    @rule(pick=PICK)
+    def crash(self, pick: int) -> None:
+        """Die while running something, and be replaced at once."""
+        call = picked(self.running(), pick)
+        self.bury(call.worker_id)
+        self.tell(m.WorkerLost(call.worker_id, LossReason.EXIT))
+        if self.starting():
+            self.come_up(-1)
+
+    def bury(self, worker_id: int) -> None:
+        hand = self.hands.pop(worker_id)
+        for attempt_id in hand.calls:
+            call = self.land(attempt_id)
+            self.past.append((worker_id, attempt_id, tuple(Report(p.stop - p.start) for p in call.slices)))
+
+    def land(self, attempt_id: int) -> m.RunTasks:
+        call = self.calls.pop(attempt_id)
+        for piece in call.slices:
+            job = self.jobs[piece.task_id]
+            job.calls -= 1
+            job.flying.subtract(range(piece.start, piece.stop))
+        return call
+
+    # --- what time does -----------------------------------------------------------------------------------------------
+
+    @precondition(lambda self: self.timers)
+    @rule()
+    def wait(self) -> None:
+        timer = min(self.timers, key=lambda timer: timer.at)
+        self.timers.remove(timer)
+        self.now = max(self.now, timer.at)
+        hand = self.hands.get(timer.worker_id)
+        if hand is not None and timer.kind == "ready" and not hand.is_ready:
+            del self.hands[timer.worker_id]
+        self.tell(m.TimerFired(timer.kind, timer.worker_id))
+
+    # --- what the scheduler says --------------------------------------------------------------------------------------
+
+    def tell(self, event: m.Event, answered: m.RunTasks | None = None) -> list[m.Command]:
+        was_over = self.is_closed or self.is_broken
+        commands = self.scheduler.handle(event, self.now)
+        for command in commands:
+            if isinstance(command, m.SettleItems):
+                self.on_settle(command, answered)
+            elif isinstance(command, m.Vacate):
+                self.on_vacate(command, event)
+            else:
+                getattr(self, f"on_{type(command).__name__}")(command)
+        runs = [command for command in commands if isinstance(command, m.RunTasks)]
+        assert not (runs and was_over)
+        self.check_gangs(runs)
+        self.check_order(runs)
+        return commands
+
+    def on_RunTasks(self, call: m.RunTasks) -> None:
+        hand = self.hands[call.worker_id]
+        assert hand.is_ready
+        assert len(hand.calls) < 2
+        assert call.attempt_id not in self.calls
+        assert len({self.jobs[piece.task_id].spec.fn_id for piece in call.slices}) == 1
+        hand.calls.append(call.attempt_id)
+        self.calls[call.attempt_id] = call
+        for piece in call.slices:
+            self.check_piece(piece, call, hand)
+        is_precious = [self.jobs[p.task_id].spec.retries == 0 or p.attempt > 1 for c in hand.calls for p in self.calls[c].slices]
+        assert not any(is_precious) or len(is_precious) == 1, "what can't run again shares its worker"
+
+    def check_piece(self, piece: Slice, call: m.RunTasks, hand: Hand) -> None:
+        job = self.jobs[piece.task_id]
+        items = range(piece.start, piece.stop)
+        assert job.end is None
+        assert 0 <= piece.start < piece.stop <= job.size
+        assert not any(item in job.outcomes or job.flying[item] > 0 for item in items), "an item runs twice"
+        assert all(job.attempts.get(item, 1) <= piece.attempt <= job.spec.retries + 1 for item in items)
+        assert piece.attempt <= job.spec.retries or len(items) == 1, "the last attempt is made alone"
+        assert job.worker_id in (None, call.worker_id)
+        assert job.spec.gang_places is None or hand.place in job.spec.gang_places
+        job.attempts.update(dict.fromkeys(items, piece.attempt))
+        job.flying.update(items)
+        job.calls += 1
+        assert job.spec.max_workers is None or job.calls <= job.spec.max_workers
+
+    def check_gangs(self, runs: list[m.RunTasks]) -> None:
+        for task_id in {piece.task_id for call in runs for piece in call.slices if self.jobs[piece.task_id].spec.is_gang}:
+            ranks = [call for call in runs if call.slices[0].task_id == task_id]
+            places = [self.hands[call.worker_id].place for call in ranks]
+            assert [call.slices for call in ranks] == [(Slice(task_id, i, i + 1, 1),) for i in range(self.jobs[task_id].size)]
+            assert places == sorted(set(places)), "ranks are not on distinct workers, in the order of their places"
+
+    def check_order(self, runs: list[m.RunTasks]) -> None:
+        """No task of the pool's starts before an older one that could."""
+        started = [self.jobs[piece.task_id] for call in runs for piece in call.slices]
+        waiting = [order_of(job) for job in self.jobs.values() if is_plain(job) and job.has_more]
+        if waiting:
+            assert all(order_of(job) <= min(waiting) for job in started if is_plain(job))
+
+    def on_settle(self, command: m.SettleItems, answered: m.RunTasks | None) -> None:
+        assert answered is not None
+        assert command.attempt_id == answered.attempt_id
+        items = command.items
+        assert any(
+            piece.task_id == items.task_id
+            and piece.attempt == items.attempt
+            and piece.start <= items.start < items.stop <= piece.stop
+            for piece in answered.slices
+        )
+        self.note_outcome(items, "settled")
+
+    def on_FailItems(self, command: m.FailItems) -> None:
+        self.note_outcome(command.items, "failed")
+
+    def note_outcome(self, items: Slice, outcome: str) -> None:
+        job = self.jobs[items.task_id]
+        assert job.end is None
+        for item in range(items.start, items.stop):
+            assert item not in job.outcomes, "an item counts twice"
+            assert job.flying[item] <= 0
+            job.outcomes[item] = outcome
+
+    def on_EndTask(self, command: m.EndTask) -> None:
+        job = self.jobs[command.task_id]
+        assert job.end is None, "a task ends twice"
+        job.end = command.state
+        if command.state is TaskState.FINISHED:
+            assert not job.is_open
+            assert sorted(job.outcomes) == list(range(job.size))
+        elif command.state is TaskState.CANCELLED:
+            assert job.is_cancelled or self.cancels_queued or self.shutdown_asked
+        else:
+            is_bound = job.spec.place is not None
+            assert job.spec.fail_fast or job.spec.is_gang or is_bound or self.is_broken
+            if is_bound and not self.is_broken:
+                assert sorted(job.outcomes) == list(range(job.size)), "an item of a bound task is forgotten"
+
+    def on_StartWorker(self, command: m.StartWorker) -> None:
+        place = self.places.get(command.place)
+        assert command.worker_id not in self.places.values() or place == command.worker_id
+        if place != command.worker_id:
+            assert place not in self.hands, "two workers in one place"
+            assert all(command.worker_id > other for other in self.hands)
+        self.places[command.place] = command.worker_id
+        self.hands[command.worker_id] = Hand(command.place, is_launched=True)
+
+    def on_SetTimer(self, command: m.SetTimer) -> None:
+        assert command.at > self.now
+        self.timers.append(command)
+        if command.kind == "start":
+            place = next(place for place, worker_id in self.places.items() if worker_id not in self.hands)
+            self.places[place] = command.worker_id
+            self.hands[command.worker_id] = Hand(place)
+
+    def on_vacate(self, command: m.Vacate, event: m.Event) -> None:
+        if isinstance(event, m.ResizeRequested) and command.place in event.add and command.place not in self.places:
+            assert self.shutdown_asked or self.is_broken
+            return
+        worker_id = self.places.pop(command.place)
+        if worker_id in self.hands:
+            self.bury(worker_id)
+
+    def on_DropPlace(self, command: m.DropPlace) -> None:
+        assert command.place not in self.places
+
+    def on_BreakPool(self, command: m.BreakPool) -> None:
+        assert not self.places
+        assert not self.is_broken
+        assert not self.is_closed
+        self.is_broken = True
+
+    def on_ClosePool(self, command: m.ClosePool) -> None:
+        assert self.shutdown_asked
+        assert not self.is_closed
+        assert not self.places
+        assert all(job.end is not None for job in self.jobs.values())
+        self.is_closed = True
+
+    @invariant()
+    def all_is_well_inside(self) -> None:
+        check_invariants(self.scheduler)
+        assert {w.worker_id: w.place for w in self.scheduler.crew.workers.values()} == {
+            worker_id: hand.place for worker_id, hand in self.hands.items()
+        }
+        counts = self.scheduler.counts
+        assert counts.submitted == sum(job.size for job in self.jobs.values())
+        assert counts.finished + counts.failed == sum(len(job.outcomes) for job in self.jobs.values())
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def teardown(self) -> None:
+        """Let everything go well from now on: every task must end, and the pool close."""
+        self.shutdown(cancel_queued=False, cancel_running=False)
+        while any(job.is_open for job in self.jobs.values()):
+            self.add_items(0, 1, stays_open=False)
+        for _ in range(sum(job.size for job in self.jobs.values()) + len(self.timers) + 100):
+            if self.running():
+                self.finish_one(self.running()[0], 1.0)
+            elif self.starting():
+                self.come_up(0)
+            elif self.timers and not self.is_closed:
+                self.wait()
+            else:
+                break
+            self.all_is_well_inside()
+        assert self.is_closed
+        assert all(job.end is not None for job in self.jobs.values())
+        assert not self.hands
+
+
+def picked(options: list, pick: int):
+    """Return one of several."""
+    return options[pick % len(options)]
+
+
+def is_plain(job: Job) -> bool:
+    """Whether any worker may run it, by itself."""
+    return job.spec.place is None and not job.spec.is_gang
+
+
+def order_of(job: Job) -> tuple[int, int]:
+    """Return what tasks start in the order of."""
+    return -job.spec.priority, job.spec.task_id
+
+
+TestScheduler = World.TestCase
+TestScheduler.settings = settings(max_examples=500, stateful_step_count=60, deadline=None, derandomize=True)

@@ -1,0 +1,111 @@
+"""What the tests of the scheduler share: a scheduler to whom events are told in short words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from raypool.core import messages as m
+from raypool.core.invariants import check_invariants
+from raypool.core.model import Report, Slice, TaskSpec
+from raypool.core.scheduler import Scheduler
+from raypool.errors import LossReason
+
+
+class Pool:
+    """A scheduler with places 0 to n - 1, in which the workers 0 to n - 1 are ready. Every word returns the commands."""
+
+    def __init__(self, num_workers: int) -> None:
+        self.scheduler = Scheduler(start_timeout_s=60.0)
+        self.now = 0.0
+        self.calls: dict[int, m.RunTasks] = {}  # by attempt
+        if num_workers:
+            self.resize(add=range(num_workers))
+        for worker_id in range(num_workers):
+            self.ready(worker_id)
+
+    def tell(self, event: m.Event) -> list[m.Command]:
+        """Hand an event to the scheduler, and see that all is well after it."""
+        commands = self.scheduler.handle(event, self.now)
+        check_invariants(self.scheduler)
+        self.calls.update((command.attempt_id, command) for command in commands if isinstance(command, m.RunTasks))
+        return commands
+
+    def submit(self, task_id: int, fn_id: int = 0, **spec: Any) -> list[m.Command]:
+        """Hand in a task."""
+        return self.tell(m.TaskSubmitted(TaskSpec(task_id, fn_id, **spec)))
+
+    def add_items(self, task_id: int, count: int, is_open: bool) -> list[m.Command]:
+        """Hand in more items of an open task."""
+        return self.tell(m.ItemsAdded(task_id, count, is_open))
+
+    def cancel(self, task_id: int) -> list[m.Command]:
+        """Give up a task."""
+        return self.tell(m.CancelRequested(task_id))
+
+    def finish(self, attempt_id: int, *reports: Report, busy_s: float = 1.0) -> list[m.Command]:
+        """Let a worker answer; without reports, all items of the call are done and took `busy_s` each."""
+        call = self.calls[attempt_id]
+        if not reports:
+            counts = [piece.stop - piece.start for piece in call.slices]
+            reports = tuple(Report(count, busy_s=count * busy_s) for count in counts)
+        return self.tell(m.AttemptFinished(call.worker_id, attempt_id, reports))
+
+    def ready(self, worker_id: int) -> list[m.Command]:
+        """Let a worker come up."""
+        return self.tell(m.WorkerReady(worker_id))
+
+    def lose(self, worker_id: int, reason: LossReason = LossReason.EXIT, was_idle: bool = False) -> list[m.Command]:
+        """Let a worker die."""
+        return self.tell(m.WorkerLost(worker_id, reason, was_idle))
+
+    def fire(self, kind: str, worker_id: int) -> list[m.Command]:
+        """Let a timer run out."""
+        return self.tell(m.TimerFired(kind, worker_id))
+
+    def resize(self, add: Any = (), remove: int = 0) -> list[m.Command]:
+        """Add places, take away workers."""
+        return self.tell(m.ResizeRequested(tuple(add), remove))
+
+    def shutdown(self, cancel_queued: bool = False, cancel_running: bool = False) -> list[m.Command]:
+        """Take no more tasks."""
+        return self.tell(m.ShutdownRequested(cancel_queued, cancel_running))
+
+    def get_used_to(self, fn_id: int, task_id: int, item_s: float = 0.001) -> None:
+        """Run a task of one item, so that the scheduler knows how long this function takes; every worker has to be free."""
+        (call,) = self.submit(task_id, fn_id)
+        assert isinstance(call, m.RunTasks)
+        self.finish(call.attempt_id, busy_s=item_s)
+
+    # --- what is expected ---------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def runs(worker_id: int, attempt_id: int, *pieces: tuple[int, ...]) -> m.RunTasks:
+        """Expect a call; each piece is (task, start, stop) or (task, start, stop, attempt number)."""
+        return m.RunTasks(worker_id, attempt_id, tuple(map(as_slice, pieces)))
+
+    @staticmethod
+    def settles(attempt_id: int, piece: tuple[int, ...]) -> m.SettleItems:
+        """Expect outcomes to count."""
+        return m.SettleItems(attempt_id, as_slice(piece))
+
+    @staticmethod
+    def fails(piece: tuple[int, ...], reason: LossReason = LossReason.EXIT) -> m.FailItems:
+        """Expect items to be given up."""
+        return m.FailItems(as_slice(piece), reason)
+
+    def starts(self, worker_id: int, place: int) -> list[m.Command]:
+        """Expect a worker to be started."""
+        return [m.StartWorker(worker_id, place), m.SetTimer(self.now + 60.0, "ready", worker_id)]
+
+
+def as_slice(piece: tuple[int, ...]) -> Slice:
+    """Return (task, start, stop) or (task, start, stop, attempt number) as a slice."""
+    return Slice(*piece) if len(piece) == 4 else Slice(*piece, 1)
+
+
+@pytest.fixture
+def pool_of() -> type[Pool]:
+    """Make a pool with so many workers."""
+    return Pool

@@ -1,0 +1,72 @@
+"""`check_invariants` notices when the scheduler's books do not agree."""
+
+import pytest
+
+from raypool.core.invariants import check_invariants
+from raypool.core.model import PoolState, Slice, WorkerState
+
+
+@pytest.fixture
+def pool(pool_of):
+    """Return a pool in the middle of everything: two calls, two waiting tasks, a gang that holds one of four workers."""
+    pool = pool_of(4)
+    pool.submit(0, size=5, max_workers=2, chunk_size=2)
+    pool.submit(1, place=2)
+    pool.submit(2, size=3, is_gang=True)
+    pool.submit(3)
+    pool.submit(4, place=2)
+    check_invariants(pool.scheduler)
+    return pool
+
+
+def fly(scheduler, piece):
+    """Put a slice into a call that is in flight."""
+    attempts = scheduler.crew.workers[2].attempts
+    attempt_id, attempt = next(iter(attempts.items()))
+    attempts[attempt_id] = attempt._replace(slices=(*attempt.slices, piece))
+
+
+def settle(scheduler, count):
+    """Count items of the first task as finished, and forget to end it."""
+    scheduler.backlog.tasks[0].settled = scheduler.counts.finished = count
+
+
+@pytest.mark.parametrize(
+    ("rule", "spoil"),
+    [
+        ("lost or doubled", lambda s: setattr(s.backlog.tasks[0], "cursor", 5)),
+        ("wrong count of items in flight", lambda s: setattr(s.backlog.tasks[0], "items_in_flight", 3)),
+        ("wrong count of slices in flight", lambda s: setattr(s.backlog.tasks[0], "in_flight", 1)),
+        ("an item is doubled", lambda s: s.backlog.run_again(s.backlog.tasks[0], [Slice(0, 1, 2, 1)])),
+        ("a slice that cannot be", lambda s: s.backlog.run_again(s.backlog.tasks[0], [Slice(0, 4, 4, 1)])),
+        ("complete and has not ended", lambda s: settle(s, 5)),
+        ("started by half", lambda s: s.backlog.take_rank(s.backlog.tasks[2]) and fly(s, Slice(2, 0, 1, 1))),
+        ("wrong mark of being queued", lambda s: setattr(s.backlog.tasks[3], "is_queued", False)),
+        ("waits in no queue", lambda s: s.backlog.pop(s.backlog.heap)),
+        ("twice in a heap", lambda s: s.backlog.heap.append(s.backlog.heap[0])),
+        ("wrong count of what waits", lambda s: setattr(s.backlog.paces[0], "waiting", 0)),
+        ("wrong count of tasks", lambda s: setattr(s.backlog.paces[0], "num_tasks", 9)),
+        ("not known as such", lambda s: s.backlog.paces.pop(0)),
+        ("do not know of each other", lambda s: s.crew.workers[2].bound.pop(4)),
+        ("busy without an attempt", lambda s: s.crew.workers[0].attempts.clear()),
+        ("in a wrong group", lambda s: setattr(s.crew.workers[3], "state", WorkerState.STARTING)),
+        ("in a wrong group", lambda s: s.crew.members.clear()),
+        ("a worker that is gone", lambda s: s.crew.idle.setdefault(9)),
+        ("not asked", lambda s: s.crew.torn.setdefault(3)),
+        ("held for no gang", lambda s: setattr(s.crew, "gang", None)),
+        ("wrong mark of being listed", lambda s: setattr(s.crew.workers[3], "is_listed", False)),
+        ("not one live worker", lambda s: setattr(s.crew.places[0], "worker_id", 1)),
+        ("stays without an attempt", lambda s: s.crew.retiring.setdefault(3)),
+        ("look-ahead without a call", lambda s: s.crew.ahead.setdefault(3)),
+        ("waits for workers that there are not", lambda s: setattr(s.crew, "wanted", {3: None})),
+        ("can't use it", lambda s: setattr(s.crew, "wanted", {0: None, 1: None, 2: None})),
+        ("do not add up", lambda s: setattr(s.counts, "finished", 1)),
+        ("not closed", lambda s: (s.backlog.tasks.clear(), setattr(s, "state", PoolState.CLOSING))),
+        ("keeps tasks", lambda s: setattr(s, "state", PoolState.CLOSED)),
+        ("without places", lambda s: s.crew.places.clear()),
+    ],
+)
+def test_a_broken_rule_is_named(pool, rule, spoil):
+    spoil(pool.scheduler)
+    with pytest.raises(AssertionError, match=rule):
+        check_invariants(pool.scheduler)

@@ -1,0 +1,105 @@
+"""Imports point downwards, and each kind of foreign package stands where DESIGN.md says."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "raypool"
+
+# From the top down; a module may import from its own layer and from those below.
+LAYERS = [
+    ["cli"],
+    ["demo", "testing"],
+    ["pool"],
+    ["view"],
+    ["loop"],
+    ["views"],
+    ["engine.engine"],
+    ["engine"],
+    ["results", "shared", "profiles"],
+    ["futures", "task"],
+    ["core"],
+    ["errors"],
+    ["devices"],
+]
+
+RAY_MAY_STAND_IN = {
+    "engine.ray_backend",
+    "engine.ray_failures",
+    "engine.ray_session",
+    "engine.ray_values",
+    "engine.claims",
+    "engine.packing",
+    "engine.worker",
+}
+
+
+def modules() -> Iterator[tuple[str, ast.Module]]:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+        yield name.removesuffix(".__init__"), ast.parse(path.read_text())
+
+
+def layer_of(module: str) -> int:
+    best = max(
+        ((len(entry), level) for level, layer in enumerate(LAYERS) for entry in layer if f"{module}.".startswith(f"{entry}.")),
+        default=None,
+    )
+    assert best is not None, f"raypool.{module} stands in no layer: add it to LAYERS and to DESIGN.md"
+    return best[1]
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """All that is imported, also inside functions, but not what only type checkers see."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        yield from imports(node)
+
+
+def top_level_imports(tree: ast.Module) -> Iterator[str]:
+    for node in tree.body:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            yield from imports(ast.Module([node], []))
+
+
+@pytest.mark.parametrize(("module", "tree"), [pytest.param(*entry, id=entry[0]) for entry in modules()])
+def test_imports_point_downwards(module: str, tree: ast.Module) -> None:
+    if module == "__init__":
+        return  # the face of the package names everything
+    own = layer_of(module)
+    for name in imports(tree):
+        if name.startswith("raypool."):
+            target = name.removeprefix("raypool.")
+            assert layer_of(target) >= own, f"raypool.{module} reaches up to {name}"
+
+
+@pytest.mark.parametrize(("module", "tree"), [pytest.param(*entry, id=entry[0]) for entry in modules()])
+def test_ray_and_torch_stand_where_they_may(module: str, tree: ast.Module) -> None:
+    roots = {name.partition(".")[0] for name in imports(tree)}
+    assert "ray" not in roots or module in RAY_MAY_STAND_IN
+    at_import = {name.partition(".")[0] for name in top_level_imports(tree)}
+    if module != "demo":
+        assert not {"torch", "pandas", "sklearn", "matplotlib"} & at_import
+
+
+def test_importing_raypool_imports_nothing_heavy() -> None:
+    code = "import sys, raypool; print(sorted({'ray', 'torch', 'pandas', 'numpy', 'rich', 'click'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "[]"
+
+
+def test_files_fit_into_one_sitting() -> None:
+    long = {path.name: count for path in PACKAGE.rglob("*.py") if (count := len(path.read_text().splitlines())) > 400}
+    assert not long, "over 400 lines: two rooms?"

@@ -1,0 +1,100 @@
+"""The choices of the scheduler, as tables."""
+
+import math
+
+import pytest
+
+from raypool.core import policy
+from raypool.core.policy import Pace
+
+
+@pytest.mark.parametrize(
+    ("mean_s", "items", "waiting", "num_workers", "expected"),
+    [
+        (math.inf, 0, 1000, 4, 1),  # nothing is known
+        (0.050, 10, 1000, 4, 1),  # long
+        (0.049, 10, 1000, 4, 1),  # short, but a second one would take it over the 50 ms
+        (0.025, 10, 1000, 4, 2),
+        (0.001, 1000, 100_000, 4, 50),  # 50 ms of work
+        (0.001, 1, 100_000, 4, 16),  # one measurement does not justify more
+        (0.001, 2, 100_000, 4, 32),
+        (0.001, 1000, 80, 4, 10),  # an equal share of half of what waits
+        (0.001, 1000, 81, 4, 11),
+        (0.001, 1000, 8, 4, 5),  # but not less than 5 ms of work
+        (0.001, 1000, 0, 4, 5),
+        (0.020, 1000, 8, 4, 1),
+        (0.0, 1000, 1_000_000, 1, 16_000),  # too short to be measured
+        (0.001, 1000, 80, 0, 40),  # a pool without workers, for now
+    ],
+)
+def test_chunk_size(mean_s, items, waiting, num_workers, expected):
+    assert policy.chunk_size(Pace(mean_s, items, calls=1, waiting=waiting), num_workers) == expected
+
+
+@pytest.mark.parametrize(
+    ("mean_s", "waiting", "num_workers", "expected"),
+    [
+        (0.001, 5, 4, True),
+        (0.001, 4, 4, False),  # everybody gets one as it is
+        (0.050, 1000, 4, False),
+        (math.inf, 1000, 4, False),
+    ],
+)
+def test_should_look_ahead(mean_s, waiting, num_workers, expected):
+    assert policy.should_look_ahead(Pace(mean_s, waiting=waiting), num_workers) is expected
+
+
+@pytest.mark.parametrize(
+    ("lost", "attempts_left", "expected"),
+    [
+        (1, 1, 1),
+        (1, 3, 1),
+        (100, 1, 1),  # the last attempt is made alone
+        (2, 2, 2),
+        (100, 2, 10),
+        (101, 2, 11),
+        (10_000, 2, 100),
+        (1000, 3, 100),
+        (1_000_000, 3, 10_000),
+        (125, 3, 25),
+    ],
+)
+def test_piece_size(lost, attempts_left, expected):
+    assert policy.piece_size(lost, attempts_left) == expected
+
+
+@pytest.mark.parametrize("retries", [1, 2, 3, 7])
+@pytest.mark.parametrize("lost", [2, 3, 50, 4097, 100_000])
+def test_pieces_shrink_until_the_culprit_is_alone(retries, lost):
+    for attempts_left in range(retries, 0, -1):
+        piece = policy.piece_size(lost, attempts_left)
+        assert 1 <= piece <= lost
+        lost = piece
+    assert lost == 1
+
+
+@pytest.mark.parametrize(
+    ("losses", "expected"),
+    [(0, 0.0), (1, 0.0), (2, 0.5), (3, 1.0), (4, 2.0), (7, 16.0), (8, 30.0), (9, 30.0), (10_000, 30.0)],
+)
+def test_restart_delay(losses, expected):
+    assert policy.restart_delay_s(losses) == expected
+
+
+@pytest.mark.parametrize(
+    ("calls", "expected"),
+    [
+        ([(1, 2.0)], 2.0),
+        ([(10, 2.0)], 0.2),
+        ([(1, 1.0), (1, 2.0)], 1.5),  # at first, the mean
+        ([(1, 1.0), (1, 2.0), (1, 3.0)], 2.0),
+        ([(1, 1.0)] * 100 + [(1, 5.0)], 2.0),  # later, a quarter of what is new
+    ],
+)
+def test_pace_follows_what_is_measured(calls, expected):
+    pace = Pace()
+    assert not pace.is_short
+    for items, busy_s in calls:
+        pace.observe(items, busy_s)
+    assert pace.mean_s == pytest.approx(expected)
+    assert pace.items == sum(items for items, _ in calls)

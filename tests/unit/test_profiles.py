@@ -1,0 +1,58 @@
+"""Profiles and resources are checked when they are made, and say what is wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from raypool import InvalidTypeError, InvalidValueError, Profile, WorkerResources, parpool
+from raypool.profiles import resolve_profile
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"gpus": [0, 0]}, InvalidValueError, "GPU 0 is named twice"),
+        ({"gpus": [-1]}, InvalidValueError, "GPU index -1 is negative"),
+        ({"gpus": []}, InvalidValueError, "names no GPU"),
+        ({"gpus": ["0"]}, InvalidTypeError, "'0' is not an integer"),
+        ({"gpus": [True]}, InvalidTypeError, "True is not an integer"),
+        ({"gpus": 3}, InvalidTypeError, "not a list of GPU indices"),
+        ({"start_timeout_s": 0}, InvalidValueError, "leaves no time"),
+        ({"retries": -1}, InvalidValueError, "negative"),
+        ({"backend": "mpi"}, InvalidValueError, "none of ray, threads, inline"),
+        ({"resources": 2}, InvalidTypeError, "not a WorkerResources"),
+        ({"env": {"CUDA_VISIBLE_DEVICES": "1"}}, InvalidValueError, "Choose GPUs with gpus="),
+        ({"num_gpus": 2, "color": "red"}, InvalidTypeError, "no field num_gpus, color"),
+        ({"gpus": [0], "resources": WorkerResources(gpus=2)}, InvalidValueError, "each worker is to have 2"),
+    ],
+)
+def test_what_cannot_work_is_refused(changes: dict[str, object], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        resolve_profile("local", changes)
+
+
+def test_an_unknown_profile_names_those_that_exist() -> None:
+    with pytest.raises(InvalidValueError, match="There are: local, threads, inline"):
+        parpool(profile="cluster")
+
+
+def test_a_profile_of_another_kind_is_refused() -> None:
+    with pytest.raises(InvalidTypeError, match="neither a name nor a Profile"):
+        parpool(profile=3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("gpus", "share"), [(None, 1), (0, 1), (1, 1), (2, 1), (0.5, 2), (0.3, 3), (0.25, 4), (1 / 3, 3)])
+def test_workers_per_gpu(gpus: float | None, share: int) -> None:
+    assert WorkerResources(gpus=gpus).workers_per_gpu == share
+
+
+@pytest.mark.parametrize("bad", [{"gpus": -1}, {"cpus": -0.5}, {"memory_bytes": -1}, {"gpus": 1.5}])
+def test_resources_that_cannot_be(bad: dict[str, float]) -> None:
+    with pytest.raises(InvalidValueError):
+        WorkerResources(**bad)  # type: ignore[arg-type]
+
+
+def test_changes_replace_single_fields() -> None:
+    base = Profile(start_timeout_s=5, retries=1)
+    changed = resolve_profile(base, {"retries": 7, "gpus": [2, 0]})
+    assert (changed.start_timeout_s, changed.retries, changed.gpus) == (5, 7, (2, 0))

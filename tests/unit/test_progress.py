@@ -1,0 +1,269 @@
+"""The live picture, on a terminal of text: what is on it, in every state of a loop and on terminals of every size."""
+
+from __future__ import annotations
+
+import io
+import re
+from array import array
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from raypool.core.model import Slice, TaskState
+from raypool.engine.backend import Failure, Function, LocalValues, SliceResult, WorkerInfo
+from raypool.engine.work import LoopOptions, LoopWork
+from raypool.views.progress import MIN_INTERVAL_S, LiveProgress, describe_item
+
+
+class Terminal:
+    """A terminal, a clock and a loop: `at` shows the loop at a time, `lines` is what stands on the terminal then."""
+
+    def __init__(self, items: Any = range(13), width: int = 100, height: int = 30) -> None:
+        self.stream = io.StringIO()
+        console = Console(file=self.stream, force_terminal=True, color_system=None, width=width, height=height, _environ={})
+        self.now = 1000.0
+        self.view = LiveProgress("train", console, clock=lambda: self.now)
+        self.work = LoopWork(Function(0, None, "train"), items, LoopOptions("train"))
+        self.total: int | None = len(items)
+
+    def run(self, worker: int, start: int, stop: int | None = None, attempt: int = 1) -> Slice:
+        """Let a worker begin some items."""
+        piece = Slice(0, start, stop or start + 1, attempt)
+        self.work.running[worker] = (piece, self.now)
+        return piece
+
+    def finish(self, worker: int, piece: Slice, error: Exception | None = None) -> None:
+        """Let them come back."""
+        count = piece.stop - piece.start
+        failures = {} if error is None else {piece.start: Failure(error, None)}
+        result = SliceResult(piece.start, count, LocalValues([None] * count), 0, failures, array("d", [1.0] * count), self.now)
+        self.work.settle(piece, result, WorkerInfo(worker, "here", 1))
+
+    def at(self, seconds: float) -> list[str]:
+        """Show the loop so many seconds after its start."""
+        self.now = 1000.0 + seconds
+        self.view.update(self.work, self.total)
+        return self.lines
+
+    @property
+    def lines(self) -> list[str]:
+        """What stands on the terminal, as a terminal would read what was written to it."""
+        lines, row = [""], 0
+        for part in re.findall(r"\x1b\[[?\d;]*[a-zA-Z]|\n|\r|[^\x1b\n\r]+", self.stream.getvalue()):
+            if part == "\n":
+                row += 1
+                lines += [""] * (row + 1 - len(lines))
+            elif part == "\x1b[1A":
+                row -= 1
+            elif part == "\x1b[2K":
+                lines[row] = ""
+            elif part[0] not in "\x1b\r":
+                lines[row] += part
+        assert row >= 0
+        return [line.rstrip() for line in lines if line]
+
+    @property
+    def is_cursor_shown(self) -> bool:
+        return self.stream.getvalue().rfind("\x1b[?25h") >= self.stream.getvalue().rfind("\x1b[?25l")
+
+
+@pytest.fixture
+def terminal() -> Any:
+    terminal = Terminal([{"network": "cnn", "lr": 0.01 * i} for i in range(13)])
+    with terminal.view:
+        yield terminal
+
+
+def text_of(line: str) -> str:
+    """The words of a line, without the bar."""
+    return " ".join(re.sub("[━╸╺]+", "", line).split())
+
+
+def test_says_how_far_the_loop_is_and_how_long_it_will_take(terminal: Terminal) -> None:
+    assert [text_of(line) for line in terminal.at(0)] == ["train 0 of 13 0 s"]
+    for index in range(3):
+        terminal.finish(0, terminal.run(0, index), ValueError("bad") if index == 1 else None)
+    assert text_of(terminal.at(30)[0]) == "train 3 of 13, 1 failed 30 s, about 1:40 left"
+    assert "━━━" in terminal.lines[0]
+
+
+def test_shows_what_each_worker_is_at(terminal: Terminal) -> None:
+    terminal.finish(0, terminal.run(0, 0))
+    terminal.run(0, 2)
+    terminal.run(1, 1, attempt=2)
+    assert [" ".join(line.split()) for line in terminal.at(2.5)[1:]] == [
+        "worker 0 1 done 2.5 s item 2 network=cnn, lr=0.02",
+        "worker 1 0 done 2.5 s item 1, attempt 2 network=cnn, lr=0.01",
+    ]
+
+
+def test_a_worker_without_work_is_idle(terminal: Terminal) -> None:
+    terminal.run(0, 0)
+    piece = terminal.run(1, 1, 4)
+    assert [" ".join(line.split()) for line in terminal.at(1)[2:]] == ["worker 1 0 done 1.0 s items 1 to 3"]
+    terminal.finish(1, piece)
+    assert [" ".join(line.split()) for line in terminal.at(2)[2:]] == ["worker 1 3 done idle"]
+
+
+def test_a_generator_has_no_end_until_it_is_known(terminal: Terminal) -> None:
+    terminal.total = None
+    terminal.finish(0, terminal.run(0, 0))
+    assert text_of(terminal.at(9)[0]) == "train 1 done 9 s"
+    terminal.total = 2
+    assert text_of(terminal.at(10)[0]) == "train 1 of 2 10 s, about 10 s left"
+
+
+def test_an_item_that_is_only_its_number_is_not_named_twice() -> None:
+    terminal = Terminal(range(3))
+    with terminal.view:
+        terminal.run(0, 2)
+        assert terminal.at(0)[1].endswith("item 2")
+
+
+def test_only_the_first_line_stays() -> None:
+    terminal = Terminal()
+    with terminal.view:
+        terminal.run(0, 0)
+        terminal.run(1, 1)
+        assert len(terminal.at(1)) == 3
+        assert not terminal.is_cursor_shown
+        for index in range(13):
+            terminal.finish(0, terminal.run(0, index))
+        terminal.work.end(TaskState.FINISHED, None)
+        terminal.now += 75
+    assert [text_of(line) for line in terminal.lines] == ["train 13 of 13 1:16"]
+    assert terminal.stream.getvalue().endswith("\n\x1b[?25h")
+
+
+@pytest.mark.parametrize("error", [ValueError("bad"), KeyboardInterrupt()])
+def test_an_exception_leaves_the_terminal_as_it_was(error: BaseException) -> None:
+    terminal = Terminal()
+
+    def run_and_fail() -> None:
+        with terminal.view:
+            piece = terminal.run(0, 0)
+            terminal.at(1)
+            terminal.finish(0, piece)
+            raise error
+
+    with pytest.raises(type(error)):
+        run_and_fail()
+    assert [text_of(line) for line in terminal.lines] == ["train 1 of 13 1 s, about 12 s left"]
+    assert terminal.is_cursor_shown
+
+
+def test_a_loop_that_never_begins_shows_nothing() -> None:
+    terminal = Terminal()
+    with pytest.raises(ValueError, match="early"), terminal.view:
+        raise ValueError("early")
+    assert terminal.stream.getvalue() == ""
+
+
+def test_many_workers_share_the_last_line() -> None:
+    terminal = Terminal(range(100))
+    with terminal.view:
+        for worker in range(40):
+            piece = terminal.run(worker, worker)
+        terminal.finish(39, piece)
+        lines = terminal.at(1)
+    assert len(lines) == 1 + 16
+    assert lines[15].split()[:2] == ["worker", "14"]
+    assert lines[16] == "  and 25 more workers, 24 of them busy"
+
+
+@pytest.mark.parametrize("height", [1, 3, 8, 12])
+def test_fits_on_a_low_terminal(height: int) -> None:
+    terminal = Terminal(range(100), height=height)
+    with terminal.view:
+        for worker in range(40):
+            terminal.run(worker, worker)
+        assert len(terminal.at(1)) <= height
+        assert text_of(terminal.lines[0]).startswith("train 0 of 100") or height == 1
+
+
+@pytest.mark.parametrize("width", [12, 25, 40, 60, 80, 200])
+@pytest.mark.parametrize("total", [1_000_000, None])
+def test_fits_on_a_narrow_terminal(width: int, total: int | None) -> None:
+    terminal = Terminal([{"a long name": "x" * 500, "漢字": "漢字" * 50}] * 20, width=width)
+    terminal.total = total
+    with terminal.view:
+        terminal.finish(1, terminal.run(1, 1), ValueError())
+        terminal.finish(1, terminal.run(1, 2))
+        terminal.run(0, 0)
+        lines = terminal.at(3600)
+    assert len(lines) == 3
+    assert all(len(line) <= width for line in lines)
+    if width >= 60:
+        assert "2 of 1,000,000, 1 failed" in lines[0] or total is None
+
+
+def test_is_drawn_no_more_often_than_eyes_see(terminal: Terminal) -> None:
+    terminal.at(1)
+    written = len(terminal.stream.getvalue())
+    for index in range(1000):
+        terminal.finish(0, terminal.run(0, index % 13))
+        terminal.at(1 + index * MIN_INTERVAL_S / 1001)
+    assert len(terminal.stream.getvalue()) == written
+    assert "1,000 done" in terminal.at(2)[1]
+
+
+def test_goes_on_when_the_clock_is_set_back(terminal: Terminal) -> None:
+    terminal.run(0, 0)
+    terminal.at(100)
+    assert "0.0 s" in terminal.at(-100)[1]
+    assert text_of(terminal.lines[0]) == "train 0 of 13 0 s"
+
+
+def test_a_terminal_that_goes_away_does_not_stop_the_loop() -> None:
+    terminal = Terminal()
+
+    def fail(_: str) -> int:
+        raise OSError(5, "Input/output error")
+
+    with terminal.view:
+        terminal.at(1)
+        terminal.stream.write = fail  # type: ignore[method-assign]
+        terminal.at(2)
+        terminal.at(3)
+
+
+def test_one_terminal_shows_one_loop(terminal: Terminal) -> None:
+    second = Terminal()
+    with second.view:
+        second.at(1)
+    assert second.stream.getvalue() == ""
+    assert terminal.at(1)
+
+
+class Broken:
+    def __repr__(self) -> str:
+        raise RuntimeError("no name")
+
+
+@pytest.mark.parametrize(
+    ("item", "text"),
+    [
+        ({"network": "cnn", "lr": 0.001, "shape": (3, 4)}, "network=cnn, lr=0.001, shape=(3, 4)"),
+        ({"text": "two\nlines", "colour": "[red]"}, r"text='two\nlines', colour=[red]"),
+        ({1: 2}, "{1: 2}"),
+        ("[bold]x", "'[bold]x'"),
+        (None, "None"),
+        (list(range(100)), "[0, 1, 2, 3, 4, 5, ...]"),
+    ],
+)
+def test_describes_an_item_in_one_line(item: Any, text: str) -> None:
+    assert describe_item(item) == text
+
+
+@pytest.mark.parametrize("item", [Broken(), {"model": Broken()}, "x" * 10**6, b"x" * 10**6, {str(i): i for i in range(10**4)}])
+def test_describes_whatever_it_is_given(item: Any) -> None:
+    assert 0 < len(describe_item(item)) <= 200
+
+
+def test_text_of_the_users_is_no_markup() -> None:
+    terminal = Terminal(["[bold]a[/bold]", "[/]"])
+    with terminal.view:
+        terminal.run(0, 0)
+        terminal.run(1, 1)
+        assert [line.split("  ")[-1] for line in terminal.at(1)[1:]] == ["'[bold]a[/bold]'", "'[/]'"]

@@ -1,0 +1,36 @@
+"""One namespace for the user, in order, and every name explained."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import raypool
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_all_is_sorted_and_complete() -> None:
+    public = sorted(name for name, value in vars(raypool).items() if not name.startswith("_") and not inspect.ismodule(value))
+    assert public == sorted(raypool.__all__)
+    assert raypool.__all__ == sorted(raypool.__all__, key=lambda name: (name[0].islower(), name))
+
+
+@pytest.mark.parametrize("name", raypool.__all__)
+def test_every_public_name_is_explained(name: str) -> None:
+    value = getattr(raypool, name)
+    assert inspect.getdoc(value), name
+    if inspect.isclass(value) and not issubclass(value, BaseException):
+        for member, entry in vars(value).items():
+            if not member.startswith("_") and (inspect.isfunction(entry) or isinstance(entry, property)):
+                assert inspect.getdoc(entry), f"{name}.{member}"
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert raypool.__version__ == project["version"]
+    assert re.search(rf"^## \[?{re.escape(project['version'])}", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)

@@ -1,0 +1,262 @@
+"""A gang starts on all its workers together or not at all, and what comes after it does not keep it waiting."""
+
+import pytest
+
+from raypool.core.messages import EndTask, RunTasks, Vacate
+from raypool.core.model import Report, TaskState
+from raypool.errors import LossReason
+
+FINISHED, FAILED, CANCELLED = TaskState.FINISHED, TaskState.FAILED, TaskState.CANCELLED
+
+
+def workers(commands):
+    """Return the workers that are called."""
+    return [command.worker_id for command in commands if isinstance(command, RunTasks)]
+
+
+def test_a_gang_starts_on_free_workers_at_once_with_ranks_in_the_order_of_their_places(pool_of):
+    pool = pool_of(3)
+    assert pool.submit(0, size=3, is_gang=True) == [pool.runs(rank, rank, (0, rank, rank + 1)) for rank in range(3)]
+    assert pool.finish(2) == [pool.settles(2, (0, 2, 3))]
+    assert pool.finish(0) == [pool.settles(0, (0, 0, 1))]
+    assert pool.finish(1) == [pool.settles(1, (0, 1, 2)), EndTask(0, FINISHED)]
+
+
+def test_a_gang_takes_no_more_workers_than_it_needs(pool_of):
+    pool = pool_of(4)
+    assert workers(pool.submit(0, size=2, is_gang=True)) == [0, 1]
+    assert workers(pool.submit(1, size=2)) == [2, 3]
+
+
+def test_ranks_go_by_place_whatever_came_free_first(pool_of):
+    pool = pool_of(3)
+    for task_id in range(3):
+        pool.submit(task_id)
+    pool.submit(3, size=3, is_gang=True)
+    pool.finish(2)
+    pool.finish(0)
+    assert pool.finish(1)[:3] == [pool.runs(rank, 3 + rank, (3, rank, rank + 1)) for rank in range(3)]
+
+
+def test_no_later_task_starts_on_the_workers_that_a_gang_collects(pool_of):
+    pool = pool_of(3)
+    pool.submit(0)
+    pool.submit(1)
+    pool.submit(2, size=2, is_gang=True)  # one worker is free: it waits for the second
+    assert pool.submit(3) == []
+    assert workers(pool.finish(0)) == [0, 2]
+    assert workers(pool.finish(1)) == [1], "now it is the turn of what came later"
+
+
+def test_even_a_task_of_higher_priority_does_not_take_back_what_is_held(pool_of):
+    pool = pool_of(2)
+    pool.submit(0)
+    pool.submit(1, size=2, is_gang=True)
+    assert pool.submit(2, priority=9) == []
+    assert pool.finish(0)[:2] == [pool.runs(0, 1, (1, 0, 1)), pool.runs(1, 2, (1, 1, 2))]
+    assert workers(pool.finish(2)) == [1]
+
+
+def test_a_gang_waits_for_what_stands_before_it(pool_of):
+    pool = pool_of(2)
+    pool.submit(0, size=4)
+    assert pool.submit(1, size=2, is_gang=True) == []
+    assert pool.finish(0)[0] == pool.runs(0, 2, (0, 2, 3))
+    assert pool.finish(1)[0] == pool.runs(1, 3, (0, 3, 4))
+    assert workers(pool.finish(2)) == []
+    assert workers(pool.finish(3)) == [0, 1]
+
+
+def test_two_gangs_start_one_after_the_other(pool_of):
+    pool = pool_of(2)
+    pool.submit(0)
+    pool.submit(1, size=2, is_gang=True)
+    pool.submit(2, size=2, is_gang=True)
+    assert pool.finish(0)[:2] == [pool.runs(0, 1, (1, 0, 1)), pool.runs(1, 2, (1, 1, 2))]
+    assert workers(pool.finish(1)) == []
+    assert pool.finish(2)[:2] == [pool.runs(0, 3, (2, 0, 1)), pool.runs(1, 4, (2, 1, 2))]
+
+
+def test_while_one_gang_collects_the_next_holds_up_what_stands_behind_it(pool_of):
+    pool = pool_of(3)
+    pool.submit(0, place=2)
+    pool.submit(1, size=1, is_gang=True, gang_places=(2,))
+    pool.submit(2, size=2, is_gang=True)
+    assert pool.submit(3) == []
+    assert workers(pool.finish(0)) == [2, 0, 1], "both gangs"
+
+
+def test_a_gang_frees_the_workers_that_it_holds_when_it_is_cancelled(pool_of):
+    pool = pool_of(2)
+    pool.submit(0)
+    pool.submit(1, size=2, is_gang=True)
+    pool.submit(2)
+    assert pool.cancel(1) == [pool.runs(1, 1, (2, 0, 1)), EndTask(1, CANCELLED)]
+
+
+def test_a_gang_that_is_cancelled_in_the_queue_is_skipped(pool_of):
+    pool = pool_of(1)
+    pool.submit(0)
+    pool.submit(1)
+    pool.submit(2, size=1, is_gang=True)
+    assert pool.cancel(2) == [EndTask(2, CANCELLED)]
+    assert workers(pool.finish(0)) == [0]
+
+
+def test_a_worker_that_is_starting_again_is_waited_for(pool_of):
+    pool = pool_of(2)
+    pool.lose(0)
+    assert pool.submit(0, size=2, is_gang=True) == []
+    assert pool.ready(2) == [pool.runs(2, 0, (0, 0, 1)), pool.runs(1, 1, (0, 1, 2))]
+
+
+def test_a_worker_that_dies_while_it_is_held_is_replaced_in_the_gang(pool_of):
+    pool = pool_of(2)
+    pool.submit(0)
+    pool.submit(1, size=2, is_gang=True)
+    assert workers(pool.lose(1)) == []
+    assert workers(pool.finish(0)) == []
+    assert workers(pool.ready(2)) == [0, 2]
+
+
+def test_nothing_short_is_queued_behind_a_rank(pool_of):
+    pool = pool_of(1)
+    pool.get_used_to(0, task_id=0)
+    pool.submit(1, size=1, is_gang=True)
+    assert pool.submit(2, size=100) == []
+
+
+def test_while_a_gang_collects_no_busy_worker_gets_anything_ahead(pool_of):
+    pool = pool_of(2)
+    pool.get_used_to(0, task_id=0)
+    pool.submit(1)
+    pool.submit(2, size=2, is_gang=True)
+    assert pool.submit(3, size=100) == []
+
+
+# --- too big ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_gang_too_big_for_the_pool_fails_when_its_turn_comes(pool_of):
+    pool = pool_of(2)
+    pool.submit(0, size=2)
+    assert pool.submit(1, size=3, is_gang=True) == [EndTask(1, FAILED)]
+    assert pool.submit(2) == []
+
+
+def test_a_gang_fails_when_the_pool_gets_too_small_for_it(pool_of):
+    pool = pool_of(2)
+    pool.submit(0)
+    pool.submit(1, size=2, is_gang=True)
+    pool.submit(2)
+    assert pool.resize(remove=1) == [EndTask(1, FAILED), Vacate(1)]
+    assert workers(pool.finish(0)) == [0]
+
+
+@pytest.mark.parametrize("places", [None, (0, 1)])
+def test_a_gang_fails_when_a_place_that_it_needs_is_given_up(pool_of, places):
+    pool = pool_of(0)
+    pool.resize(add=[0, 1])
+    pool.ready(0)
+    pool.submit(0, size=2, is_gang=True, gang_places=places)
+    for worker_id in (1, 2):
+        assert workers(pool.lose(worker_id, LossReason.START)) == []
+        pool.fire("start", worker_id + 1)
+    assert EndTask(0, FAILED) in pool.lose(3, LossReason.START)
+
+
+def test_a_pool_that_grows_in_time_can_run_a_gang(pool_of):
+    pool = pool_of(1)
+    pool.submit(0)
+    pool.submit(1, fn_id=1)
+    pool.submit(2, size=2, is_gang=True)
+    pool.resize(add=[1])
+    assert workers(pool.ready(1)) == [1]
+    assert workers(pool.finish(0)) == []
+    assert workers(pool.finish(1)) == [0, 1]
+
+
+# --- places -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_gang_with_places_uses_no_others_and_keeps_no_others_from_working(pool_of):
+    pool = pool_of(4)
+    pool.submit(0, place=3)
+    assert pool.submit(1, size=2, is_gang=True, gang_places=(3, 1)) == []
+    assert workers(pool.submit(2, size=4)) == [0, 2], "worker 1 is held"
+    assert pool.finish(0)[:2] == [pool.runs(1, 3, (1, 0, 1)), pool.runs(3, 4, (1, 1, 2))]
+
+
+def test_a_worker_that_becomes_free_and_is_not_wanted_by_the_gang_goes_on(pool_of):
+    pool = pool_of(2)
+    pool.submit(0, place=0)
+    pool.submit(1)
+    pool.submit(2, size=1, is_gang=True, gang_places=(0,))
+    pool.submit(3)
+    assert pool.finish(1)[0] == pool.runs(1, 2, (3, 0, 1))
+
+
+def test_a_gang_smaller_than_its_places_takes_the_lowest_that_are_free(pool_of):
+    pool = pool_of(4)
+    pool.submit(0, place=1)
+    assert workers(pool.submit(1, size=2, is_gang=True, gang_places=(3, 2, 1))) == [2, 3]
+    pool.finish(2)
+    pool.finish(1)
+    assert workers(pool.submit(2, size=2, is_gang=True, gang_places=(3, 2, 0))) == [0, 2]
+
+
+@pytest.mark.parametrize("places", [(0, 7), (0, 0), ()])
+def test_a_gang_whose_places_are_too_few_fails(pool_of, places):
+    pool = pool_of(2)
+    assert pool.submit(0, size=2, is_gang=True, gang_places=places) == [EndTask(0, FAILED)]
+
+
+def test_a_place_that_is_about_to_go_is_not_waited_for(pool_of):
+    pool = pool_of(2)
+    pool.submit(0, size=2)
+    pool.resize(remove=1)
+    assert pool.submit(1, size=1, is_gang=True, gang_places=(1,)) == [EndTask(1, FAILED)]
+
+
+def test_a_gang_fails_when_one_of_its_places_goes_while_it_collects(pool_of):
+    pool = pool_of(3)
+    pool.submit(0, size=2)
+    pool.submit(1, size=2, is_gang=True, gang_places=(1, 2))
+    assert pool.resize(remove=1) == [EndTask(1, FAILED), Vacate(2)]
+
+
+def test_a_gang_fails_as_soon_as_one_of_its_places_is_to_go(pool_of):
+    pool = pool_of(3)
+    pool.submit(0, size=3)
+    pool.submit(1, size=2, is_gang=True, gang_places=(1, 2))
+    assert pool.resize(remove=1) == [EndTask(1, FAILED)]
+
+
+# --- ranks ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_lost_rank_fails_and_is_never_run_by_itself(pool_of):
+    pool = pool_of(2)
+    pool.submit(0, size=2, is_gang=True)
+    assert pool.lose(1)[-1] == pool.fails((0, 1, 2))
+    assert pool.ready(2) == []
+    assert pool.finish(0) == [pool.settles(0, (0, 0, 1)), EndTask(0, FINISHED)]
+
+
+def test_a_lost_rank_ends_a_gang_that_fails_fast(pool_of):
+    pool = pool_of(2)
+    pool.submit(0, size=2, is_gang=True, fail_fast=True)
+    assert pool.lose(0, was_idle=True)[-2:] == [pool.fails((0, 0, 1)), EndTask(0, FAILED)]
+    assert pool.finish(1) == []
+
+
+def test_a_rank_that_fails_is_not_retried(pool_of):
+    pool = pool_of(2)
+    pool.submit(0, size=2, is_gang=True, retries=5)
+    assert pool.finish(1, Report(1, failed=1, retry=(1,))) == [pool.settles(1, (0, 1, 2))]
+
+
+def test_a_rank_that_was_not_begun_has_failed(pool_of):
+    pool = pool_of(2)
+    pool.submit(0, size=2, is_gang=True, fail_fast=True)
+    assert pool.finish(0, Report(0)) == [pool.fails((0, 0, 1), LossReason.UNKNOWN), EndTask(0, FAILED)]
