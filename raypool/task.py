@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +30,15 @@ class CurrentTask:
     worker: int = 0
     gpu: int | None = None
     name: str | None = None
+    _note: Running | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether somebody has asked for an early end (`future.request_stop()`): return what you have.
+
+        Looking costs next to nothing; a training loop may do it at every step.
+        """
+        return self._note is not None and self._note.should_stop
 
     @property
     def device(self) -> torch.device:
@@ -40,9 +50,16 @@ class CurrentTask:
         return torch.device("cpu")
 
 
+def _say_nothing(note: Running, kind: str, payload: Any) -> None:
+    """Nobody listens."""
+
+
 @dataclass(slots=True)
 class Running:
-    """The runner's own note of what it is running. One per slice; only `index` changes, so that an item costs nothing."""
+    """The runner's own note of what it is running. One per slice; only `index` changes, so that an item costs nothing.
+
+    `say(note, kind, payload)` hands something to whoever listens to this task outside.
+    """
 
     index: int
     attempt: int
@@ -50,10 +67,50 @@ class Running:
     worker: int
     gpu: int | None
     name: str | None
+    task_id: int = -1
+    should_stop: bool = False
+    say: Callable[[Running, str, Any], None] = _say_nothing
 
 
 running: ContextVar[Running | None] = ContextVar("raypool_running", default=None)
 """Set round every slice that runs in this thread."""
+
+_running_in_process: Running | None = None
+
+
+def note_in_process(note: Running | None) -> None:
+    """Note what this whole process is running, for its other threads: a worker process runs one thing at a time."""
+    global _running_in_process
+    _running_in_process = note
+
+
+def note_here() -> Running | None:
+    """Return the runner's note of what is running in this thread, or in the worker process that it belongs to."""
+    return running.get() or _running_in_process
+
+
+class Link(Protocol):
+    """A worker process's way to the rest of its pool."""
+
+    def send(self, kind: str, key: Any, payload: Any) -> None:
+        """Send something, in order, with what else is sent; returns at once, unless far too much is on its way."""
+
+    def ask(self, method: str, *args: Any) -> Any:
+        """Call a method of the pool's `Exchange`, and wait for its answer."""
+
+
+_link: Link | None = None
+
+
+def link() -> Link | None:
+    """Return the way from this worker process to its pool; None in any other process."""
+    return _link
+
+
+def set_link(way: Link) -> None:
+    """Note the way from this worker process to its pool."""
+    global _link
+    _link = way
 
 
 def current_task() -> CurrentTask:
@@ -65,11 +122,11 @@ def current_task() -> CurrentTask:
         >>> current_task().index, current_task().attempt
         (0, 1)
     """
-    note = running.get()
+    note = note_here()
     if note is None:
         return CurrentTask()
     seed = None if note.seed is None else item_seed(note.seed, note.index)
-    return CurrentTask(note.index, note.attempt, seed, note.worker, note.gpu, note.name)
+    return CurrentTask(note.index, note.attempt, seed, note.worker, note.gpu, note.name, note)
 
 
 def item_seed(seed: int, index: int) -> int:
