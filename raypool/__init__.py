@@ -26,13 +26,14 @@ from raypool.errors import (
     TrainingError,
     WorkerLostError,
 )
-from raypool.futures import Future, fetch_next, fetch_outputs, wait
+from raypool.futures import Future
 from raypool.pool import ParallelPool, Statistics, gcp, parpool
 from raypool.profiles import Profile, WorkerResources
 from raypool.results import Results
 from raypool.shared import Constant
 from raypool.task import CurrentTask, current_task
 from raypool.view import PoolView
+from raypool.waiting import fetch_next, fetch_outputs, wait
 
 __version__ = "0.1.0"
 

@@ -22,7 +22,7 @@ LAYERS = [
     ["views"],
     ["engine.engine"],
     ["engine"],
-    ["results", "shared", "profiles"],
+    ["results", "shared", "profiles", "waiting"],
     ["futures", "task"],
     ["core"],
     ["errors"],
