@@ -60,6 +60,7 @@ class LossReason(Enum):
     EXIT = "process ended"
     PREEMPTED = "node preempted"
     START = "failed to start"
+    STOPPED = "stopped"
     UNKNOWN = "unknown"
 
 

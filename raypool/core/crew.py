@@ -177,7 +177,7 @@ class Crew:
     def collect(self, gang: Task) -> None:
         """Hold free workers for a gang until there are enough; those that become free later join it by themselves."""
         self.gang = gang
-        places = gang.spec.gang_places
+        places = gang.spec.places
         if places is None:
             self.wanted = None
             while self.idle and len(self.members) < gang.size:

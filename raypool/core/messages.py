@@ -5,10 +5,19 @@ All are plain tuples of ids, sizes and kinds, so that they can be compared, writ
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import NamedTuple
 
 from raypool.core.model import Report, Slice, TaskSpec, TaskState
 from raypool.errors import LossReason
+
+
+class Signal(Enum):
+    """What a running task is told. STOP: end by yourself, and return what you have. CANCEL: you are interrupted."""
+
+    STOP = "stop"
+    CANCEL = "cancel"
+
 
 # --- events -----------------------------------------------------------------------------------------------------------
 
@@ -28,7 +37,13 @@ class ItemsAdded(NamedTuple):
 
 
 class CancelRequested(NamedTuple):
-    """Nobody wants the task any more: what is queued of it never runs, what comes back of it is dropped."""
+    """Nobody wants the task any more: what is queued of it never runs, what runs is interrupted, what comes back is dropped."""
+
+    task_id: int
+
+
+class StopRequested(NamedTuple):
+    """Whatever runs of the task now should end by itself and return what it has; that counts as any result."""
 
     task_id: int
 
@@ -60,6 +75,7 @@ class TimerFired(NamedTuple):
 
     kind: str
     worker_id: int
+    attempt_id: int = -1
 
 
 class ResizeRequested(NamedTuple):
@@ -80,6 +96,7 @@ Event = (
     TaskSubmitted
     | ItemsAdded
     | CancelRequested
+    | StopRequested
     | WorkerReady
     | WorkerLost
     | AttemptFinished
@@ -104,12 +121,27 @@ class Vacate(NamedTuple):
     place: int
 
 
+class ParkWorker(NamedTuple):
+    """End the worker in a place and keep the place: nobody has had work for a while."""
+
+    place: int
+
+
 class RunTasks(NamedTuple):
     """Call the worker with these slices."""
 
     worker_id: int
     attempt_id: int
     slices: tuple[Slice, ...]
+
+
+class SignalTask(NamedTuple):
+    """Tell what runs of this task in this attempt to stop. An attempt that the worker has answered meanwhile is not meant."""
+
+    worker_id: int
+    attempt_id: int
+    task_id: int
+    signal: Signal
 
 
 class SettleItems(NamedTuple):
@@ -124,6 +156,12 @@ class FailItems(NamedTuple):
 
     items: Slice
     reason: LossReason
+
+
+class TimeOutItems(NamedTuple):
+    """These items have run longer than they may; they have failed, whatever still comes of them."""
+
+    items: Slice
 
 
 class EndTask(NamedTuple):
@@ -141,11 +179,16 @@ class DropPlace(NamedTuple):
 
 
 class SetTimer(NamedTuple):
-    """Send `TimerFired(kind, worker_id)` at this time [s, the clock of `now`]."""
+    """Send `TimerFired(kind, worker_id, attempt_id)` at this time [s, the clock of `now`].
+
+    "start": a worker's delayed start. "ready": it has to have come up. "timeout": the attempt has to have come back. "idle" (of
+    no worker): the pool may have had no task for long enough.
+    """
 
     at: float
     kind: str
     worker_id: int
+    attempt_id: int = -1
 
 
 class BreakPool(NamedTuple):
@@ -156,4 +199,18 @@ class ClosePool(NamedTuple):
     """All tasks have ended and all places are given back."""
 
 
-Command = StartWorker | Vacate | RunTasks | SettleItems | FailItems | EndTask | DropPlace | SetTimer | BreakPool | ClosePool
+Command = (
+    StartWorker
+    | Vacate
+    | ParkWorker
+    | RunTasks
+    | SignalTask
+    | SettleItems
+    | FailItems
+    | TimeOutItems
+    | EndTask
+    | DropPlace
+    | SetTimer
+    | BreakPool
+    | ClosePool
+)

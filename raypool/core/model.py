@@ -39,8 +39,9 @@ _FINAL_STATES = frozenset({TaskState.FINISHED, TaskState.FAILED, TaskState.CANCE
 
 
 class WorkerState(Enum):
-    """Where a worker is. LOST and STOPPED are never left: whatever comes after has a new id."""
+    """Where a worker is. LOST and STOPPED are never left: whatever comes after has a new id. PARKED: it has no process."""
 
+    PARKED = "parked"
     STARTING = "starting"
     IDLE = "idle"
     BUSY = "busy"
@@ -63,9 +64,10 @@ class TaskSpec(NamedTuple):
     `fn_id`: tasks with the same number run the same function, so that short ones may share a call and their times.
     `is_open`: more items may follow (`ItemsAdded`). `retries`: how often an item may run again after it has lost its
     worker; with 0 an item never shares a call and never runs twice. `place`: runs on the worker that holds this place now,
-    or fails with it. `is_gang`: its items are ranks, which start together and never run again. `gang_places`: the only
-    places a gang may use. `fail_fast`: the first failure ends the task. `chunk_size`: a call takes so many items, whatever
-    they take (None: by their pace).
+    or fails with it. `is_gang`: its items are ranks, which start together and never run again. `places`: the only
+    places that it may use. `fail_fast`: the first failure ends the task. `chunk_size`: a call takes so many items, whatever
+    they take (None: by their pace). `timeout_s`: an item that runs longer has failed [s]; such items never share a call.
+    `is_fresh`: runs in a process that has run nothing before, and runs nothing after.
     """
 
     task_id: int
@@ -77,9 +79,11 @@ class TaskSpec(NamedTuple):
     max_workers: int | None = None
     place: int | None = None
     is_gang: bool = False
-    gang_places: tuple[int, ...] | None = None
+    places: tuple[int, ...] | None = None
     fail_fast: bool = False
     chunk_size: int | None = None
+    timeout_s: float | None = None
+    is_fresh: bool = False
 
     @property
     def is_sound(self) -> bool:

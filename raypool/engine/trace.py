@@ -19,6 +19,7 @@ EVENTS: dict[str, Any] = {
         m.TaskSubmitted,
         m.ItemsAdded,
         m.CancelRequested,
+        m.StopRequested,
         m.WorkerReady,
         m.WorkerLost,
         m.AttemptFinished,
@@ -61,8 +62,8 @@ def decode(line: str) -> tuple[float, m.Event]:
     now, kind = fields.pop("now"), fields.pop("event")
     if kind == "TaskSubmitted":
         spec = fields["spec"]
-        if spec["gang_places"] is not None:
-            spec["gang_places"] = tuple(spec["gang_places"])
+        if spec["places"] is not None:
+            spec["places"] = tuple(spec["places"])
         fields["spec"] = TaskSpec(**spec)
     elif kind == "WorkerLost":
         fields["reason"] = LossReason(fields["reason"])

@@ -120,9 +120,7 @@ class World(RuleBasedStateMachine):
         fail_fast=st.booleans(),
     )
     def submit_gang(self, fn_id, size, places, priority, fail_fast) -> None:
-        self.submit_spec(
-            TaskSpec(len(self.jobs), fn_id, size, False, priority, is_gang=True, gang_places=places, fail_fast=fail_fast)
-        )
+        self.submit_spec(TaskSpec(len(self.jobs), fn_id, size, False, priority, is_gang=True, places=places, fail_fast=fail_fast))
 
     @rule(fn_id=st.integers(0, 1), count=st.integers(1, 12), retries=st.sampled_from([0, 1, 2, 2, 2]))
     def submit_calls(self, fn_id: int, count: int, retries: int) -> None:
@@ -297,7 +295,7 @@ class World(RuleBasedStateMachine):
         assert all(job.attempts.get(item, 1) <= piece.attempt <= job.spec.retries + 1 for item in items)
         assert piece.attempt <= job.spec.retries or len(items) == 1, "the last attempt is made alone"
         assert job.worker_id in (None, call.worker_id)
-        assert job.spec.gang_places is None or hand.place in job.spec.gang_places
+        assert job.spec.places is None or hand.place in job.spec.places
         job.attempts.update(dict.fromkeys(items, piece.attempt))
         job.flying.update(items)
         job.calls += 1

@@ -75,7 +75,7 @@ for task_id in range(150):
     place = chance.randrange(6) if kind == 1 else None
     size = chance.randrange(1, 5) if kind in (2, 3) else 1
     places = tuple(range(6)) if kind == 3 and chance.random() < 0.5 else None
-    spec = TaskSpec(task_id, kind, size, priority=chance.randrange(2), place=place, is_gang=kind == 3, gang_places=places)
+    spec = TaskSpec(task_id, kind, size, priority=chance.randrange(2), place=place, is_gang=kind == 3, places=places)
     later(task_id * 0.002, m.TaskSubmitted(spec))
 while agenda and now < 1000:
     now, _, _, event = heapq.heappop(agenda)

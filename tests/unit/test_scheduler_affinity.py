@@ -222,7 +222,7 @@ def test_a_worker_that_a_gang_lets_go_turns_to_its_own_tasks(pool_of):
 def test_a_gang_that_can_not_use_the_worker_does_not_hold_up_its_own_tasks(pool_of):
     pool = pool_of(2)
     pool.submit(0, size=2)
-    pool.submit(1, size=1, is_gang=True, gang_places=(0,))
+    pool.submit(1, size=1, is_gang=True, places=(0,))
     pool.submit(2, size=2, is_gang=True)
     pool.submit(3, place=1)
     assert first_piece(pool.finish(1)) == (1, 3)

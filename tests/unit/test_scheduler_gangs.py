@@ -80,7 +80,7 @@ def test_two_gangs_start_one_after_the_other(pool_of):
 def test_while_one_gang_collects_the_next_holds_up_what_stands_behind_it(pool_of):
     pool = pool_of(3)
     pool.submit(0, place=2)
-    pool.submit(1, size=1, is_gang=True, gang_places=(2,))
+    pool.submit(1, size=1, is_gang=True, places=(2,))
     pool.submit(2, size=2, is_gang=True)
     assert pool.submit(3) == []
     assert workers(pool.finish(0)) == [2, 0, 1], "both gangs"
@@ -158,7 +158,7 @@ def test_a_gang_fails_when_a_place_that_it_needs_is_given_up(pool_of, places):
     pool = pool_of(0)
     pool.resize(add=[0, 1])
     pool.ready(0)
-    pool.submit(0, size=2, is_gang=True, gang_places=places)
+    pool.submit(0, size=2, is_gang=True, places=places)
     for worker_id in (1, 2):
         assert workers(pool.lose(worker_id, LossReason.START)) == []
         pool.fire("start", worker_id + 1)
@@ -182,7 +182,7 @@ def test_a_pool_that_grows_in_time_can_run_a_gang(pool_of):
 def test_a_gang_with_places_uses_no_others_and_keeps_no_others_from_working(pool_of):
     pool = pool_of(4)
     pool.submit(0, place=3)
-    assert pool.submit(1, size=2, is_gang=True, gang_places=(3, 1)) == []
+    assert pool.submit(1, size=2, is_gang=True, places=(3, 1)) == []
     assert workers(pool.submit(2, size=4)) == [0, 2], "worker 1 is held"
     assert pool.finish(0)[:2] == [pool.runs(1, 3, (1, 0, 1)), pool.runs(3, 4, (1, 1, 2))]
 
@@ -191,7 +191,7 @@ def test_a_worker_that_becomes_free_and_is_not_wanted_by_the_gang_goes_on(pool_o
     pool = pool_of(2)
     pool.submit(0, place=0)
     pool.submit(1)
-    pool.submit(2, size=1, is_gang=True, gang_places=(0,))
+    pool.submit(2, size=1, is_gang=True, places=(0,))
     pool.submit(3)
     assert pool.finish(1)[0] == pool.runs(1, 2, (3, 0, 1))
 
@@ -199,36 +199,36 @@ def test_a_worker_that_becomes_free_and_is_not_wanted_by_the_gang_goes_on(pool_o
 def test_a_gang_smaller_than_its_places_takes_the_lowest_that_are_free(pool_of):
     pool = pool_of(4)
     pool.submit(0, place=1)
-    assert workers(pool.submit(1, size=2, is_gang=True, gang_places=(3, 2, 1))) == [2, 3]
+    assert workers(pool.submit(1, size=2, is_gang=True, places=(3, 2, 1))) == [2, 3]
     pool.finish(2)
     pool.finish(1)
-    assert workers(pool.submit(2, size=2, is_gang=True, gang_places=(3, 2, 0))) == [0, 2]
+    assert workers(pool.submit(2, size=2, is_gang=True, places=(3, 2, 0))) == [0, 2]
 
 
 @pytest.mark.parametrize("places", [(0, 7), (0, 0), ()])
 def test_a_gang_whose_places_are_too_few_fails(pool_of, places):
     pool = pool_of(2)
-    assert pool.submit(0, size=2, is_gang=True, gang_places=places) == [EndTask(0, FAILED)]
+    assert pool.submit(0, size=2, is_gang=True, places=places) == [EndTask(0, FAILED)]
 
 
 def test_a_place_that_is_about_to_go_is_not_waited_for(pool_of):
     pool = pool_of(2)
     pool.submit(0, size=2)
     pool.resize(remove=1)
-    assert pool.submit(1, size=1, is_gang=True, gang_places=(1,)) == [EndTask(1, FAILED)]
+    assert pool.submit(1, size=1, is_gang=True, places=(1,)) == [EndTask(1, FAILED)]
 
 
 def test_a_gang_fails_when_one_of_its_places_goes_while_it_collects(pool_of):
     pool = pool_of(3)
     pool.submit(0, size=2)
-    pool.submit(1, size=2, is_gang=True, gang_places=(1, 2))
+    pool.submit(1, size=2, is_gang=True, places=(1, 2))
     assert pool.resize(remove=1) == [EndTask(1, FAILED), Vacate(2)]
 
 
 def test_a_gang_fails_as_soon_as_one_of_its_places_is_to_go(pool_of):
     pool = pool_of(3)
     pool.submit(0, size=3)
-    pool.submit(1, size=2, is_gang=True, gang_places=(1, 2))
+    pool.submit(1, size=2, is_gang=True, places=(1, 2))
     assert pool.resize(remove=1) == [EndTask(1, FAILED)]
 
 
