@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from os import PathLike
 from typing import Any
@@ -68,10 +69,24 @@ class Profile:
         resources: What each worker gets.
         gpus: Only these GPUs of this machine, by index. None: any.
         env: Environment variables of the workers; they are set before anything else happens there.
+        setup: A function without arguments that runs once in each worker process, before its first task; also in one that
+            replaces another. If it raises, the worker does not start.
+        teardown: A function without arguments that runs once in each worker process at its orderly end: not in one that was
+            killed.
         start_timeout_s: Longest wait for resources, and for a worker to come up [s].
+        idle_timeout_s: After so long without work the workers end and their memory is free; the next call starts them again
+            [s]. None: never.
+        cancel_grace_s: So long a task that was cancelled has to end; then its process is killed and replaced [s].
         retries: How often an item runs again after its worker was lost.
         quiet: Do not print the line that says what was started.
         trace: Record the scheduler's events in this file (JSON lines), for `raypool.testing.replay`.
+
+    Raises:
+        InvalidTypeError: A field is of a wrong kind.
+        InvalidValueError: A field has a value that cannot work.
+
+    Source:
+        MATLAB R2025b, parcluster and the properties of its cluster profiles; IdleTimeout of parallel.ProcessPool [there in min].
 
     Example:
         >>> Profile(gpus=(0, 2), start_timeout_s=10).gpus
@@ -83,7 +98,11 @@ class Profile:
     resources: WorkerResources = field(default_factory=WorkerResources)
     gpus: tuple[int, ...] | None = None
     env: Mapping[str, str] = field(default_factory=dict)
+    setup: Callable[[], object] | None = None
+    teardown: Callable[[], object] | None = None
     start_timeout_s: float = 60.0
+    idle_timeout_s: float | None = None
+    cancel_grace_s: float = 5.0
     retries: int = 2
     quiet: bool = False
     trace: str | PathLike[str] | None = None
@@ -106,6 +125,15 @@ class Profile:
             raise InvalidValueError(f"env sets {pinning[0]}, which the pool sets for each worker. Choose GPUs with gpus=[...].")
         if not self.start_timeout_s > 0:
             raise InvalidValueError(f"start_timeout_s={self.start_timeout_s!r} leaves no time to start. Give seconds above 0.")
+        if self.idle_timeout_s is not None and not self.idle_timeout_s > 0:
+            raise InvalidValueError(
+                f"idle_timeout_s={self.idle_timeout_s!r} would end workers that were just started. "
+                "Give seconds above 0, or None to keep them."
+            )
+        if not self.cancel_grace_s >= 0:
+            raise InvalidValueError(
+                f"cancel_grace_s={self.cancel_grace_s!r} is negative. Give 0 to kill what is cancelled at once."
+            )
         if self.retries < 0:
             raise InvalidValueError(f"retries={self.retries!r} is negative. Give 0 to run every item at most once.")
 
@@ -113,12 +141,35 @@ class Profile:
 def _check_kinds(profile: Profile) -> None:
     """Refuse fields of a kind that cannot work, before they are compared with numbers."""
     _check_env(profile.env)
-    if isinstance(profile.start_timeout_s, bool) or not isinstance(profile.start_timeout_s, (int, float)):
-        raise InvalidTypeError(f"start_timeout_s={profile.start_timeout_s!r} is not a number of seconds.")
+    for name in ("start_timeout_s", "idle_timeout_s", "cancel_grace_s"):
+        value = getattr(profile, name)
+        is_left_out = value is None and name == "idle_timeout_s"
+        if not is_left_out and (isinstance(value, bool) or not isinstance(value, (int, float))):
+            raise InvalidTypeError(f"{name}={value!r} is not a number of seconds.")
+    for name in ("setup", "teardown"):
+        _check_plain_call(name, getattr(profile, name))
     if isinstance(profile.retries, bool) or not isinstance(profile.retries, int):
         raise InvalidTypeError(f"retries={profile.retries!r} is not a whole number.")
     if profile.trace is not None and not isinstance(profile.trace, (str, PathLike)):
         raise InvalidTypeError(f"trace={profile.trace!r} is not the path of a file.")
+
+
+def _check_plain_call(name: str, fn: Any) -> None:
+    """Refuse what cannot be called without arguments, as far as that can be known without calling it."""
+    if fn is None:
+        return
+    if not callable(fn):
+        raise InvalidTypeError(f"{name}={fn!r} is not callable. Give a function without arguments.")
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # some builtins do not say what they take
+        return
+    try:
+        signature.bind()
+    except TypeError as error:
+        raise InvalidTypeError(
+            f"{name}={getattr(fn, '__name__', fn)} cannot be called without arguments: {error}. Bind them with functools.partial."
+        ) from None
 
 
 def _check_env(env: Any) -> None:

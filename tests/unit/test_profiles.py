@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
 from raypool import InvalidTypeError, InvalidValueError, Profile, WorkerResources, parpool
@@ -23,6 +25,14 @@ from raypool.profiles import resolve_profile
         ({"resources": 2}, InvalidTypeError, "not a WorkerResources"),
         ({"env": {"CUDA_VISIBLE_DEVICES": "1"}}, InvalidValueError, "Choose GPUs with gpus="),
         ({"num_gpus": 2, "color": "red"}, InvalidTypeError, "no field num_gpus, color"),
+        ({"setup": "load"}, InvalidTypeError, "setup='load' is not callable"),
+        ({"setup": lambda config: None}, InvalidTypeError, "setup=<lambda> cannot be called without arguments.*'config'"),
+        ({"teardown": 3}, InvalidTypeError, "teardown=3 is not callable"),
+        ({"idle_timeout_s": 0}, InvalidValueError, "idle_timeout_s=0 would end workers"),
+        ({"idle_timeout_s": "60"}, InvalidTypeError, "idle_timeout_s='60' is not a number of seconds"),
+        ({"cancel_grace_s": -1}, InvalidValueError, "cancel_grace_s=-1 is negative"),
+        ({"cancel_grace_s": None}, InvalidTypeError, "cancel_grace_s=None is not a number of seconds"),
+        ({"start_timeout_s": float("nan")}, InvalidValueError, "leaves no time"),
         ({"gpus": [0], "resources": WorkerResources(gpus=2)}, InvalidValueError, "each worker is to have 2"),
     ],
 )
@@ -56,3 +66,9 @@ def test_changes_replace_single_fields() -> None:
     base = Profile(start_timeout_s=5, retries=1)
     changed = resolve_profile(base, {"retries": 7, "gpus": [2, 0]})
     assert (changed.start_timeout_s, changed.retries, changed.gpus) == (5, 7, (2, 0))
+
+
+def test_functions_that_can_be_called_without_arguments_are_taken() -> None:
+    profile = Profile(setup=functools.partial(print, "up"), teardown=dict, idle_timeout_s=0.5, cancel_grace_s=0)
+    assert callable(profile.setup)
+    assert profile.teardown is dict
