@@ -238,7 +238,8 @@ def parpool(
 
     Args:
         num_workers: Exactly so many, or `(least, most)` for as many as there are in that range. None: one for each GPU that this
-            process may use; without a GPU, one for each physical core.
+            process may use; without a GPU, one for each physical core; where the profile's `resources` is a list, one for each
+            entry.
         profile: "local" (Ray: the one that runs in this process, else a new one on this machine), "threads" or "inline" (in this
             process, without Ray), or a `Profile`.
         **changes: Single fields of the profile, such as `gpus=[0, 2]` or `resources=WorkerResources(gpus=0.5)`.
@@ -257,8 +258,8 @@ def parpool(
         raypool: 2 workers (threads of this process)
         2
     """
-    least, most = _checked_range(num_workers)
     settings = resolve_profile(profile, changes)
+    least, most = settings.sized(*_checked_range(num_workers))
     if in_task():
         return _serial_pool()
     started = time.monotonic()

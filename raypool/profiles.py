@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from os import PathLike
 from typing import Any
@@ -66,7 +66,8 @@ class Profile:
     Args:
         backend: "ray" (processes), "threads" or "inline" (both in this process, without Ray).
         address: A Ray cluster to connect to. None: the Ray that runs in this process, else a new one on this machine.
-        resources: What each worker gets.
+        resources: What each worker gets; or a list of that, one for each worker, in the order of the workers. The pool then has
+            exactly so many: `[WorkerResources(gpus=0)] * 6 + [WorkerResources(gpus=1)] * 2`.
         gpus: Only these GPUs of this machine, by index. None: any.
         env: Environment variables of the workers; they are set before anything else happens there.
         setup: A function without arguments that runs once in each worker process, before its first task; also in one that
@@ -95,7 +96,7 @@ class Profile:
 
     backend: str = "ray"
     address: str | None = None
-    resources: WorkerResources = field(default_factory=WorkerResources)
+    resources: WorkerResources | Sequence[WorkerResources] = field(default_factory=WorkerResources)
     gpus: tuple[int, ...] | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     setup: Callable[[], object] | None = None
@@ -111,14 +112,10 @@ class Profile:
         if self.backend not in BACKENDS:
             raise InvalidValueError(f"Backend {self.backend!r} is none of {', '.join(BACKENDS)}.")
         if not isinstance(self.resources, WorkerResources):
-            raise InvalidTypeError(f"resources={self.resources!r} is not a WorkerResources.")
+            object.__setattr__(self, "resources", _checked_list(self.resources))
         if self.gpus is not None:
             object.__setattr__(self, "gpus", _checked_gpus(self.gpus))
-        wanted = self.resources.gpus
-        if self.gpus is not None and wanted is not None and not 0 < wanted <= 1:
-            raise InvalidValueError(
-                f"gpus= chooses single GPUs, but each worker is to have {wanted:g} (resources.gpus). Set one of the two."
-            )
+            _check_chosen(self.kinds)
         _check_kinds(self)
         pinning = [name for name in self.env if name in PINNING]
         if pinning:
@@ -136,6 +133,42 @@ class Profile:
             )
         if self.retries < 0:
             raise InvalidValueError(f"retries={self.retries!r} is negative. Give 0 to run every item at most once.")
+
+    @property
+    def listed(self) -> tuple[WorkerResources, ...]:
+        """What each worker gets, one after the other, where `resources` is a list; else nothing."""
+        return () if isinstance(self.resources, WorkerResources) else tuple(self.resources)
+
+    @property
+    def kinds(self) -> tuple[WorkerResources, ...]:
+        """The kinds of worker that there are, each once.
+
+        Example:
+            >>> len(Profile(resources=[WorkerResources(gpus=0)] * 6 + [WorkerResources(gpus=1)] * 2).kinds)
+            2
+        """
+        return (self.resources,) if isinstance(self.resources, WorkerResources) else tuple(dict.fromkeys(self.resources))
+
+    def sized(self, least: int | None, most: int | None) -> tuple[int | None, int | None]:
+        """Return how many workers a pool has that is to have between `least` and `most` (None: not said).
+
+        Raises:
+            InvalidValueError: `resources` names another number of them.
+
+        Example:
+            >>> Profile(resources=[WorkerResources()] * 3).sized(None, None)
+            (3, 3)
+        """
+        if not self.listed:
+            return least, most
+        number = len(self.listed)
+        if least is not None and most is not None and not least <= number <= most:
+            asked = f"{least}" if least == most else f"{least} to {most}"
+            raise InvalidValueError(
+                f"num_workers asks for {asked}, but resources=[...] says what each of {number} workers gets. "
+                "Leave num_workers out, or give one WorkerResources for all."
+            )
+        return number, number
 
 
 def _check_kinds(profile: Profile) -> None:
@@ -178,6 +211,33 @@ def _check_env(env: Any) -> None:
     for name, value in env.items():
         if not isinstance(name, str) or not isinstance(value, str):
             raise InvalidTypeError(f"env has {name!r}: {value!r}. Names and values of environment variables are texts.")
+
+
+def _checked_list(resources: Any) -> tuple[WorkerResources, ...]:
+    if not isinstance(resources, Sequence) or isinstance(resources, (str, bytes)):
+        raise InvalidTypeError(f"resources={resources!r} is not a WorkerResources, nor a list of them, one for each worker.")
+    for entry in resources:
+        if not isinstance(entry, WorkerResources):
+            raise InvalidTypeError(f"resources has {entry!r} in it, which is not a WorkerResources.")
+    if not resources:
+        raise InvalidValueError("resources=[] names no worker. Give one WorkerResources for all workers, or one for each.")
+    return tuple(resources)
+
+
+def _check_chosen(kinds: Sequence[WorkerResources]) -> None:
+    """Refuse kinds of worker that cannot have single GPUs that were chosen."""
+    if len(kinds) > 1:
+        kinds = [kind for kind in kinds if kind.gpus != 0]
+        if len(kinds) != 1:
+            raise InvalidValueError(
+                f"gpus= chooses single GPUs, but resources=[...] names {len(kinds)} kinds of worker with a GPU. "
+                "Name one such kind, beside workers with gpus=0."
+            )
+    wanted = kinds[0].gpus
+    if wanted is not None and not 0 < wanted <= 1:
+        raise InvalidValueError(
+            f"gpus= chooses single GPUs, but each worker is to have {wanted:g} (resources.gpus). Set one of the two."
+        )
 
 
 def _checked_gpus(gpus: Any) -> tuple[int, ...]:

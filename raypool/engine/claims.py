@@ -21,7 +21,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raypool.devices.inventory import gpu_identity
 from raypool.errors import ResourceError
-from raypool.profiles import Profile
+from raypool.profiles import WorkerResources
 
 POLL_S = 0.01
 PROBE_TIMEOUT_S = 10.0
@@ -32,11 +32,12 @@ SETTLE_S = 1.0
 """How long to wait for resources that somebody seems to hold, when any number will do: they may just have been given back [s]."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Claim:
     """A bundle of resources of one node."""
 
     group: PlacementGroup
+    demand: Demand
     num_workers: int = 0
     gpu: int | None = None  # its index, where that was asked
     is_released: bool = False
@@ -52,7 +53,7 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What the workers of a pool need: `kind` is what is scarce ("GPU" or "CPU"), `each` how much of it a claim takes."""
+    """What workers of one kind need: `kind` is what is scarce ("GPU" or "CPU"), `each` how much of it a claim takes."""
 
     kind: str
     each: float
@@ -61,6 +62,20 @@ class Demand:
     worker_gpus: float
     worker_cpus: float
     worker_memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Between `least` and `most` claims of one kind, beside the `num_held` that the pool holds already.
+
+    `is_listed`: they stand in a list of the user's, one by one, so that there is no range to ask for instead.
+    """
+
+    demand: Demand
+    least: int
+    most: int
+    num_held: int = 0
+    is_listed: bool = False
 
 
 class Wanted:
@@ -75,12 +90,11 @@ class Wanted:
         return self._closed.is_set() or time.monotonic() > self._deadline
 
 
-def demand_of(profile: Profile) -> Demand:
-    """Return what a worker of this profile needs on the cluster that is connected."""
-    wanted = profile.resources
+def demand_of(wanted: WorkerResources, has_chosen_gpus: bool) -> Demand:
+    """Return what a worker with these resources needs on the cluster that is connected."""
     gpus = wanted.gpus
     if gpus is None:
-        gpus = 1.0 if profile.gpus is not None or ray.cluster_resources().get("GPU", 0) >= 1 else 0.0
+        gpus = 1.0 if has_chosen_gpus or ray.cluster_resources().get("GPU", 0) >= 1 else 0.0
     cpus = wanted.cpus if wanted.cpus is not None else (0.0 if gpus else 1.0)
     share = wanted.workers_per_gpu if gpus else 1
     bundle = {
@@ -95,39 +109,45 @@ def demand_of(profile: Profile) -> Demand:
     return Demand(kind, bundle.get(kind, 0.0), bundle or {"memory": 1.0}, share, gpus, cpus, wanted.memory_bytes or 0)
 
 
-def claim_number(demand: Demand, least: int, most: int, wanted: Wanted, *, num_held: int = 0) -> list[Claim]:
-    """Claim between `least` and `most` bundles, as many as there are beside the `num_held` that the pool holds already.
+def claim_number(needs: Sequence[Need], wanted: Wanted) -> list[list[Claim]]:
+    """Claim what is needed of each kind, as much as there is.
 
     Raises:
-        ResourceError: There are fewer than `least` of them, even when the time is over; nothing is kept.
+        ResourceError: There is less than the least of one kind, even when the time is over; nothing of any kind is kept.
     """
-    total = _total(demand) - num_held
-    if total < least:
-        raise _too_few(demand, least, max(total, 0))
-    claims: list[Claim] = []
-    ready: list[Claim] = []
+    totals = [max(0, _total(need.demand) - need.num_held) for need in needs]
+    for need, total in zip(needs, totals, strict=True):
+        if total < need.least:
+            raise _too_few(need, total)
+    _check_sum(needs)
+    claims: list[list[Claim]] = []
+    ready: list[list[Claim]] = []
     try:
-        claims += (_request(demand) for _ in range(min(most, total)))
+        for need, total in zip(needs, totals, strict=True):
+            claims.append([])
+            claims[-1] += (_request(need.demand) for _ in range(min(need.most, total)))
         started = time.monotonic()
-        while len(ready) < len(claims):
-            ready = [claim for claim in claims if _is_ready(claim)]
-            waited = time.monotonic() - started
-            if wanted.is_over() or (len(ready) >= least and waited > SETTLE_S):
+        while ready != claims:
+            ready = [[claim for claim in group if _is_ready(claim)] for group in claims]
+            are_enough = all(len(group) >= need.least for group, need in zip(ready, needs, strict=True))
+            if wanted.is_over() or (are_enough and time.monotonic() - started > SETTLE_S):
                 break
             time.sleep(POLL_S)
-        if len(ready) < least:
-            there = len(ready)
-            _release_all(claims)  # before it is said who holds any
-            raise _too_few(demand, least, there)
+        for group, need in zip(ready, needs, strict=True):
+            if len(group) < need.least:
+                release_all([claim for group in claims for claim in group])  # before it is said who holds any
+                raise _too_few(need, len(group))
     except BaseException:
-        ready = []
+        ready = [[] for _ in claims]
         raise
     finally:
-        _release_all([claim for claim in claims if claim not in ready])
+        kept = {id(claim) for group in ready for claim in group}
+        release_all([claim for group in claims for claim in group if id(claim) not in kept])
     return ready
 
 
-def _release_all(claims: Sequence[Claim]) -> None:
+def release_all(claims: Sequence[Claim]) -> None:
+    """Give back the resources of these claims, as far as that was not done."""
     for claim in claims:
         if not claim.is_released:
             claim.is_released = True
@@ -137,22 +157,22 @@ def _release_all(claims: Sequence[Claim]) -> None:
 _choosing = threading.Lock()  # two pools of this process that choose at once would hold what the other wants
 
 
-def claim_gpus(demand: Demand, indices: Sequence[int], wanted: Wanted) -> list[Claim]:
+def claim_gpus(demand: Demand, indices: Sequence[int], wanted: Wanted, besides: Sequence[Claim] = ()) -> list[Claim]:
     """Claim these GPUs of this machine.
 
     Ray gives out GPUs without being asked for a particular one. So, in rounds, all that are free are claimed, each claim is asked
     which GPU it got, and those that were not meant are given back.
 
     Raises:
-        ResourceError: One of them does not exist, or is not free in time; nothing is kept.
+        ResourceError: One of them does not exist, or is not free in time; nothing is kept, nor what was claimed `besides`.
     """
     node_id = ray.get_runtime_context().get_node_id()
     total = int(next(node["Resources"].get("GPU", 0) for node in ray.nodes() if node["NodeID"] == node_id))
-    if len(indices) > total:
-        raise _no_such_gpus([index for index in indices if index >= total] or indices, range(total), total)
     found: dict[int, Claim] = {}
     seen: set[int] = set()
     try:
+        if len(indices) > total:
+            raise _no_such_gpus([index for index in indices if index >= total] or indices, range(total), total)
         while not set(indices) <= set(found) and len(seen) < total:
             with _choosing:
                 _choose(demand, indices, node_id, total, found, seen)
@@ -163,10 +183,10 @@ def claim_gpus(demand: Demand, indices: Sequence[int], wanted: Wanted) -> list[C
         if missing and len(seen) == total:
             raise _no_such_gpus([index for index in missing if index not in seen] or missing, sorted(seen), total)
         if missing:
-            _release_all(list(found.values()))  # before it is said who holds any
+            release_all([*found.values(), *besides])  # before it is said who holds any
             raise _gpus_in_use(indices, missing, sorted(seen))
     except BaseException:
-        _release_all(list(found.values()))
+        release_all([*found.values(), *besides])
         raise
     return [found[index] for index in indices]
 
@@ -211,7 +231,7 @@ def _gpu_of(claim: Claim) -> int | None:
 def _request(demand: Demand, node_id: str | None = None) -> Claim:
     selector = [{"ray.io/node-id": node_id}] if node_id is not None else None
     name = f"raypool in process {os.getpid()} on {platform.node()}#{uuid.uuid4().hex}"  # Ray wants each name once
-    return Claim(placement_group([demand.bundle], name=name, bundle_label_selector=selector))
+    return Claim(placement_group([demand.bundle], name=name, bundle_label_selector=selector), demand)
 
 
 def _is_ready(claim: Claim) -> bool:
@@ -254,7 +274,24 @@ def _held_by(names: tuple[str, ...]) -> str:
     return f"Held by: {'; '.join(names)}." if names else "Nobody holds any."
 
 
-def _too_few(demand: Demand, least: int, there: int) -> ResourceError:
+def _check_sum(needs: Sequence[Need]) -> None:
+    """Make sure that a cluster that is empty has enough for all kinds together."""
+    for name in ("GPU", "CPU"):
+        amounts = [need.least * need.demand.bundle.get(name, 0) for need in needs]
+        requested, capacity = sum(amounts), ray.cluster_resources().get(name, 0)
+        if requested > capacity and len(needs) > 1:
+            parts = " + ".join(f"{amount:g}" for amount in amounts if amount)
+            raise ResourceError(
+                f"{name}: requested {requested:g} ({parts}) for {sum(need.least for need in needs)} workers, "
+                f"available {capacity:g}. Ask for fewer workers in resources=[...], or for less for each.",
+                requested=requested,
+                available=capacity,
+                holders=(),
+            )
+
+
+def _too_few(need: Need, there: int) -> ResourceError:
+    demand, least = need.demand, need.least
     lacking = _lacking(demand)
     if lacking:
         return ResourceError(
@@ -267,16 +304,23 @@ def _too_few(demand: Demand, least: int, there: int) -> ResourceError:
     requested, available = least * demand.each, there * demand.each
     capacity = ray.cluster_resources().get(demand.kind, 0)
     names = holders()
-    step = f"Ask for at most {there}, or for a range: parpool((1, {least}))." if there else "Wait for them to end, or end them."
-    if not capacity:
-        step = "Give workers less (resources=WorkerResources(...)), or connect to a cluster that has some."
     return ResourceError(
         f"{demand.kind}: requested {requested:g}, available {available:g} (the cluster has {capacity:g}). "
-        f"{_held_by(names)} {step}",
+        f"{_held_by(names)} {_next_step(need, there, capacity)}",
         requested=requested,
         available=available,
         holders=names,
     )
+
+
+def _next_step(need: Need, there: int, capacity: float) -> str:
+    if not capacity:
+        return "Give workers less (resources=WorkerResources(...)), or connect to a cluster that has some."
+    if not there:
+        return "Wait for them to end, or end them."
+    if need.is_listed:
+        return f"Name at most {there} such workers in resources=[...]."
+    return f"Ask for at most {there}, or for a range: parpool((1, {need.least}))."
 
 
 def _lacking(demand: Demand) -> list[str]:

@@ -16,20 +16,18 @@ import psutil
 import ray
 
 from raypool.core.messages import AttemptFinished, WorkerLost, WorkerReady
-from raypool.devices.inventory import usable_cores
-from raypool.engine import claims as claiming
 from raypool.engine import packing
 from raypool.engine.backend import Failure, Function, Part, Post, SliceResult, WorkerInfo
-from raypool.engine.claims import Claim, Wanted
+from raypool.engine.claims import Claim
 from raypool.engine.ray_failures import loss_reason, loss_text
 from raypool.engine.ray_session import leave_ray
 from raypool.engine.ray_values import MessageValues, StoredValues, bring_home
+from raypool.engine.seating import Seating
 from raypool.engine.worker import PoolWorker, pack_call
-from raypool.errors import LossReason, PoolClosedError, ResourceError, TaskError
+from raypool.errors import LossReason, TaskError
 from raypool.futures import Values
 from raypool.profiles import Profile
 
-NO_LIMIT = 10**6
 CLOSE_TIMEOUT_S = 5.0
 
 WATCH_S = 1.0
@@ -66,96 +64,30 @@ class RayBackend:
     def __init__(self, profile: Profile, post: Post) -> None:
         self._profile = profile
         self._post = post
-        self._demand = claiming.demand_of(profile)
+        self._seating = Seating(profile)
         self._seats: dict[int, Seat] = {}
         self._by_worker: dict[int, Seat] = {}
-        self._next_place = 0
-        self._released: list[Claim] = []  # which Ray may not have taken back yet
-        self._seating = threading.Lock()
         self._actor_class = ray.remote(PoolWorker)
-        self._claiming = threading.Lock()
         self._closed = threading.Event()
         threading.Thread(target=self._watch, name="raypool-watch", daemon=True).start()
 
     # --- places -------------------------------------------------------------------------------------------------------
 
     def claim(self, least: int | None, most: int | None) -> list[int]:
-        """Claim GPUs, or cores where workers have no GPU; shares of GPUs that the pool holds already come first."""
-        with self._claiming:
-            wanted = Wanted(self._profile.start_timeout_s, self._closed)
-            if least is None or most is None:
-                claims = self._claim_all(wanted)
-                most = len(claims) * self._demand.workers_per_claim
-            else:
-                claims = self._claim_more(least, most, wanted)
-            if self._closed.is_set():
-                for claim in claims:
-                    claim.release()
-                raise PoolClosedError("The pool was shut down while it was to grow.")
-            return self._seat(claims, most)
-
-    def _claim_all(self, wanted: Wanted) -> list[Claim]:
-        if self._profile.gpus is not None:
-            return claiming.claim_gpus(self._demand, self._profile.gpus, wanted)
-        is_elsewhere = self._profile.address is not None
-        most = NO_LIMIT if self._demand.kind == "GPU" or is_elsewhere else usable_cores()
-        return claiming.claim_number(self._demand, 1, most, wanted)
-
-    def _claim_more(self, least: int, most: int, wanted: Wanted) -> list[Claim]:
-        """Return the claims that the pool holds and those that it needs besides for so many more workers."""
-        share, gpus = self._demand.workers_per_claim, self._profile.gpus
-        held = self._held_claims()
-        spare = sum(share - claim.num_workers for claim in held)
-        fewest = max(0, -(-(least - spare) // share))
-        if gpus is None:
-            return held + claiming.claim_number(self._demand, fewest, max(0, most - spare), wanted, num_held=len(held))
-        others = [gpu for gpu in gpus if gpu not in {claim.gpu for claim in held}]
-        if fewest > len(others):
-            there = spare + len(others) * share
-            raise ResourceError(
-                f"GPU: requested {least} workers, available {there}: the pool may use GPU {', '.join(map(str, gpus))} only. "
-                "Name more GPUs in gpus=[...], or ask for fewer workers.",
-                requested=least,
-                available=there,
-                holders=(),
-            )
-        return held + claiming.claim_gpus(self._demand, others[: max(0, most - spare)], wanted)
-
-    def _held_claims(self) -> list[Claim]:
-        return list({id(seat.claim): seat.claim for seat in list(self._seats.values())}.values())
-
-    def _seat(self, claims: list[Claim], most: int) -> list[int]:
-        """Spread up to `most` workers over the claims evenly; give back claims that have none."""
-        share = self._demand.workers_per_claim
-        places: list[int] = []
-        with self._seating:
-            claims = [claim for claim in claims if not claim.is_released]
-            while claims and len(places) < most:
-                claim = min(claims, key=lambda claim: claim.num_workers)
-                if claim.num_workers == share:
-                    break
-                claim.num_workers += 1
-                self._seats[self._next_place] = Seat(claim)
-                places.append(self._next_place)
-                self._next_place += 1
-        for claim in claims:
-            if claim.num_workers == 0:
-                claim.release()
-        return places
+        """Claim what so many workers stand on."""
+        claims = self._seating.claim(least, most)
+        self._seats.update((place, Seat(claim)) for place, claim in claims.items())
+        return list(claims)
 
     def vacate(self, place: int) -> None:
         """Kill the worker in a place; the last one to leave a claim gives it back."""
-        with self._seating:
-            seat = self._seats.pop(place, None)
-            if seat is None:
-                return
-            seat.claim.num_workers -= 1
-            is_last = seat.claim.num_workers == 0
-            seat.claim.is_released = is_last
+        seat = self._seats.pop(place, None)
+        if seat is None:
+            return
+        left = self._seating.leave(place)
         self._dismiss(seat)
-        if is_last and ray.is_initialized():
-            seat.claim.release()
-            self._released.append(seat.claim)
+        if left is not None and ray.is_initialized():
+            self._seating.give_back(left)
 
     def _dismiss(self, seat: Seat) -> None:
         self._by_worker.pop(seat.worker_id, None)
@@ -172,7 +104,7 @@ class RayBackend:
         if not ray.is_initialized():  # asking anything of it would start a new one
             self._post(WorkerLost(worker_id, LossReason.START), RAY_ENDED)
             return
-        demand = self._demand
+        demand = seat.claim.demand
         options: dict[str, Any] = {
             "num_cpus": demand.worker_cpus,
             "num_gpus": demand.worker_gpus,
@@ -287,12 +219,11 @@ class RayBackend:
             return
         self._closed.set()
         try:
-            with self._claiming:  # whoever is at it gives up now
-                pass
+            self._seating.stop_claiming()
             for place in list(self._seats):
                 self.vacate(place)
             if ray.is_initialized():
-                claiming.wait_released(self._released, CLOSE_TIMEOUT_S)
+                self._seating.close(CLOSE_TIMEOUT_S)
         finally:
             leave_ray(bring_home)
 
