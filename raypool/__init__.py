@@ -31,9 +31,9 @@ from raypool.pool import ParallelPool, Statistics, gcp, parpool
 from raypool.profiles import Profile, WorkerResources
 from raypool.results import Results
 from raypool.shared import Constant
-from raypool.task import CurrentTask, current_task
+from raypool.task import CurrentTask, current_task, report
 from raypool.view import PoolView
-from raypool.waiting import fetch_next, fetch_outputs, wait
+from raypool.waiting import after_all, after_each, fetch_next, fetch_outputs, wait
 
 __version__ = "0.1.0"
 
@@ -65,10 +65,13 @@ __all__ = [
     "WorkerInfo",
     "WorkerLostError",
     "WorkerResources",
+    "after_all",
+    "after_each",
     "current_task",
     "fetch_next",
     "fetch_outputs",
     "gcp",
     "parpool",
+    "report",
     "wait",
 ]
