@@ -18,7 +18,8 @@ from raypool.engine.engine import Engine, open_engine
 from raypool.engine.work import CallWork, LoopWork
 from raypool.errors import InvalidTypeError, InvalidValueError
 from raypool.futures import Future
-from raypool.profiles import Profile, resolve_profile
+from raypool.profile_files import resolve_profile
+from raypool.profiles import Profile
 from raypool.shared import Constant, content_of, discard
 from raypool.task import in_task
 from raypool.view import Options, PoolView, check_count, serial_engine
@@ -241,7 +242,8 @@ def parpool(
             process may use; without a GPU, one for each physical core; where the profile's `resources` is a list, one for each
             entry.
         profile: "local" (Ray: the one that runs in this process, else a new one on this machine), "threads" or "inline" (in this
-            process, without Ray), or a `Profile`.
+            process, without Ray); the name of one in a file raypool.toml (`[profiles.NAME]`) or pyproject.toml
+            (`[tool.raypool.profiles.NAME]`) of this folder or the nearest one above; or a `Profile`.
         **changes: Single fields of the profile, such as `gpus=[0, 2]` or `resources=WorkerResources(gpus=0.5)`.
 
     Raises:
@@ -258,10 +260,11 @@ def parpool(
         raypool: 2 workers (threads of this process)
         2
     """
-    settings = resolve_profile(profile, changes)
-    least, most = settings.sized(*_checked_range(num_workers))
+    asked = _checked_range(num_workers)
     if in_task():
-        return _serial_pool()
+        return _serial_pool()  # whatever the profile says, which may stand in a file that is not here
+    settings = resolve_profile(profile, changes)
+    least, most = settings.sized(*asked)
     started = time.monotonic()
     engine = open_engine(settings)
     try:

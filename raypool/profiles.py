@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any
 
@@ -47,6 +47,8 @@ class WorkerResources:
                 raise InvalidTypeError(f"WorkerResources({name}={value!r}) is not a number.")
             if value is not None and not value >= 0:
                 raise InvalidValueError(f"WorkerResources({name}={value!r}) is negative. Give 0 or more, or leave it out.")
+        if self.accelerator_type is not None and not isinstance(self.accelerator_type, str):
+            raise InvalidTypeError(f"WorkerResources(accelerator_type={self.accelerator_type!r}) is not a name, such as 'H100'.")
         if self.gpus is not None and self.gpus > 1 and self.gpus != int(self.gpus):
             raise InvalidValueError(
                 f"WorkerResources(gpus={self.gpus}) would share a second GPU in part, which Ray cannot do. "
@@ -61,7 +63,7 @@ class WorkerResources:
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """Where a pool runs and what its workers get; `parpool` takes one, or the name of a built-in one.
+    """Where a pool runs and what its workers get; `parpool` takes one, or its name (see `raypool.profile_files`).
 
     Args:
         backend: "ray" (processes), "threads" or "inline" (both in this process, without Ray).
@@ -173,6 +175,10 @@ class Profile:
 
 def _check_kinds(profile: Profile) -> None:
     """Refuse fields of a kind that cannot work, before they are compared with numbers."""
+    if profile.address is not None and not isinstance(profile.address, str):
+        raise InvalidTypeError(f"address={profile.address!r} is not the address of a Ray cluster, such as '10.0.0.7:6379'.")
+    if not isinstance(profile.quiet, bool):
+        raise InvalidTypeError(f"quiet={profile.quiet!r} is neither True nor False.")
     _check_env(profile.env)
     for name in ("start_timeout_s", "idle_timeout_s", "cancel_grace_s"):
         value = getattr(profile, name)
@@ -255,31 +261,3 @@ def _checked_gpus(gpus: Any) -> tuple[int, ...]:
     if not indices:
         raise InvalidValueError("gpus=[] names no GPU. For workers without one, use resources=WorkerResources(gpus=0).")
     return indices
-
-
-BUILT_IN = {
-    "local": Profile(),
-    "threads": Profile(backend="threads"),
-    "inline": Profile(backend="inline"),
-}
-"""The profiles that are always there."""
-
-
-def resolve_profile(profile: str | Profile, changes: Mapping[str, Any]) -> Profile:
-    """Return the profile of this name with single fields replaced.
-
-    Raises:
-        InvalidValueError: There is no such profile.
-        InvalidTypeError: There is no such field.
-    """
-    if isinstance(profile, str):
-        if profile not in BUILT_IN:
-            raise InvalidValueError(f"There is no profile {profile!r}. There are: {', '.join(BUILT_IN)}.")
-        profile = BUILT_IN[profile]
-    if not isinstance(profile, Profile):
-        raise InvalidTypeError(f"profile={profile!r} is neither a name nor a Profile.")
-    known = [entry.name for entry in fields(Profile)]
-    unknown = [name for name in changes if name not in known]
-    if unknown:
-        raise InvalidTypeError(f"A profile has no field {', '.join(unknown)}. It has: {', '.join(known)}.")
-    return replace(profile, **changes)

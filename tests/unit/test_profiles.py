@@ -7,7 +7,7 @@ import functools
 import pytest
 
 from raypool import InvalidTypeError, InvalidValueError, Profile, WorkerResources, parpool
-from raypool.profiles import resolve_profile
+from raypool.profile_files import resolve_profile
 
 
 @pytest.mark.parametrize(
@@ -33,6 +33,8 @@ from raypool.profiles import resolve_profile
         ({"cancel_grace_s": -1}, InvalidValueError, "cancel_grace_s=-1 is negative"),
         ({"cancel_grace_s": None}, InvalidTypeError, "cancel_grace_s=None is not a number of seconds"),
         ({"start_timeout_s": float("nan")}, InvalidValueError, "leaves no time"),
+        ({"address": 7}, InvalidTypeError, "address=7 is not the address"),
+        ({"quiet": "yes"}, InvalidTypeError, "quiet='yes' is neither True nor False"),
         ({"gpus": [0], "resources": WorkerResources(gpus=2)}, InvalidValueError, "each worker is to have 2"),
     ],
 )

@@ -1,0 +1,229 @@
+"""Profiles by name: the built-in ones, and those that stand in a file.
+
+::
+
+    # raypool.toml; in pyproject.toml the table is called [tool.raypool.profiles.lab]
+    [profiles.lab]
+    address = "10.0.0.7:6379"
+    resources = {gpus = 0.5}
+    setup = "mylab.workers:load_cache"
+"""
+
+from __future__ import annotations
+
+import pkgutil
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from raypool.errors import InvalidTypeError, InvalidValueError, RaypoolError
+from raypool.profiles import Profile, WorkerResources
+
+BUILT_IN = {
+    "local": Profile(),
+    "threads": Profile(backend="threads"),
+    "inline": Profile(backend="inline"),
+}
+"""The profiles that are always there."""
+
+T = TypeVar("T")
+
+Keys = tuple[str | int, ...]
+"""The way to an entry of a file: names in tables, numbers in lists."""
+
+FILES: dict[str, Keys] = {"raypool.toml": (), "pyproject.toml": ("tool", "raypool")}
+"""Where profiles may stand, the one that counts first, and within which table."""
+
+
+def resolve_profile(profile: str | Profile, changes: Mapping[str, Any]) -> Profile:
+    """Return the profile of this name with single fields replaced.
+
+    Raises:
+        InvalidValueError: There is no such profile, or the file that has it is wrong.
+        InvalidTypeError: There is no such field, or one is of a wrong kind.
+
+    Example:
+        >>> resolve_profile("threads", {"retries": 0}).retries
+        0
+    """
+    if isinstance(profile, str):
+        profile = named_profile(profile)
+    if not isinstance(profile, Profile):
+        raise InvalidTypeError(f"profile={profile!r} is neither a name nor a Profile.")
+    known = [entry.name for entry in fields(Profile)]
+    unknown = [name for name in changes if name not in known]
+    if unknown:
+        raise InvalidTypeError(f"A profile has no field {', '.join(unknown)}. It has: {', '.join(known)}.")
+    return replace(profile, **changes)
+
+
+def named_profile(name: str) -> Profile:
+    """Return the profile of this name: a built-in one, or one of the nearest file.
+
+    Raises:
+        InvalidValueError: There is none, or its file is wrong.
+        InvalidTypeError: A field in the file is of a wrong kind.
+    """
+    try:
+        file = nearest_file()
+    except RaypoolError:
+        if name not in BUILT_IN:
+            raise
+        file = None  # somebody's broken file is no reason to refuse what needs no file
+    if file is not None and name in file.profiles:
+        return file.profile(name)
+    if name in BUILT_IN:
+        return BUILT_IN[name]
+    others = f"; in {file.path}: {', '.join(file.profiles)}" if file is not None else ""
+    raise InvalidValueError(
+        f"There is no profile {name!r}. There are: {', '.join(BUILT_IN)}{others}. "
+        "A table [profiles.NAME] in a file raypool.toml, in this folder or further up, makes another."
+    )
+
+
+def nearest_file() -> ProfileFile | None:
+    """Return the first file that has profiles, from the working directory upwards, if there is one.
+
+    Raises:
+        InvalidValueError: A file on the way cannot be read, or has something else where the profiles should be.
+        InvalidTypeError: It has profiles that are no tables.
+    """
+    try:
+        here = Path.cwd()
+    except FileNotFoundError:  # it was removed
+        return None
+    for folder in (here, *here.parents):
+        for name, within in FILES.items():
+            if (folder / name).is_file():
+                file = _read(folder / name, within)
+                if file.profiles:
+                    return file
+    return None
+
+
+def _read(path: Path, within: Keys) -> ProfileFile:
+    try:
+        text = path.read_text(encoding="utf-8")
+        content: Any = tomllib.loads(text)
+    except OSError as error:
+        raise InvalidValueError(f"{path} could not be read: {error.strerror}.") from None
+    except UnicodeDecodeError as error:
+        raise InvalidValueError(f"{path} is not UTF-8, which TOML has to be: {error}.") from None
+    except tomllib.TOMLDecodeError as error:
+        raise InvalidValueError(f"{path} is not valid TOML: {error}.") from None
+    for key in within:
+        content = content.get(key, {}) if isinstance(content, dict) else {}
+    file = ProfileFile(path, text, within, content.get("profiles", {}) if isinstance(content, dict) else {})
+    file.check(content)
+    return file
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileFile:
+    """A file that may have profiles: tables by name, which stand in the table `within`."""
+
+    path: Path
+    text: str
+    within: Keys
+    profiles: Mapping[str, Any]
+
+    def check(self, content: Mapping[str, Any]) -> None:
+        """Make sure that there is nothing but profiles, and that each is a table with a name of its own."""
+        for key in content:
+            if key != "profiles":
+                self._refuse(InvalidValueError, (*self.within, key), f"there is no setting {key!r}. There are: profiles.")
+        if not isinstance(self.profiles, dict):
+            self._refuse(InvalidTypeError, (*self.within, "profiles"), "profiles is not a table of profiles.")
+        for name, table in self.profiles.items():
+            keys = (*self.within, "profiles", name)
+            if not isinstance(table, dict):
+                self._refuse(InvalidTypeError, keys, f"profile {name!r} is not a table.")
+            if name in BUILT_IN:
+                self._refuse(InvalidValueError, keys, f"the profile {name!r} is built in. Give yours another name.")
+
+    def profile(self, name: str) -> Profile:
+        """Return a profile of this file.
+
+        Raises:
+            InvalidValueError: A field is unknown, or has a value that cannot work.
+            InvalidTypeError: A field is of a wrong kind.
+        """
+        return self._made(Profile, self.profiles[name], (*self.within, "profiles", name), "a profile")
+
+    def _made(self, cls: type[T], table: Mapping[str, Any], keys: Keys, what: str) -> T:
+        """Make an object of a table; each entry is tried by itself first, so that it can be named."""
+        known = [entry.name for entry in fields(cls)]  # type: ignore[arg-type]
+        values: dict[str, Any] = {}
+        for key, entry in table.items():
+            at = (*keys, key)
+            if key not in known:
+                self._refuse(InvalidValueError, at, f"{what} has no field {key!r}. It has: {', '.join(known)}.")
+            values[key] = self._value(key, entry, at)
+            self._try(cls, {key: values[key]}, at)
+        return self._try(cls, values, keys)
+
+    def _try(self, cls: type[T], values: Mapping[str, Any], keys: Keys) -> T:
+        try:
+            return cls(**values)
+        except (InvalidValueError, InvalidTypeError) as error:
+            self._refuse(type(error), keys, str(error))
+
+    def _value(self, key: str, entry: Any, keys: Keys) -> Any:
+        """Return what an entry of a file stands for."""
+        if key == "resources":
+            if isinstance(entry, dict):
+                return self._made(WorkerResources, entry, keys, "resources")
+            if isinstance(entry, list) and all(isinstance(each, dict) for each in entry):
+                return [self._made(WorkerResources, each, (*keys, number), "resources") for number, each in enumerate(entry)]
+            self._refuse(InvalidTypeError, keys, f"resources={entry!r} is not a table, nor a list of tables.")
+        return self._function(key, entry, keys) if key in ("setup", "teardown") else entry
+
+    def _function(self, key: str, entry: Any, keys: Keys) -> Any:
+        if not isinstance(entry, str) or ":" not in entry:
+            self._refuse(InvalidTypeError, keys, f'{key}={entry!r} names no function. Write "module:function".')
+        try:
+            return pkgutil.resolve_name(entry)
+        except Exception as error:  # it imports a module of the user's
+            self._refuse(
+                InvalidValueError,
+                keys,
+                f"{key}={entry!r} could not be imported: {type(error).__name__}: {error}. It has to be, here and on the workers.",
+                error,
+            )
+
+    def _refuse(self, kind: type[RaypoolError], keys: Keys, text: str, cause: Exception | None = None) -> NoReturn:
+        raise kind(f"{self.path}, line {line_of(self.text, keys)}: {text}") from cause
+
+
+def line_of(text: str, keys: Keys) -> int:
+    r"""Return the line, from 1, in which the entry at `keys` begins, in a TOML text that is valid and has it.
+
+    The parser does not say. But the text up to the end of a statement is valid by itself, and the first such piece that has the
+    entry ends with the statement that made it.
+
+    Example:
+        >>> line_of("[a]\nb = 1\nc = [\n  2,\n]\n", ("a", "c"))
+        3
+    """
+    lines = text.split("\n")
+    begin = 1
+    for number in range(1, len(lines) + 1):
+        try:
+            content = tomllib.loads("\n".join(lines[:number]))
+        except tomllib.TOMLDecodeError:
+            continue  # in the middle of a statement
+        if _has(content, keys):
+            return begin
+        begin = number + 1
+    return len(lines)
+
+
+def _has(content: Any, keys: Keys) -> bool:
+    for key in keys:
+        try:
+            content = content[key]
+        except (KeyError, IndexError, TypeError):
+            return False
+    return True

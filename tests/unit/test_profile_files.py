@@ -1,0 +1,256 @@
+"""Profiles that stand in files: which file counts, and what is said of one that is wrong."""
+
+from __future__ import annotations
+
+import os
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from raypool import InvalidTypeError, InvalidValueError, Profile, RaypoolError, WorkerResources, parpool
+from raypool.profile_files import line_of, named_profile, resolve_profile
+
+Write = Callable[..., Path]
+
+LAB = """
+# the machine in the cellar
+[profiles.lab]
+address = "10.0.0.7:6379"
+gpus = [0, 2]
+env = {NCCL_DEBUG = "INFO"}
+start_timeout_s = 5
+idle_timeout_s = 600.5
+cancel_grace_s = 1
+retries = 0
+quiet = true
+trace = "events.jsonl"
+
+[profiles.lab.resources]
+gpus = 0.5
+memory_bytes = 2_000_000
+accelerator_type = "T4"
+"""
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
+    """Give a way to write files under the folder in which the test runs."""
+    work = tmp_path / "project" / "work"
+    work.mkdir(parents=True)
+    monkeypatch.chdir(work)
+
+    def write(text: str, name: str = "raypool.toml", folder: str = ".") -> Path:
+        path = (work / folder / name).resolve()
+        path.write_text(textwrap.dedent(text), encoding="utf-8")
+        return path
+
+    return write
+
+
+# --- what a file says -------------------------------------------------------------------------------------------------
+
+
+def test_all_fields_can_stand_in_a_file(write: Write) -> None:
+    write(LAB)
+    assert named_profile("lab") == Profile(
+        address="10.0.0.7:6379",
+        resources=WorkerResources(gpus=0.5, memory_bytes=2_000_000, accelerator_type="T4"),
+        gpus=(0, 2),
+        env={"NCCL_DEBUG": "INFO"},
+        start_timeout_s=5,
+        idle_timeout_s=600.5,
+        cancel_grace_s=1,
+        retries=0,
+        quiet=True,
+        trace="events.jsonl",
+    )
+
+
+def test_single_fields_are_replaced(write: Write) -> None:
+    write(LAB)
+    profile = resolve_profile("lab", {"gpus": [1], "address": None})
+    assert (profile.gpus, profile.address, profile.retries) == ((1,), None, 0)
+
+
+def test_a_pool_by_the_name_of_its_profile(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    write('[profiles.mine]\nbackend = "threads"\nquiet = true\nresources = [{gpus = 0}, {gpus = 0}, {cpus = 2}]')
+    with parpool(profile="mine") as pool:
+        assert pool.num_workers == 3
+        assert list(pool.parfor(abs, [-1, 2])) == [1, 2]
+    with pytest.raises(InvalidValueError, match=r"asks for 2, but .* each of 3 workers"):
+        parpool(2, profile="mine")
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[profiles.mixed]\nresources = [{gpus = 0}, {gpus = 0}, {gpus = 1}]",
+        "[profiles.mixed]\nresources = [\n  {gpus = 0},\n  {gpus = 0},\n  {gpus = 1},\n]",
+        "[profiles.mixed]\n[[profiles.mixed.resources]]\ngpus = 0\n[[profiles.mixed.resources]]\ngpus = 0\n"
+        "[[profiles.mixed.resources]]\ngpus = 1",
+    ],
+)
+def test_resources_of_each_worker(write: Write, text: str) -> None:
+    write(text)
+    assert named_profile("mixed").listed == (WorkerResources(gpus=0), WorkerResources(gpus=0), WorkerResources(gpus=1))
+
+
+def test_functions_are_imported(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    write("class Cache:\n    @staticmethod\n    def load(): pass\ndef leave(): pass", name="raypool_test_hooks.py")
+    write('[profiles.x]\nsetup = "raypool_test_hooks:Cache.load"\nteardown = "raypool_test_hooks:leave"')
+    monkeypatch.syspath_prepend(str(Path.cwd()))
+    profile = named_profile("x")
+    hooks = sys.modules.pop("raypool_test_hooks")
+    assert (profile.setup, profile.teardown) == (hooks.Cache.load, hooks.leave)
+
+
+# --- which file counts ------------------------------------------------------------------------------------------------
+
+
+def test_a_file_further_up_is_found(write: Write) -> None:
+    write('[profiles.x]\naddress = "up"', folder="../..")
+    assert named_profile("x").address == "up"
+
+
+def test_the_nearest_file_with_profiles_wins_whole(write: Write) -> None:
+    write('[profiles.x]\naddress = "up"\n[profiles.y]', folder="..")
+    write("# no profiles in here")
+    write("[tool.other]\nx = 1", name="pyproject.toml")
+    assert named_profile("x").address == "up"
+    write('[tool.raypool.profiles.x]\naddress = "here"', name="pyproject.toml")
+    assert named_profile("x").address == "here"
+    with pytest.raises(InvalidValueError, match="no profile 'y'"):
+        named_profile("y")
+
+
+def test_raypool_toml_goes_before_pyproject_toml(write: Write) -> None:
+    write('[tool.raypool.profiles.x]\naddress = "pyproject"', name="pyproject.toml")
+    write('[profiles.x]\naddress = "raypool"')
+    assert named_profile("x").address == "raypool"
+
+
+def test_what_other_tools_say_in_pyproject_toml_is_theirs(write: Write) -> None:
+    write('[project]\nname = "x"\n[tool.black]\nprofiles = 3\n[tool.raypool.profiles."a b"]\nretries = 5', name="pyproject.toml")
+    assert named_profile("a b").retries == 5
+
+
+def test_a_folder_that_has_the_name_of_a_file(write: Write) -> None:
+    Path("raypool.toml").mkdir()
+    write("[profiles.x]", folder="..")
+    assert named_profile("x") == Profile()
+
+
+def test_a_working_directory_that_is_gone(write: Write) -> None:
+    gone = Path.cwd() / "gone"
+    gone.mkdir()
+    os.chdir(gone)
+    gone.rmdir()
+    assert named_profile("threads").backend == "threads"
+    with pytest.raises(InvalidValueError, match="no profile 'lab'"):
+        named_profile("lab")
+
+
+# --- what is said of a name that is not there ----------------------------------------------------------------------------
+
+
+def test_a_missing_profile_names_those_that_exist(write: Write) -> None:
+    with pytest.raises(InvalidValueError, match=r"There is no profile 'cluster'. There are: local, threads, inline\."):
+        parpool(profile="cluster")
+    path = write("[profiles.lab]\n[profiles.farm]")
+    with pytest.raises(InvalidValueError, match=r"There are: local, threads, inline; in .*: lab, farm") as caught:
+        parpool(profile="cluster")
+    assert str(path) in str(caught.value)
+
+
+# --- what is said of a file that is wrong ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "error", "words"),
+    [
+        ("[profiles.x]\n\n# so many\nnum_gpus = 2", 4, InvalidValueError, "no field 'num_gpus'. It has: backend, address, res"),
+        ("[profiles.x]\nresources.gpus = 1\nresources.ram = 2", 3, InvalidValueError, "no field 'ram'. It has: gpus, cpus, mem"),
+        ("[profiles.x.resources]\ngpus = -1", 2, InvalidValueError, "WorkerResources.gpus=-1. is negative"),
+        ("[profiles.x]\nresources = [\n  {gpus = 1},\n  {gpu = 1},\n]", 2, InvalidValueError, "no field 'gpu'"),
+        (
+            "[profiles.x]\n[[profiles.x.resources]]\ngpus = 1\n[[profiles.x.resources]]\ngpus = '1'",
+            5,
+            InvalidTypeError,
+            "gpus='1'. is not a number",
+        ),
+        ("[profiles.x]\nresources = []", 2, InvalidValueError, "names no worker"),
+        ("[profiles.x]\nresources = [1, 2]", 2, InvalidTypeError, "is not a table, nor a list of tables"),
+        ("[profiles.x]\nenv = {\n", 2, InvalidValueError, "not valid TOML"),
+        ("[profiles.x]\nretries = '3'", 2, InvalidTypeError, "retries='3' is not a whole number"),
+        ("[profiles.x]\nretries = 3\nidle_timeout_s = true", 3, InvalidTypeError, "idle_timeout_s=True is not a number"),
+        ("[profiles.x]\nenv = {A = 1}", 2, InvalidTypeError, "texts"),
+        ("[profiles.x]\ngpus = [0, 0]", 2, InvalidValueError, "GPU 0 is named twice"),
+        ("[profiles.x]\nbackend = 'mpi'", 2, InvalidValueError, "none of ray, threads, inline"),
+        ("[profiles.x]\nbackend = [\n'ray',\n]", 2, InvalidValueError, "none of ray, threads, inline"),
+        ("[profiles.x]\naddress = 2026-11-21", 2, InvalidTypeError, "not the address of a Ray cluster"),
+        ("[profiles.x]\nsetup = 'load'", 2, InvalidTypeError, 'names no function. Write "module:function"'),
+        ("[profiles.x]\nteardown = 3", 2, InvalidTypeError, 'names no function. Write "module:function"'),
+        ("[profiles.x]\nsetup = 'no_such_module_here:load'", 2, InvalidValueError, "could not be imported: ModuleNotFoundError"),
+        ("[profiles.x]\nsetup = 'os.path:no_such'", 2, InvalidValueError, "could not be imported: AttributeError"),
+        ("[profiles.x]\nsetup = 'os.path:join'", 2, InvalidTypeError, "cannot be called without arguments"),
+        ("[profiles.x]\nsetup = 'os:sep'", 2, InvalidTypeError, "is not callable"),
+        ("\n[profiles.x]\ngpus = [0]\nresources = {gpus = 2}", 2, InvalidValueError, "each worker is to have 2"),
+        ("\n[profile.x]\ngpus = [0]", 2, InvalidValueError, "there is no setting 'profile'. There are: profiles"),
+        ("profiles = 3", 1, InvalidTypeError, "profiles is not a table"),
+        ("[profiles]\nx = 3", 2, InvalidTypeError, "profile 'x' is not a table"),
+        ("[profiles.x]\n[profiles.threads]", 2, InvalidValueError, "'threads' is built in"),
+    ],
+)
+def test_a_file_that_is_wrong(write: Write, text: str, line: int, error: type[RaypoolError], words: str) -> None:
+    path = write(text)
+    with pytest.raises(error, match=words) as caught:
+        parpool(profile="x")
+    assert str(path) in str(caught.value)
+    assert f"line {line}" in str(caught.value)
+
+
+def test_the_line_in_pyproject_toml(write: Write) -> None:
+    path = write('[project]\nname = "x"\n\n[tool.raypool]\nprofile = 3\n', name="pyproject.toml")
+    with pytest.raises(InvalidValueError, match=f"{path}, line 5: there is no setting 'profile'"):
+        parpool(profile="x")
+    write('[tool.raypool.profiles.x]\ndescription = """\nretries = 1\n"""\n', name="pyproject.toml")
+    with pytest.raises(InvalidValueError, match="line 2: a profile has no field 'description'"):
+        parpool(profile="x")
+
+
+def test_another_profile_that_is_wrong_is_no_reason_to_refuse_this_one(write: Write) -> None:
+    write("[profiles.x]\nretries = 1\n[profiles.y]\ncolor = 1")
+    assert named_profile("x").retries == 1
+
+
+def test_a_broken_file_does_not_touch_the_built_in_profiles(write: Write) -> None:
+    write("[profiles.x", folder="..")
+    with parpool(2, profile="threads", quiet=True) as pool:
+        assert pool.num_workers == 2
+    with pytest.raises(InvalidValueError, match="not valid TOML"):
+        parpool(2, profile="x")
+
+
+def test_files_that_are_no_text(write: Write) -> None:
+    path = write("")
+    path.write_bytes(b"[profiles.x]\naddress = '\xff'")
+    with pytest.raises(InvalidValueError, match="is not UTF-8"):
+        named_profile("x")
+
+
+def test_the_cause_of_an_import_that_fails_is_kept(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    write("1 / 0", name="raypool_test_broken.py")
+    write("[profiles.x]\nsetup = 'raypool_test_broken:f'")
+    monkeypatch.syspath_prepend(str(Path.cwd()))
+    with pytest.raises(InvalidValueError, match="ZeroDivisionError") as caught:
+        named_profile("x")
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+def test_lines_are_those_that_an_editor_shows() -> None:
+    text = '[a]\nb = """\n\u2028\n"""\n"c.d" = 1\n[[e]]\n[[e]]\nf.g = 1\n'
+    assert [line_of(text, keys) for keys in [("a",), ("a", "b"), ("a", "c.d"), ("e", 1), ("e", 1, "f", "g")]] == [1, 2, 5, 7, 8]
