@@ -7,10 +7,15 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures._base import CANCELLED_AND_NOTIFIED, RUNNING  # the states have no public names
 from datetime import UTC, datetime
-from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 from raypool.errors import InvalidTypeError
+from raypool.feed import Feed
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 T = TypeVar("T")
 
@@ -60,10 +65,13 @@ class Future(concurrent.futures.Future[T], Generic[T]):
         submitted_at: When it was handed in.
         started_at: When its (last) run began, None before.
         finished_at: When it ended, None before.
+        stop_requested: Whether `request_stop` was called.
+        worker_replaced: What its cancellation has cost, if it was running then: False, the task has stopped and the worker goes on;
+            True, it did not stop and was killed with its worker, which is replaced; None while that is not known, or was not asked.
         read: Whether `fetch_next` or `fetch_outputs` has delivered it.
     """
 
-    def __init__(self, name: str, on_cancel: Callable[[Future[T]], object] | None = None) -> None:
+    def __init__(self, name: str, on_ask: Callable[[Future[T]], object] | None = None) -> None:
         super().__init__()
         self.name = name
         self.worker: int | None = None
@@ -74,8 +82,12 @@ class Future(concurrent.futures.Future[T], Generic[T]):
         self.read = False
         self.duration_s: float | None = None
         self._unopened: BaseException | Literal[False] | None = None  # why its value can't be opened; None: not tried
-        self.on_cancel = on_cancel  # the pool's own
+        self.stop_requested = False
+        self.worker_replaced: bool | None = None
+        self.on_ask = on_ask  # the pool's own: told of a cancellation, and of a wish for an early end
         self.task_id = -1  # likewise
+        self.feed: Feed | None = None  # likewise: made when the task says something
+        self.catch_up: Callable[[], None] | None = None  # likewise: waits for what it said before it ended
         self._is_notified = False
 
     @property
@@ -100,6 +112,50 @@ class Future(concurrent.futures.Future[T], Generic[T]):
         if self.duration_s is not None or self.started_at is None:
             return self.duration_s
         return (datetime.now(UTC) - self.started_at).total_seconds()
+
+    @property
+    def metrics(self) -> pd.DataFrame:
+        """What the task has reported so far (`raypool.report`), all of it once it has ended.
+
+        A row for each report, in order: `time` (UTC), `attempt`, then the metrics in the order in which they first appear. A
+        metric that is called like one of those two is in "reported_NAME". Empty if it has reported nothing.
+
+        Example:
+            >>> from raypool import parpool, report
+            >>> with parpool(profile="inline", quiet=True) as pool:
+            ...     job = pool.parfeval(lambda: [report(step=step, loss=0.5**step) for step in range(3)])
+            >>> job.metrics["loss"].tolist()
+            [1.0, 0.5, 0.25]
+        """
+        return self._caught_up().metrics(has_items=False)
+
+    @property
+    def diary(self) -> str:
+        """What the task has printed so far, to `sys.stdout` and `sys.stderr` alike; all of it once it has ended.
+
+        The newest MiB is kept; a first line says how much is missing before that. On Ray it is what the whole worker process
+        writes from Python, in whatever thread; with "threads" and "inline", what the task's own thread writes. What native code
+        prints by itself is not in it.
+
+        Source:
+            MATLAB R2025b, Diary of a parallel.Future.
+
+        Example:
+            >>> from raypool import parpool
+            >>> with parpool(profile="inline", quiet=True) as pool:
+            ...     job = pool.parfeval(print, "epoch 1")
+            epoch 1
+            >>> job.diary.splitlines()
+            ['epoch 1']
+        """
+        return self._caught_up().text()
+
+    def _caught_up(self) -> Feed:
+        catch_up = self.catch_up
+        if catch_up is not None:
+            catch_up()
+            self.catch_up = None
+        return self.feed or Feed()
 
     def result(self, timeout: float | None = None) -> T:
         """Return the value that the task returned, waiting for it at most `timeout` seconds.
@@ -140,14 +196,60 @@ class Future(concurrent.futures.Future[T], Generic[T]):
         super().add_done_callback(functools.partial(_call_back, fn))
 
     def cancel(self) -> bool:
-        """Cancel it if it has not started; return whether it is cancelled."""
-        was_cancelled = self.cancelled()
-        is_cancelled = super().cancel()
-        if is_cancelled and not was_cancelled:
-            self.finished_at = datetime.now(UTC)
-            if self.on_cancel is not None:
-                self.on_cancel(self)
-        return is_cancelled
+        """Cancel it, also while it runs; return whether it is cancelled.
+
+        For everybody here it is cancelled at once, and what it may still return is dropped. One that runs is interrupted where it
+        is in its Python code (`TaskCancelled` is raised there), and its worker takes the next task. If it has not ended after the
+        profile's `cancel_grace_s`, it is killed, and its worker replaced on the same GPU: `worker_replaced` says which it was.
+        """
+        if self.cancelled():
+            return True
+        if not super().cancel() and not self._cancel_running():
+            return False
+        self.finished_at = datetime.now(UTC)
+        if self.on_ask is not None:
+            self.on_ask(self)
+        return True
+
+    def _cancel_running(self) -> bool:
+        """Do what the standard library does for a future that waits, for one that runs."""
+        with self._condition:
+            if self._state != RUNNING or self.on_ask is None:
+                return False
+            self._state = CANCELLED_AND_NOTIFIED
+            self._is_notified = True
+            for waiter in self._waiters:
+                waiter.add_cancelled(self)
+            self._condition.notify_all()
+        self._invoke_callbacks()
+        return True
+
+    def request_stop(self) -> bool:
+        """Ask the task to end early by itself: `current_task().should_stop` becomes true in it, and what it returns then counts.
+
+        Returns:
+            Whether it had not ended. One that waits still runs, and finds the wish from its first line on.
+
+        Example:
+            >>> from raypool import current_task, parpool
+            >>> def train():
+            ...     steps = 0
+            ...     while not current_task().should_stop:
+            ...         steps += 1
+            ...     return "what I have"
+            >>> with parpool(1, profile="threads", quiet=True) as pool:
+            ...     job = pool.parfeval(train)
+            ...     job.request_stop()
+            ...     job.result()
+            True
+            'what I have'
+        """
+        if self.done():
+            return False
+        self.stop_requested = True
+        if self.on_ask is not None:
+            self.on_ask(self)
+        return True
 
     def __repr__(self) -> str:
         where = "" if self.worker is None else f" on worker {self.worker}"
@@ -177,12 +279,13 @@ def _error_of(value: Any) -> BaseException | Literal[False]:
 def gather(futures: Sequence[Future[Any]], name: str) -> Future[list[Any]]:
     """Return a future of all their results, in this order; it fails with the first of their errors when all have ended."""
 
-    def cancel_parts(whole: Future[list[Any]]) -> None:
+    def ask_parts(whole: Future[list[Any]]) -> None:
         for future in futures:
-            future.cancel()
-        whole.notify_cancelled()
+            future.cancel() if whole.cancelled() else future.request_stop()
+        if whole.cancelled():
+            whole.notify_cancelled()
 
-    whole: Future[list[Any]] = Future(name, on_cancel=cancel_parts)
+    whole: Future[list[Any]] = Future(name, on_ask=ask_parts)
     lock = threading.Lock()
     missing = len(futures)
 

@@ -27,12 +27,14 @@ from raypool.core.model import Counts, Report, TaskSpec
 from raypool.core.scheduler import Scheduler
 from raypool.engine.backend import Failure, Function, LocalValues, Part, SliceResult, WorkerInfo
 from raypool.engine.engine import Engine
+from raypool.engine.guard import Guard
 from raypool.engine.inbox import Message
 from raypool.engine.runner import Surroundings, run_parts
 from raypool.engine.trace import read_trace
 from raypool.errors import LossReason
 from raypool.pool import ParallelPool
 from raypool.profiles import Profile
+from raypool.task import Say
 
 __all__ = ["FaultPlan", "SimBackend", "SimReport", "VirtualClock", "replay", "sim_pool", "simulate"]
 
@@ -118,8 +120,9 @@ class Dice:
 class SimBackend:
     """A backend whose workers exist in simulated time only."""
 
-    def __init__(self, clock: VirtualClock, plan: FaultPlan) -> None:
+    def __init__(self, clock: VirtualClock, plan: FaultPlan, say: Say) -> None:
         self._clock = clock
+        self._say = say
         self._dice = Dice(plan)
         self._next_place = 0
         self._infos: dict[int, WorkerInfo] = {}
@@ -131,7 +134,7 @@ class SimBackend:
         self._next_place += count
         return places
 
-    def start_worker(self, worker_id: int, place: int) -> None:
+    def start_worker(self, worker_id: int, place: int, setups: Sequence[Function]) -> None:
         """Let a worker come up after a while, or not."""
         info = self._infos[worker_id] = WorkerInfo(place, platform.node(), worker_id, gpus=(place,))
         message: Message = (m.WorkerReady(worker_id), info)
@@ -139,7 +142,7 @@ class SimBackend:
             message = (m.WorkerLost(worker_id, LossReason.START), "it was planned that it would not start")
         self._clock.put_later(self._dice.plan.start_s, message)
 
-    def vacate(self, place: int) -> None:
+    def vacate(self, place: int, *, keep: bool = False) -> None:
         """Nothing has to be given back."""
 
     def pack(self, value: Any, what: str, *, is_trial: bool = False) -> Any:
@@ -156,7 +159,8 @@ class SimBackend:
             self._clock.put_later(seconds, lost)
             return
         try:
-            raw = run_parts(parts, Surroundings(self._infos[worker_id], known.__getitem__, lambda items: items))
+            here = Surroundings(self._infos[worker_id], known.__getitem__, lambda items: items, Guard(), self._say)
+            raw = run_parts(attempt_id, parts, here)
         except SystemExit as error:
             died: Message = (m.WorkerLost(worker_id, LossReason.EXIT), f"the function called sys.exit({error.code!r})")
             self._clock.put_later(seconds, died)
@@ -170,6 +174,9 @@ class SimBackend:
         answer: Message = (m.AttemptFinished(worker_id, attempt_id, ()), results)
         self._clock.put_later(seconds * sum(part.done for part in raw), lost if is_lost else answer)
 
+    def signal(self, worker_id: int, attempt_id: int, task_id: int, wish: m.Signal) -> None:
+        """Nothing runs between two events."""
+
     def close(self) -> None:
         """Nothing is left."""
 
@@ -177,7 +184,7 @@ class SimBackend:
 def sim_pool(num_workers: int, plan: FaultPlan | None = None, **changes: Any) -> ParallelPool:
     """Return a pool of simulated workers; `changes` are fields of its profile."""
     clock = VirtualClock()
-    engine = Engine(Profile(backend="inline", **changes), clock, lambda _: SimBackend(clock, plan or FaultPlan()))
+    engine = Engine(Profile(backend="inline", **changes), clock, lambda _, hub: SimBackend(clock, plan or FaultPlan(), hub.say))
     engine.add_workers(num_workers, num_workers)
     return ParallelPool(engine)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
-from raypool.core.messages import Event
+from raypool.core.messages import Event, Signal
 from raypool.futures import Values
 
 Post = Callable[[Event, Any], None]
@@ -71,8 +71,10 @@ class Part(NamedTuple):
     `items`, packed: a list with one entry for each item; with `is_call` each entry is `(args, kwargs)` for the function, else it
     is the function's one argument. `start`: the number of the first. `seed`: of the loop. `stops_on_error`: what comes after an
     item that fails is not wanted. `is_fixed`: the user has said how many items a call takes, so none is handed back.
+    `should_stop`: somebody has asked for an early end before it began.
     """
 
+    task_id: int
     fn_id: int
     items: Any
     num_items: int
@@ -83,6 +85,7 @@ class Part(NamedTuple):
     name: str | None = None
     stops_on_error: bool = False
     is_fixed: bool = False
+    should_stop: bool = False
 
 
 class Failure(NamedTuple):
@@ -98,7 +101,8 @@ class SliceResult:
 
     It began with item number `start`, and `done` of its items have an outcome. Their values are
     `values.get()[offset : offset + done]`; `failures` maps item numbers to what went wrong instead. `durations_s` has one entry
-    for each; the first began at `started_at` (Unix time [s]).
+    for each; the first began at `started_at` (Unix time [s]). `catch_up` waits until all that was reported meanwhile has arrived;
+    None if it has.
     """
 
     start: int
@@ -108,6 +112,7 @@ class SliceResult:
     failures: dict[int, Failure]
     durations_s: array[float]
     started_at: float
+    catch_up: Callable[[], None] | None = None
 
 
 class LocalValues:
@@ -145,11 +150,14 @@ class Backend(Protocol):
             ResourceError: There are fewer than `least`, even after `start_timeout_s`. Nothing is kept then.
         """
 
-    def start_worker(self, worker_id: int, place: int) -> None:
-        """Start a worker in a place, instead of any that was there; posts `WorkerReady` or `WorkerLost`."""
+    def start_worker(self, worker_id: int, place: int, setups: Sequence[Function]) -> None:
+        """Start a worker in a place, instead of any that was there, and call these functions, without arguments, in it.
 
-    def vacate(self, place: int) -> None:
-        """End what runs in a place and give the place back."""
+        Posts `WorkerReady` when they have returned, else `WorkerLost`.
+        """
+
+    def vacate(self, place: int, *, keep: bool = False) -> None:
+        """End what runs in a place and give the place back, unless it is to be kept for another worker."""
 
     def pack(self, value: Any, what: str, *, is_trial: bool = False) -> Any:
         """Make a value ready to travel; in a trial, only make sure that it can.
@@ -160,6 +168,13 @@ class Backend(Protocol):
 
     def run(self, worker_id: int, attempt_id: int, parts: Sequence[Part], functions: Sequence[Function]) -> None:
         """Call a worker; posts `AttemptFinished` or `WorkerLost`. `functions` are those that the parts name."""
+
+    def signal(self, worker_id: int, attempt_id: int, task_id: int, wish: Signal) -> None:
+        """Pass on to a worker what somebody wants of the slices of a task in a call.
+
+        With `Signal.CANCEL` they end at once, or are not begun. What has not ended after `cancel_grace_s` is killed with its
+        worker: then `WorkerLost` is posted, with `LossReason.STOPPED`, when nothing of the worker is left.
+        """
 
     def close(self) -> None:
         """End everything that is left. Values that were not fetched stay within reach."""

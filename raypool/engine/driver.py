@@ -24,6 +24,7 @@ from raypool.core import messages as m
 from raypool.core.model import PoolState, Report, Slice, TaskSpec, TaskState, WorkerState
 from raypool.core.scheduler import Scheduler
 from raypool.engine.backend import Backend, Function, Part, SliceResult, WorkerInfo, all_failed, nothing_done
+from raypool.engine.hub import Hub
 from raypool.engine.inbox import Inbox, Message
 from raypool.engine.trace import TraceWriter
 from raypool.engine.work import Work
@@ -34,6 +35,7 @@ from raypool.errors import (
     RaypoolError,
     SerializationError,
     TaskError,
+    TaskTimeoutError,
     WorkerLostError,
 )
 from raypool.futures import Future
@@ -52,11 +54,20 @@ HINTS = {
     LossReason.NODE: "Check the node, or raise retries.",
     LossReason.PREEMPTED: "Raise retries, so that the item moves to another node.",
     LossReason.START: "Try the function with profile='inline'.",
+    LossReason.STOPPED: "What was beside it had been cancelled and did not stop; run it again.",
     LossReason.UNKNOWN: "Run the item with profile='inline' to see what it does.",
 }
 """The next step, by what happened."""
 
 NOBODY = WorkerInfo(-1, "unknown host", 0)
+
+
+class Tell(NamedTuple):
+    """Whom the driver tells what: `warn` that the pool is smaller for good, `note` that its workers rest, both in a sentence."""
+
+    warn: Callable[[str], None]
+    note: Callable[[str], None]
+    closed: Callable[[], None]  # that the pool has ended
 
 
 class Driver:
@@ -65,7 +76,8 @@ class Driver:
     Args:
         scheduler: The core.
         inbox: Where everything arrives.
-        on_drop: Called with a sentence when the pool has become smaller for good.
+        hub: Where what tasks report and print comes together.
+        tell: What the user and the rest of the pool are told.
         record: Writes down every event and its time, before it is handled.
     """
 
@@ -73,16 +85,19 @@ class Driver:
         self,
         scheduler: Scheduler,
         inbox: Inbox,
-        on_drop: Callable[[str], None],
+        hub: Hub,
+        tell: Tell,
         record: TraceWriter | None = None,
     ) -> None:
         self.scheduler = scheduler
+        self.setups: list[Function] = []  # what every worker begins with
         self.works: dict[int, Work] = {}
         self.infos: dict[int, WorkerInfo] = {}  # by place
         self.closed = threading.Event()
         self.crash: BaseException | None = None
         self._inbox = inbox
-        self._on_drop = on_drop
+        self._hub = hub
+        self._tell = tell
         self._record = record
         self._backend: Backend
         self._thread: threading.Thread | None = None
@@ -93,7 +108,8 @@ class Driver:
         self._timers: list[tuple[float, int, m.TimerFired]] = []
         self._timer_ids = itertools.count()
         self._sent: dict[int, list[Sent]] = {}  # by attempt
-        self.cancel_call = self._cancel_call  # bound once: every queued future holds it
+        self.ask_call = self._ask_call  # bound once: every queued future holds it
+        self._stopping: dict[int, list[Future[Any]]] = {}  # by attempt: cancelled while it ran
         self._answer: dict[int, list[tuple[Slice, SliceResult]]] = {}  # the one at hand, by task
         self._speaker: WorkerInfo = NOBODY  # the worker that the event at hand is about
         self._at_hand: m.Event | None = None
@@ -131,8 +147,9 @@ class Driver:
         """Whether this code runs in the driver's thread (a callback of a future does): waiting here would be for ever."""
         return threading.current_thread() is self._thread
 
-    def _cancel_call(self, future: Future[Any]) -> None:
-        self.post(m.CancelRequested(future.task_id))
+    def _ask_call(self, future: Future[Any]) -> None:
+        """Pass on what somebody wants of a call: that it ends, or that it ends early by itself."""
+        self.post(m.CancelRequested(future.task_id) if future.cancelled() else m.StopRequested(future.task_id))
 
     def barrier(self) -> None:
         """Wait until everything that was posted before has been handled."""
@@ -191,15 +208,21 @@ class Driver:
         return heappop(self._timers)[2], None
 
     def _next_timer(self) -> float | None:
-        """Return when the next timer is due that still means something: all are about workers that start."""
-        workers = self.scheduler.crew.workers
+        """Return when the next timer is due that still means something."""
         while self._timers:
             at, _, timer = self._timers[0]
-            worker = workers.get(timer.worker_id)
-            if worker is not None and worker.state is WorkerState.STARTING:
+            if self._is_of_use(timer):
                 return at
             heappop(self._timers)
         return None
+
+    def _is_of_use(self, timer: m.TimerFired) -> bool:
+        if timer.kind == "idle":
+            return True
+        worker = self.scheduler.crew.workers.get(timer.worker_id)
+        if timer.kind == "timeout":
+            return worker is not None and timer.attempt_id in worker.attempts
+        return worker is not None and worker.state is WorkerState.STARTING
 
     def crash_error(self) -> PoolBrokenError:
         """Return the error for those who still want something of a driver that has failed."""
@@ -218,6 +241,7 @@ class Driver:
         finally:
             if self._record is not None:
                 self._record.close()
+            self._tell.closed()
             with self._submit_lock, self._changed:
                 self.closed.set()
                 self._changed.notify_all()
@@ -240,6 +264,7 @@ class Driver:
             event = self._with_reports(event, payload)
         elif isinstance(event, m.TaskSubmitted):
             self.works[event.spec.task_id] = payload
+            self._hub.watch(event.spec.task_id, payload.holder)
         elif isinstance(event, m.WorkerReady):
             self._note_ready(event, payload)
         elif isinstance(event, m.TimerFired) and event.kind == "ready":
@@ -250,7 +275,11 @@ class Driver:
         now = self._inbox.now()
         if self._record is not None:
             self._record(now, event)
-        for command in self.scheduler.handle(event, now):
+        commands = self.scheduler.handle(event, now)
+        if commands and isinstance(commands[0], m.ParkWorker):
+            count = f"{len(commands)} worker" + ("s have" if len(commands) != 1 else " has")
+            self._tell.note(f"idle; {count} ended, and their memory is free; the next call starts them again")
+        for command in commands:
             self._carry_out(command)
         if isinstance(payload, threading.Event):
             payload.set()
@@ -265,8 +294,15 @@ class Driver:
             return  # it was given up before
         self._speaker = self._info_of(event.worker_id)
         self._last_words = words or event.reason.value
+        self._hub.forget(event.worker_id)
         for attempt_id in worker.attempts:
             self._sent.pop(attempt_id, None)
+            self._note_stopped(attempt_id, is_replaced=True)
+
+    def _note_stopped(self, attempt_id: int, is_replaced: bool) -> None:
+        """Let futures that were cancelled while they ran say what has become of their worker."""
+        for future in self._stopping.pop(attempt_id, ()):
+            future.worker_replaced = is_replaced
 
     def _note_ready(self, event: m.WorkerReady, info: WorkerInfo) -> None:
         worker = self.scheduler.crew.workers.get(event.worker_id)
@@ -278,6 +314,8 @@ class Driver:
     def _with_reports(self, event: m.AttemptFinished, results: list[SliceResult]) -> m.AttemptFinished:
         """Say of each slice of the attempt what the scheduler has to know."""
         sent = self._sent.pop(event.attempt_id, [])
+        if self._stopping:
+            self._note_stopped(event.attempt_id, is_replaced=False)
         answers = iter(results)
         self._answer = {}
         self._speaker = self._info_of(event.worker_id)
@@ -299,7 +337,7 @@ class Driver:
 
     # --- what goes out ------------------------------------------------------------------------------------------------
 
-    def _carry_out(self, command: m.Command) -> None:  # noqa: C901 - one line for each command
+    def _carry_out(self, command: m.Command) -> None:  # noqa: C901, PLR0912 - one line for each command
         match command:
             case m.RunTasks():
                 self._run(command)
@@ -309,18 +347,30 @@ class Driver:
                 self._end(task_id, state)
             case m.FailItems(items, reason):
                 self._fail(items, reason)
+            case m.TimeOutItems(items, timeout_s):
+                self._time_out(items, timeout_s)
+            case m.SignalTask():
+                self._signal(command)
             case m.StartWorker(worker_id, place):
-                self._backend.start_worker(worker_id, place)
+                self._backend.start_worker(worker_id, place, tuple(self.setups))
+            case m.ParkWorker(place):
+                self._backend.vacate(place, keep=True)
             case m.Vacate(place):
                 self._vacate(place)
-            case m.SetTimer(at, kind, worker_id):
-                heappush(self._timers, (at, next(self._timer_ids), m.TimerFired(kind, worker_id)))
+            case m.SetTimer():
+                heappush(self._timers, (command.at, next(self._timer_ids), m.TimerFired(*command[1:])))
             case m.DropPlace(place):
                 self._drop(place)
             case m.BreakPool():
                 pass  # the tasks that end now say so
             case m.ClosePool():
                 self._close()
+
+    def _signal(self, command: m.SignalTask) -> None:
+        holder = self.works[command.task_id].holder
+        if command.signal is m.Signal.CANCEL and isinstance(holder, Future):
+            self._stopping.setdefault(command.attempt_id, []).append(holder)
+        self._backend.signal(*command)
 
     def _vacate(self, place: int) -> None:
         with self._changed:
@@ -373,6 +423,16 @@ class Driver:
         )
         work.fail(items, error)
 
+    def _time_out(self, items: Slice, timeout_s: float) -> None:
+        work = self.works[items.task_id]
+        work.fail(
+            items,
+            TaskTimeoutError(
+                f"{work.describe(items)} had not ended after timeout_s={timeout_s:g}, and was stopped on worker "
+                f"{self._speaker.index}. Give it more time, or look at what it printed in .diary."
+            ),
+        )
+
     def _end(self, task_id: int, state: TaskState) -> None:
         work = self.works.pop(task_id)
         error: RaypoolError | None = None
@@ -387,4 +447,4 @@ class Driver:
         with self._changed:
             self._dropped[place] = self._last_words
             self._changed.notify_all()
-        self._on_drop(f"A worker could not be started again: {self._last_words}. The pool has {self.scheduler.crew.size} left.")
+        self._tell.warn(f"A worker could not be started again: {self._last_words}. The pool has {self.scheduler.crew.size} left.")

@@ -7,6 +7,7 @@ import functools
 import itertools
 import logging
 import os
+import sys
 import threading
 import weakref
 from collections import OrderedDict
@@ -17,11 +18,13 @@ from raypool.core.messages import ResizeRequested, ShutdownRequested
 from raypool.core.model import PoolState
 from raypool.core.scheduler import Scheduler
 from raypool.engine.backend import Backend, Function, Post, WorkerInfo
-from raypool.engine.driver import Driver
+from raypool.engine.driver import Driver, Tell
+from raypool.engine.hub import Hub
 from raypool.engine.inbox import Inbox, InlineInbox, ThreadInbox
 from raypool.engine.trace import TraceWriter
 from raypool.errors import InvalidValueError, PoolBrokenError, PoolClosedError, StartupError
 from raypool.profiles import Profile
+from raypool.shared import discard
 from raypool.task import in_task
 
 KEPT_FUNCTIONS = 128
@@ -43,7 +46,7 @@ class Engine:
     Args:
         profile: Where it runs.
         inbox: Where everything arrives.
-        make_backend: Makes the backend, given how to post to the driver.
+        make_backend: Makes the backend, given how to post to the driver, and where what tasks say comes together.
         unpack: Undoes what the backend's `pack` does, on any worker.
     """
 
@@ -51,21 +54,38 @@ class Engine:
         self,
         profile: Profile,
         inbox: Inbox,
-        make_backend: Callable[[Post], Backend],
+        make_backend: Callable[[Post, Hub], Backend],
         unpack: Callable[[Any], Any] = as_is,
     ) -> None:
         self.profile = profile
         self.constants: list[str] = []  # by key; those that have to be cleaned up at the end
         self._unpack = unpack
         self._trace = TraceWriter(profile.trace) if profile.trace is not None else None
-        self.driver = Driver(Scheduler(profile.start_timeout_s), inbox, logger.warning, self._trace)
-        self.backend = make_backend(self.driver.post)
+        self.hub = Hub()
+        idle_timeout_s = profile.idle_timeout_s if inbox.is_threaded else None  # without a thread, nobody would notice
+        scheduler = Scheduler(profile.start_timeout_s, idle_timeout_s)
+        self.driver = Driver(scheduler, inbox, self.hub, Tell(logger.warning, self._note, self._clean_up), self._trace)
+        self.backend = make_backend(self.driver.post, self.hub)
         self._functions: OrderedDict[bytes, Function] = OrderedDict()
         self._function_ids = itertools.count()
         self._lock = threading.Lock()
         self.is_closing = False
         self.driver.start(self.backend)
         _engines.add(self)
+        if profile.setup is not None:
+            self.driver.setups.append(self.function(profile.setup))
+
+    def _note(self, text: str) -> None:
+        if not self.profile.quiet:
+            sys.stdout.write(f"raypool: {text}\n")
+            sys.stdout.flush()
+
+    def _clean_up(self) -> None:
+        """Let go of constants that were used in this process."""
+        try:
+            discard(self.constants)
+        except Exception:
+            logger.exception("The cleanup of a constant failed.")
 
     def check_open(self) -> None:
         """Make sure that work is still taken.
@@ -133,7 +153,7 @@ class Engine:
         Raises:
             StartupError: They do.
         """
-        if self.profile.resources.workers_per_gpu > 1:
+        if any(kind.workers_per_gpu > 1 for kind in self.profile.kinds):
             return
         seen: dict[tuple[str, int], int] = {}
         for worker in self.workers():
@@ -197,12 +217,12 @@ def open_engine(profile: Profile) -> Engine:
     if profile.backend == "inline":
         from raypool.engine.inline import InlineBackend
 
-        return Engine(profile, InlineInbox(), InlineBackend)
+        return Engine(profile, InlineInbox(), lambda post, hub: InlineBackend(profile, post, hub.say))
     if profile.backend == "threads":
         from raypool.devices.inventory import usable_cores
         from raypool.engine.inline import ThreadsBackend
 
-        return Engine(profile, ThreadInbox(), lambda post: ThreadsBackend(post, usable_cores()))
+        return Engine(profile, ThreadInbox(), lambda post, hub: ThreadsBackend(profile, post, hub.say, usable_cores()))
     from raypool.engine.ray_session import join_ray, leave_ray
 
     join_ray(profile.address)  # before anything imports Ray, which reads its settings then
@@ -212,7 +232,7 @@ def open_engine(profile: Profile) -> Engine:
 
         atexit.unregister(_end_all)
         atexit.register(_end_all)  # Ray has registered its own end by now; ours has to come before that
-        return Engine(profile, ThreadInbox(), lambda post: RayBackend(profile, post), unpack)
+        return Engine(profile, ThreadInbox(), lambda post, hub: RayBackend(profile, post, hub), unpack)
     except BaseException:
         leave_ray(lambda: None)
         raise

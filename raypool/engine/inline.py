@@ -6,6 +6,7 @@ They are the local mode: the same results as on Ray, milliseconds to start, and 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import platform
 import queue
@@ -13,20 +14,38 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from raypool.core.messages import AttemptFinished, WorkerLost, WorkerReady
+from raypool.core.messages import AttemptFinished, Signal, WorkerLost, WorkerReady
 from raypool.engine.backend import Failure, Function, LocalValues, Part, Post, SliceResult, WorkerInfo
-from raypool.engine.runner import Surroundings, run_parts
+from raypool.engine.guard import ThreadGuard
+from raypool.engine.runner import Surroundings, run_parts, set_up
 from raypool.errors import LossReason
+from raypool.profiles import Profile
+from raypool.task import Say
+
+TEARDOWN_TIMEOUT_S = 10.0
+"""What a worker ends with may take so long [s]."""
+
+logger = logging.getLogger("raypool")
 
 
 class InlineBackend:
-    """Runs each call at once, in the calling thread."""
+    """Runs each call at once, in the calling thread.
 
-    def __init__(self, post: Post, default_workers: int = 1) -> None:
+    Args:
+        profile: How long a cancelled task has to end, and what workers end with.
+        post: Tells the driver what has happened.
+        say: Takes what tasks report and print.
+        default_workers: How many workers a pool has that does not say.
+    """
+
+    def __init__(self, profile: Profile, post: Post, say: Say, default_workers: int = 1) -> None:
+        self._profile = profile
         self._post = post
+        self._say = say
         self._default_workers = default_workers
         self._next_place = 0
         self._workers: dict[int, WorkerInfo] = {}  # by worker id
+        self._guards: dict[int, ThreadGuard] = {}
 
     def claim(self, least: int | None, most: int | None) -> list[int]:
         """Claim as many places as wanted: there is no limit to workers in one process."""
@@ -38,16 +57,38 @@ class InlineBackend:
         self._next_place += count
         return places
 
-    def start_worker(self, worker_id: int, place: int) -> None:
-        """Take note of a worker."""
+    def start_worker(self, worker_id: int, place: int, setups: Sequence[Function]) -> None:
+        """Take note of a worker, and set it up."""
         info = WorkerInfo(place, platform.node(), os.getpid())
         self._workers[worker_id] = info
+        self._guards[worker_id] = ThreadGuard()
+        try:
+            set_up([setup.packed for setup in setups], info)
+        except Exception as error:
+            self._post(WorkerLost(worker_id, LossReason.START), f"its setup failed, {type(error).__name__}: {error}")
+            return
         self._post(WorkerReady(worker_id), info)
 
-    def vacate(self, place: int) -> None:
+    def vacate(self, place: int, *, keep: bool = False) -> None:
         """Forget the worker in this place."""
-        for worker_id in [number for number, info in self._workers.items() if info.index == place]:
-            del self._workers[worker_id]
+        for worker_id in self._workers_in(place):
+            self._forget(worker_id)
+
+    def _workers_in(self, place: int) -> list[int]:
+        return [number for number, info in self._workers.items() if info.index == place]
+
+    def _forget(self, worker_id: int) -> None:
+        del self._guards[worker_id]
+        self._tear_down(self._workers.pop(worker_id))
+
+    def _tear_down(self, worker: WorkerInfo) -> bool:
+        if self._profile.teardown is None:
+            return True
+        try:
+            set_up([self._profile.teardown], worker)
+        except Exception:
+            logger.exception("The teardown of worker %d failed.", worker.index)
+        return True
 
     def pack(self, value: Any, what: str, *, is_trial: bool = False) -> Any:
         """Return the value: it does not travel."""
@@ -69,7 +110,8 @@ class InlineBackend:
         known = {function.fn_id: function.packed for function in functions}
         try:
             with guard:
-                raw = run_parts(parts, Surroundings(self._workers[worker_id], known.__getitem__, _as_is))
+                here = Surroundings(self._workers[worker_id], known.__getitem__, _as_is, self._guards[worker_id], self._say)
+                raw = run_parts(attempt_id, parts, here)
         except SystemExit as error:
             self._post(WorkerLost(worker_id, LossReason.EXIT), f"the function called sys.exit({error.code!r})")
             return False
@@ -91,9 +133,16 @@ class InlineBackend:
         self._post(AttemptFinished(worker_id, attempt_id, ()), results)
         return True
 
+    def signal(self, worker_id: int, attempt_id: int, task_id: int, wish: Signal) -> None:
+        """Pass on what somebody wants of a slice; here nobody can want anything while it runs but its own thread."""
+        guard = self._guards.get(worker_id)
+        if guard is not None:
+            guard.request(wish, attempt_id, task_id)
+
     def close(self) -> None:
         """Forget all workers."""
-        self._workers.clear()
+        for worker_id in list(self._workers):
+            self._forget(worker_id)
 
 
 def _as_is(items: Any) -> Any:
@@ -103,25 +152,46 @@ def _as_is(items: Any) -> Any:
 class ThreadsBackend(InlineBackend):
     """Runs each worker as a thread of this process."""
 
-    def __init__(self, post: Post, default_workers: int) -> None:
-        super().__init__(post, default_workers)
+    def __init__(self, profile: Profile, post: Post, say: Say, default_workers: int) -> None:
+        super().__init__(profile, post, say, default_workers)
         self._calls: dict[int, queue.SimpleQueue[Callable[[], bool] | None]] = {}
+        self._threads: dict[int, threading.Thread] = {}
         self._seeding = threading.Lock()
 
-    def start_worker(self, worker_id: int, place: int) -> None:
+    def start_worker(self, worker_id: int, place: int, setups: Sequence[Function]) -> None:
         """Start a thread."""
-        calls: queue.SimpleQueue[Callable[[], bool] | None] = queue.SimpleQueue()
-        self._calls[worker_id] = calls
-        thread = threading.Thread(target=_work, args=(calls,), name=f"raypool-worker-{place}", daemon=True)
+        for other in self._workers_in(place):
+            self._forget(other)
+        calls = self._calls[worker_id] = queue.SimpleQueue()
+        name = f"raypool-worker-{place}"
+        thread = self._threads[worker_id] = threading.Thread(target=_work, args=(calls,), name=name, daemon=True)
         thread.start()
-        super().start_worker(worker_id, place)
+        start = super().start_worker
+        calls.put(lambda: start(worker_id, place, setups) is None)
 
-    def vacate(self, place: int) -> None:
-        """End the thread in this place, after what it is running: a thread can't be killed."""
-        for worker_id, info in self._workers.items():
-            if info.index == place:
-                self._calls.pop(worker_id).put(None)
-        super().vacate(place)
+    def _forget(self, worker_id: int) -> None:
+        """End a thread, after what it is running; wait for its teardown, if it is free to run it."""
+        worker, guard, calls = self._workers.pop(worker_id), self._guards.pop(worker_id), self._calls.pop(worker_id)
+        thread = self._threads.pop(worker_id)
+        calls.put(lambda: self._tear_down(worker))
+        calls.put(None)
+        if self._profile.teardown is not None and guard.is_free:
+            thread.join(TEARDOWN_TIMEOUT_S)
+
+    def signal(self, worker_id: int, attempt_id: int, task_id: int, wish: Signal) -> None:
+        """Interrupt a thread, and give it up if that has not helped in time."""
+        super().signal(worker_id, attempt_id, task_id, wish)
+        guard = self._guards.get(worker_id)
+        if guard is None or wish is Signal.STOP or not guard.is_at_hand(attempt_id, task_id):
+            return
+
+        def give_up() -> None:
+            if guard.is_at_hand(attempt_id, task_id) and worker_id in self._guards:
+                self._post(WorkerLost(worker_id, LossReason.STOPPED), "a cancelled task did not stop")
+
+        timer = threading.Timer(min(self._profile.cancel_grace_s, threading.TIMEOUT_MAX), give_up)
+        timer.daemon = True
+        timer.start()
 
     def run(self, worker_id: int, attempt_id: int, parts: Sequence[Part], functions: Sequence[Function]) -> None:
         """Hand the call to the thread.
@@ -131,13 +201,6 @@ class ThreadsBackend(InlineBackend):
         is_seeded = any(part.seed is not None for part in parts)
         guard = self._seeding if is_seeded else contextlib.nullcontext()
         self._calls[worker_id].put(lambda: self._call(worker_id, attempt_id, parts, functions, guard))
-
-    def close(self) -> None:
-        """End all threads after what they are running."""
-        for calls in self._calls.values():
-            calls.put(None)
-        self._calls.clear()
-        super().close()
 
 
 def _work(calls: queue.SimpleQueue[Callable[[], bool] | None]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import pickle
 import platform
 import threading
@@ -15,20 +16,27 @@ from typing import Any
 import psutil
 import ray
 
-from raypool.core.messages import AttemptFinished, WorkerLost, WorkerReady
+from raypool.core.messages import AttemptFinished, Signal, WorkerLost, WorkerReady
 from raypool.engine import packing
+from raypool.engine.agents import Agents, Chore, when_done
 from raypool.engine.backend import Failure, Function, Part, Post, SliceResult, WorkerInfo
 from raypool.engine.claims import Claim
+from raypool.engine.hub import Hub
 from raypool.engine.ray_failures import loss_reason, loss_text
 from raypool.engine.ray_session import leave_ray
 from raypool.engine.ray_values import MessageValues, StoredValues, bring_home
 from raypool.engine.seating import Seating
-from raypool.engine.worker import PoolWorker, pack_call
+from raypool.engine.worker import Introduction, PoolWorker, pack_call
 from raypool.errors import LossReason, TaskError
 from raypool.futures import Values
 from raypool.profiles import Profile
 
 CLOSE_TIMEOUT_S = 5.0
+
+WIND_UP_TIMEOUT_S = 10.0
+"""What workers end with may take so long [s]."""
+
+logger = logging.getLogger("raypool")
 
 WATCH_S = 1.0
 """How soon a worker that dies while it is idle is replaced, and an end of Ray is noticed [s]."""
@@ -42,7 +50,7 @@ RAY_ENDED = "Ray was shut down while the pool was open"
 class Seat:
     """A place: a claim, and the actor in it."""
 
-    __slots__ = ("__weakref__", "actor", "calls", "claim", "known", "process", "run", "stale", "worker_id")
+    __slots__ = ("__weakref__", "actor", "calls", "claim", "is_ending", "known", "process", "run", "stale", "worker_id")
 
     def __init__(self, claim: Claim) -> None:
         self.claim = claim
@@ -52,6 +60,7 @@ class Seat:
         self.known: set[int] = set()  # functions that the worker has
         self.process: psutil.Process | None = None  # if it is on this machine
         self.calls = 0  # in flight
+        self.is_ending = False  # the worker is lost, or about to be killed
         self.stale: list[int] = []  # those of them that nobody will call again
 
 
@@ -61,13 +70,18 @@ class RayBackend:
     Everything but `claim` is called by the driver's thread; Ray's own threads post what comes back.
     """
 
-    def __init__(self, profile: Profile, post: Post) -> None:
+    def __init__(self, profile: Profile, post: Post, hub: Hub) -> None:
         self._profile = profile
         self._post = post
+        self._hub = hub
         self._seating = Seating(profile)
         self._seats: dict[int, Seat] = {}
         self._by_worker: dict[int, Seat] = {}
         self._actor_class = ray.remote(PoolWorker)
+        self._agents = Agents(hub, profile.cancel_grace_s)
+        self._teardown = packing.pack(profile.teardown, "the teardown") if profile.teardown is not None else None
+        self._retiring = 0  # workers that have not quite ended
+        self._retired = threading.Condition()
         self._closed = threading.Event()
         threading.Thread(target=self._watch, name="raypool-watch", daemon=True).start()
 
@@ -79,28 +93,54 @@ class RayBackend:
         self._seats.update((place, Seat(claim)) for place, claim in claims.items())
         return list(claims)
 
-    def vacate(self, place: int) -> None:
-        """Kill the worker in a place; the last one to leave a claim gives it back."""
-        seat = self._seats.pop(place, None)
+    def vacate(self, place: int, *, keep: bool = False) -> None:
+        """End the worker in a place, in good order if it is free; the last one to leave a claim gives it back."""
+        seat = self._seats.get(place)
         if seat is None:
             return
-        left = self._seating.leave(place)
-        self._dismiss(seat)
+        left = None
+        if not keep:
+            del self._seats[place]
+            left = self._seating.leave(place)
+        self._retire(seat, functools.partial(self._give_back, left))
+
+    def _give_back(self, left: Claim | None) -> None:
         if left is not None and ray.is_initialized():
             self._seating.give_back(left)
 
-    def _dismiss(self, seat: Seat) -> None:
-        self._by_worker.pop(seat.worker_id, None)
-        if seat.actor is not None and ray.is_initialized():
-            ray.kill(seat.actor)
+    def _retire(self, seat: Seat, then: Chore) -> None:
+        """End the worker of a seat; `then` is called when nothing of it is left."""
+        actor, worker_id, is_free = seat.actor, seat.worker_id, seat.calls == 0 and not seat.is_ending
+        self._by_worker.pop(worker_id, None)
         seat.actor = None
+        if actor is None or not ray.is_initialized():
+            then()
+            return
+        with self._retired:
+            self._retiring += 1
+
+        def finish() -> None:
+            then()
+            with self._retired:
+                self._retiring -= 1
+                self._retired.notify_all()
+
+        def end(words: Any = None) -> None:
+            if isinstance(words, str):
+                logger.warning("What a worker ends with has failed:\n%s", words)
+            self._agents.end(worker_id, actor, finish)
+
+        if is_free and self._agents.knows(worker_id):
+            self._agents.within(WIND_UP_TIMEOUT_S, actor.wind_up.remote(self._teardown), end)
+        else:
+            end()
 
     # --- workers ------------------------------------------------------------------------------------------------------
 
-    def start_worker(self, worker_id: int, place: int) -> None:
+    def start_worker(self, worker_id: int, place: int, setups: Sequence[Function]) -> None:
         """Start an actor in a place; it is ready when it has introduced itself."""
         seat = self._seats[place]
-        self._dismiss(seat)
+        self._retire(seat, functools.partial(self._give_back, None))
         if not ray.is_initialized():  # asking anything of it would start a new one
             self._post(WorkerLost(worker_id, LossReason.START), RAY_ENDED)
             return
@@ -115,12 +155,13 @@ class RayBackend:
             options["memory"] = demand.worker_memory_bytes
         if self._profile.env:
             options["runtime_env"] = {"env_vars": dict(self._profile.env)}
-        seat.worker_id, seat.known, seat.stale, seat.calls = worker_id, set(), [], 0
+        seat.worker_id, seat.known, seat.stale, seat.calls, seat.is_ending = worker_id, set(), [], 0, False
         seat.process = None
-        seat.actor = self._actor_class.options(**options).remote(place)
+        seat.actor = self._actor_class.options(**options).remote(place, worker_id)
         seat.run = seat.actor.run.remote
         self._by_worker[worker_id] = seat
-        self._answered(worker_id, seat.actor.introduce.remote(), functools.partial(self._on_introduced, worker_id))
+        introduction = seat.actor.introduce.remote(tuple(packing.dump([setup.packed for setup in setups])))
+        self._answered(worker_id, introduction, functools.partial(self._on_introduced, worker_id))
 
     def _answered(self, worker_id: int, ref: Any, take: Callable[[Any], None]) -> None:
         """Let `take` have the answer to a call, in a thread of Ray's; whatever goes wrong there, the driver is told."""
@@ -129,16 +170,33 @@ class RayBackend:
             try:
                 take(answer)
             except BaseException as error:
-                self._post(WorkerLost(worker_id, LossReason.UNKNOWN), f"its answer could not be read: {error!r}")
+                self._lose(worker_id, LossReason.UNKNOWN, f"its answer could not be read: {error!r}")
 
-        _when_done(ref, take_safely)
+        when_done(ref, take_safely)
 
     def _on_introduced(self, worker_id: int, answer: Any) -> None:
-        if isinstance(answer, WorkerInfo):
-            self._note_process(worker_id, answer)
-            self._post(WorkerReady(worker_id), answer)
+        if isinstance(answer, Introduction):
+            self._note_process(worker_id, answer.info)
+            self._agents.later(functools.partial(self._settle_in, worker_id, answer))
         else:
-            self._post(WorkerLost(worker_id, LossReason.START), answer if isinstance(answer, str) else loss_text(answer))
+            self._lose(worker_id, LossReason.START, answer if isinstance(answer, str) else loss_text(answer))
+
+    def _settle_in(self, worker_id: int, introduction: Introduction) -> None:
+        """Let a worker be watched over, and take calls."""
+        seat = self._by_worker.get(worker_id)
+        if seat is None or seat.actor is None:
+            return  # it is not wanted any more
+        seat.actor.attach.remote(*self._agents.watch(worker_id, introduction, seat.actor))
+        self._post(WorkerReady(worker_id), introduction.info)
+
+    def _lose(self, worker_id: int, reason: LossReason, words: str, was_idle: bool = False) -> None:
+        """Tell the driver that a worker is lost, once, when nothing is left of it; from any thread."""
+        seat = self._by_worker.get(worker_id)
+        if seat is None or seat.is_ending:
+            return
+        seat.is_ending = True
+        tell = functools.partial(self._post, WorkerLost(worker_id, reason, was_idle), words)
+        self._agents.later(lambda: self._agents.end(worker_id, seat.actor, tell))
 
     def _note_process(self, worker_id: int, info: WorkerInfo) -> None:
         seat = self._by_worker.get(worker_id)
@@ -156,7 +214,7 @@ class RayBackend:
         """Call the actor."""
         seat = self._by_worker[worker_id]
         if self._is_dead(seat):
-            self._post(WorkerLost(worker_id, LossReason.EXIT, was_idle=seat.calls == 0), "its process ended while it was idle")
+            self._lose(worker_id, LossReason.EXIT, "its process ended while it was idle", was_idle=seat.calls == 0)
             return
         seat.calls += 1
         new = {}
@@ -167,9 +225,15 @@ class RayBackend:
                 weakref.finalize(function, _note_stale, weakref.ref(seat), function.fn_id).atexit = False
         stale, seat.stale = seat.stale, []
         seat.known.difference_update(stale)
-        call = pack_call(parts, new, stale)
+        call = pack_call(attempt_id, parts, new, stale)
         status, values = seat.run(call.header, call.refs) if call.refs else seat.run(call.header)
         self._answered(worker_id, status, functools.partial(self._on_status, worker_id, attempt_id, values))
+
+    def signal(self, worker_id: int, attempt_id: int, task_id: int, wish: Signal) -> None:
+        """Let the agent of the worker's node interrupt it; if that has not helped in time, the worker is killed."""
+        words = "a task that was cancelled did not stop"
+        on_stuck = functools.partial(self._lose, worker_id, LossReason.STOPPED, words)
+        self._agents.signal(worker_id, attempt_id, task_id, wish, on_stuck)
 
     def _is_dead(self, seat: Seat) -> bool:
         """Whether the worker is dead already: what is sent to it now would never begin.
@@ -192,24 +256,26 @@ class RayBackend:
 
     def _look_after(self, worker_id: int, seat: Seat) -> None:
         if not ray.is_initialized():
-            self._post(WorkerLost(worker_id, LossReason.NODE), RAY_ENDED)
+            self._lose(worker_id, LossReason.NODE, RAY_ENDED)
         elif seat.calls == 0 and seat.actor is not None and self._is_dead(seat):
-            self._post(WorkerLost(worker_id, LossReason.EXIT, was_idle=True), "its process ended while it was idle")
+            self._lose(worker_id, LossReason.EXIT, "its process ended while it was idle", was_idle=True)
 
     def _on_status(self, worker_id: int, attempt_id: int, values_ref: Any, answer: Any) -> None:
         seat = self._by_worker.get(worker_id)
         if seat is not None:
             seat.calls -= 1
         if not isinstance(answer, bytes):
-            self._post(WorkerLost(worker_id, loss_reason(answer)), loss_text(answer))
+            self._lose(worker_id, loss_reason(answer), loss_text(answer))
             return
-        sendables, header = pickle.loads(answer)
+        sendables, (number, batch), header = pickle.loads(answer)
+        self._hub.deliver(worker_id, number, batch)
+        catch_up = self._hub.waiter(worker_id, number)
         values: Values = MessageValues(header) if header is not None else StoredValues(values_ref)
         results = []
         offset = 0
         for start, done, durations, started_at, errors in sendables:
             failures = {index: _unpacked_failure(packed) for index, packed in errors.items()}
-            results.append(SliceResult(start, done, values, offset, failures, array("d", durations), started_at))
+            results.append(SliceResult(start, done, values, offset, failures, array("d", durations), started_at, catch_up))
             offset += done
         self._post(AttemptFinished(worker_id, attempt_id, ()), results)
 
@@ -222,9 +288,13 @@ class RayBackend:
             self._seating.stop_claiming()
             for place in list(self._seats):
                 self.vacate(place)
+            with self._retired:
+                self._retired.wait_for(lambda: self._retiring == 0, WIND_UP_TIMEOUT_S + CLOSE_TIMEOUT_S)
             if ray.is_initialized():
                 self._seating.close(CLOSE_TIMEOUT_S)
         finally:
+            self._agents.close()
+            self._hub.close()
             leave_ray(bring_home)
 
 
@@ -239,15 +309,6 @@ def _note_stale(seat_ref: weakref.ref[Seat], fn_id: int) -> None:
     seat = seat_ref()
     if seat is not None:
         seat.stale.append(fn_id)
-
-
-def _when_done(ref: Any, callback: Callable[[Any], None]) -> None:
-    """Call back, in a thread of Ray's, with the object or Ray's exception.
-
-    What `ObjectRef.future()` is made of, without the future: 4 % of a round trip. Private, checked on Ray 2.60. The reference has
-    to live until then, or Ray forgets the object that it is to call back about.
-    """
-    ref._on_completed(lambda answer, _ref=ref: callback(answer))
 
 
 def _unpacked_failure(packed: bytes) -> Failure:

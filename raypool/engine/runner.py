@@ -7,13 +7,16 @@ import functools
 import importlib
 import random
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import inf
 from time import perf_counter, time
 from typing import Any, NamedTuple
 
 from raypool.engine.backend import Part, WorkerInfo
-from raypool.task import Running, item_seed, running
+from raypool.engine.diary import note_last_lines
+from raypool.engine.guard import Guard
+from raypool.errors import TaskCancelled
+from raypool.task import Running, Say, item_seed, running
 
 UNCHANGEABLE = frozenset({int, float, bool, str, bytes, type(None)})
 """Types whose values stay what they are."""
@@ -23,9 +26,9 @@ CALL_LIMIT_S = 0.2
 
 
 class RawResult:
-    """What became of one slice, before it travels: values and failures as they are."""
+    """What became of one slice, before it travels: values and failures as they are. It begins no item after its `deadline`."""
 
-    __slots__ = ("done", "durations_s", "errors", "start", "started_at", "values")
+    __slots__ = ("deadline", "done", "durations_s", "errors", "start", "started_at", "values")
 
     def __init__(self, start: int) -> None:
         self.start = start
@@ -34,37 +37,52 @@ class RawResult:
         self.errors: dict[int, BaseException] = {}
         self.durations_s = array("d")
         self.started_at = 0.0
+        self.deadline = inf
+
+    def discard(self) -> None:
+        """Let it be as if nothing had been begun."""
+        self.done = 0
+        self.values = []
+        self.errors = {}
+        self.durations_s = array("d")
 
 
 class Surroundings(NamedTuple):
     """What a worker has to run slices with.
 
-    `functions` finds a function by its id, `unpack` opens the items of a part. `keep` turns each value, as soon as it is
-    returned, into something that later items cannot change; what it raises is the item's error (None: values stay here).
+    `functions` finds a function by its id, `unpack` opens the items of a part. `guard` stops a slice that somebody cancels. `say`
+    takes what a task reports and prints. `keep` turns each value, as soon as it is returned, into something that later items
+    cannot change; what it raises is the item's error (None: values stay here).
     """
 
     worker: WorkerInfo
     functions: Callable[[int], Callable[..., Any]]
     unpack: Callable[[Any], list[Any]]
+    guard: Guard
+    say: Say
     keep: Callable[[Any], Any] | None = None
 
 
-def run_parts(parts: Sequence[Part], here: Surroundings) -> list[RawResult]:
+def run_parts(attempt_id: int, parts: Sequence[Part], here: Surroundings) -> list[RawResult]:
     """Run the slices of a call one after the other.
 
-    Every exception becomes an error of its item, except `SystemExit`, which ends the worker as the user asked.
+    Every exception becomes an error of its item, except `SystemExit`, which ends the worker as the user asked. Of a slice that
+    was cancelled nothing counts as done.
     """
     deadline = perf_counter() + CALL_LIMIT_S
+    here.guard.begin_call(attempt_id)
     results = []
     for part in parts:
         result = RawResult(part.start)
         results.append(result)
         if perf_counter() < deadline or len(results) == 1:
-            _run_part(part, here, result, inf if part.is_fixed else deadline)
+            if not part.is_fixed:
+                result.deadline = deadline
+            _run_part(part, here, result)
     return results
 
 
-def _run_part(part: Part, here: Surroundings, result: RawResult, deadline: float) -> None:
+def _run_part(part: Part, here: Surroundings, result: RawResult) -> None:
     try:
         fn = here.functions(part.fn_id)
         items = here.unpack(part.items)
@@ -79,10 +97,19 @@ def _run_part(part: Part, here: Surroundings, result: RawResult, deadline: float
         result.done = part.num_items
         return
     worker = here.worker
-    token = running.set(Running(part.start, part.attempt, part.seed, worker.index, worker.gpu, part.name))
+    note = Running(
+        part.start, part.attempt, part.seed, worker.index, worker.gpu, part.name, part.task_id, part.should_stop, here.say
+    )
+    token = running.set(note)
     try:
         with _generators_kept() if part.seed is not None else contextlib.nullcontext():
-            _run_items(_as_calls(fn) if part.is_call else fn, items, part, here.keep, result, deadline)
+            try:
+                here.guard.begin(part.task_id, note, result)
+                _run_items(_as_calls(fn) if part.is_call else fn, items, part, here.keep, result)
+            finally:
+                here.guard.end()
+    except TaskCancelled:
+        result.discard()
     finally:
         running.reset(token)
 
@@ -92,16 +119,14 @@ def _as_calls(fn: Callable[..., Any]) -> Callable[[Any], Any]:
 
 
 def _run_items(
-    fn: Callable[[Any], Any],
-    items: list[Any],
-    part: Part,
-    keep: Callable[[Any], Any] | None,
-    result: RawResult,
-    deadline: float,
+    fn: Callable[[Any], Any], items: list[Any], part: Part, keep: Callable[[Any], Any] | None, result: RawResult
 ) -> None:
     """Run the items until the deadline has passed, or one has failed in a loop that stops then.
 
     The loop in here is the cost of an item: it holds nothing that it need not.
+
+    Raises:
+        TaskCancelled: By the guard, between any two lines.
     """
     values, durations_s, seed = result.values, result.durations_s, part.seed
     note = running.get()
@@ -118,16 +143,29 @@ def _run_items(
         except SystemExit:
             raise
         except BaseException as error:
+            if isinstance(error, TaskCancelled) and result.deadline == -inf:
+                raise  # the guard's own; one that the user's code has raised by itself is an error like any other
+            note_last_lines(error, note)
             values.append(None)
             result.errors[index] = error
             if part.stops_on_error:
-                deadline = -inf
+                result.deadline = -inf
         now = perf_counter()
         durations_s.append(now - before)
         before = now
-        if now > deadline:
+        if now > result.deadline:
             break
     result.done = len(values)
+
+
+def set_up(setups: Iterable[Callable[[], Any]], worker: WorkerInfo) -> None:
+    """Call functions that a worker begins with (or ends with)."""
+    token = running.set(Running(0, 1, None, worker.index, worker.gpu, "setup"))
+    try:
+        for setup in setups:
+            setup()
+    finally:
+        running.reset(token)
 
 
 def seed_everything(seed: int) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import InvalidStateError
 from datetime import UTC, datetime
 from typing import Any, NamedTuple, Protocol
 
 from raypool.core.model import Slice, TaskState
 from raypool.engine.backend import Failure, Function, Part, SliceResult, WorkerInfo
 from raypool.errors import RemoteTraceback, TaskError
+from raypool.feed import Feed
 from raypool.futures import Deferred, Future
 
 Pack = Callable[[Any, str], Any]
@@ -20,6 +22,10 @@ class Work(Protocol):
     """One task. The driver's thread calls these, except where they say otherwise."""
 
     function: Function
+
+    @property
+    def holder(self) -> Any:
+        """Whoever is told what the task reports and prints, for as long as somebody holds it."""
 
     def begin(self, piece: Slice, worker: WorkerInfo) -> bool:
         """Note that a slice is about to run; False if nobody wants it any more."""
@@ -65,6 +71,11 @@ class CallWork:
         self._call = call
         self._retry_on = retry_on
 
+    @property
+    def holder(self) -> Future[Any]:
+        """The future."""
+        return self.future
+
     def begin(self, piece: Slice, worker: WorkerInfo) -> bool:
         """Mark the future as running, unless it was cancelled in this instant."""
         future = self.future
@@ -77,7 +88,18 @@ class CallWork:
 
     def part(self, piece: Slice, pack: Pack) -> Part:
         """Return the call, which was packed when it was handed in."""
-        return Part(self.function.fn_id, self._call, 1, 0, piece.attempt, is_call=True, name=self.future.name)
+        future = self.future
+        return Part(
+            piece.task_id,
+            self.function.fn_id,
+            self._call,
+            1,
+            0,
+            piece.attempt,
+            is_call=True,
+            name=future.name,
+            should_stop=future.stop_requested,
+        )
 
     def wants_retry(self, error: BaseException) -> bool:
         """Whether `retry_on` names this."""
@@ -90,14 +112,18 @@ class CallWork:
     def settle(self, piece: Slice, result: SliceResult, worker: WorkerInfo) -> None:
         """Resolve the future; its value stays where it is until somebody asks."""
         future = self.future
+        if future.cancelled():
+            return
         future.duration_s = result.durations_s[0]
         future.started_at = datetime.fromtimestamp(result.started_at, UTC)
         future.finished_at = datetime.now(UTC)
+        future.catch_up = result.catch_up
         failure = result.failures.get(0)
-        if failure is not None:
-            future.set_exception(described(failure, future.name, piece, worker))
-        else:
-            future.set_result(Deferred(result.values, result.offset))
+        with contextlib.suppress(InvalidStateError):  # it was cancelled in this instant
+            if failure is not None:
+                future.set_exception(described(failure, future.name, piece, worker))
+            else:
+                future.set_result(Deferred(result.values, result.offset))
 
     def fail(self, piece: Slice, error: TaskError) -> None:
         """Fail the future."""
@@ -115,9 +141,10 @@ class CallWork:
     def _fail_with(self, error: BaseException) -> None:
         future = self.future
         if future.done() or not (future.running() or future.start()):
-            return  # it was cancelled in this instant
+            return  # it was cancelled
         future.finished_at = datetime.now(UTC)
-        future.set_exception(error)
+        with contextlib.suppress(InvalidStateError):  # in this instant
+            future.set_exception(error)
 
 
 class Segment(NamedTuple):
@@ -155,11 +182,24 @@ class LoopWork:
         self.broken_by: BaseException | None = None
         self.num_settled = 0
         self.changed = threading.Condition()
+        self.feed = Feed()
+        self._catch_ups: dict[int, Callable[[], None]] = {}  # by worker: waits for what it said before it answered last
+
+    def caught_up(self) -> Feed:
+        """Return the feed, when all that items have said which have come back is in it. From any thread."""
+        for catch_up in list(self._catch_ups.values()):
+            catch_up()
+        return self.feed
 
     @property
     def is_done(self) -> bool:
         """Whether nothing more will come."""
         return self.state.is_final
+
+    @property
+    def holder(self) -> LoopWork:
+        """The loop itself."""
+        return self
 
     def begin(self, piece: Slice, worker: WorkerInfo) -> bool:
         """Note what the worker runs now."""
@@ -173,6 +213,7 @@ class LoopWork:
         items = self.items[piece.start : piece.stop]
         packed = pack(items, self.describe(piece))
         return Part(
+            piece.task_id,
             self.function.fn_id,
             packed,
             len(items),
@@ -200,6 +241,8 @@ class LoopWork:
         for index, failure in result.failures.items():
             if piece.start <= index < piece.stop:
                 self._note_error(index, described(failure, f"item {index} of {self.label}", piece, worker))
+        if result.catch_up is not None:
+            self._catch_ups[worker.index] = result.catch_up
         self.segments.append(Segment(piece, result, worker))
         self._note_settled(piece)
 

@@ -2,51 +2,81 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import pickle
 import platform
 import traceback
 from collections.abc import Callable, MutableMapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 from ray import cloudpickle
 
 from raypool.devices.inventory import gpu_identity
+from raypool.engine import diary
 from raypool.engine.backend import Part, WorkerInfo
+from raypool.engine.guard import ProcessGuard
+from raypool.engine.node_agent import WorkerProcess
+from raypool.engine.outbox import Outbox
 from raypool.engine.packing import Packed, Parcel, dump, join, keep, load, unpack
-from raypool.engine.runner import Surroundings, run_parts
+from raypool.engine.runner import Surroundings, run_parts, set_up
 from raypool.results import Results
-from raypool.task import mark_worker_process
+from raypool.shared import discard_all
+from raypool.task import mark_worker_process, set_link
 
 Sendable = tuple[int, int, bytes, float, dict[int, bytes]]
 """Of a `RawResult`: start, done, durations, start, errors (each pickled by itself, since each may fail to)."""
 
 
-def pack_call(parts: Sequence[Part], functions: dict[int, Packed], stale: Sequence[int]) -> Parcel:
+def pack_call(attempt_id: int, parts: Sequence[Part], functions: dict[int, Packed], stale: Sequence[int]) -> Parcel:
     """Pack what a worker is to run, the functions that it does not have yet, and those that it may forget.
 
     One pickle of plain tuples: Ray would take each argument, and each tuple with a name, by itself.
     """
-    call = ([tuple(part) for part in parts], functions, stale)
+    call = (attempt_id, [tuple(part) for part in parts], functions, stale)
     if all(isinstance(part.items, bytes) for part in parts) and all(isinstance(fn, bytes) for fn in functions.values()):
         return Parcel(pickle.dumps(call, protocol=5), [], [])
     return dump(call)
 
 
-class PoolWorker:
-    """The actor of one worker. Its methods run in the process's main thread, one after the other."""
+class Introduction(NamedTuple):
+    """Who a worker is, and where its process can be reached."""
 
-    def __init__(self, index: int) -> None:
+    info: WorkerInfo
+    process: WorkerProcess
+    node_id: str
+
+
+class PoolWorker:
+    """The actor of one worker. Its methods run in the process's main thread, one after the other.
+
+    Args:
+        index: Its number in the pool.
+        worker_id: The number of this process among all that the pool starts.
+    """
+
+    def __init__(self, index: int, worker_id: int) -> None:
         mark_worker_process()
+        with contextlib.suppress(PermissionError):  # it is the head of a group already
+            os.setpgid(0, 0)  # so that its children can be ended with it
+        diary.install()
+        self._worker_id = worker_id
+        self._guard = ProcessGuard()
+        self._outbox: Outbox
         self._packed: dict[int, Packed] = {}  # functions that were not called yet
         self._functions: dict[int, Callable[..., Any]] = {}
         self._info = WorkerInfo(index, platform.node(), os.getpid())
 
-    def introduce(self) -> WorkerInfo | str:
-        """Check that this process sees the GPUs that it was given, and no other; return who it is, or what is wrong."""
-        given = [str(device) for device in ray.get_runtime_context().get_accelerator_ids().get("GPU", [])]
+    def introduce(self, setups: Sequence[Any]) -> Introduction | str:
+        """Check that this process sees the GPUs that it was given, and no other, and set it up.
+
+        Returns:
+            Who it is, or what is wrong.
+        """
+        context = ray.get_runtime_context()
+        given = [str(device) for device in context.get_accelerator_ids().get("GPU", [])]
         problem = pin(given, os.environ)
         if problem is not None:
             return problem
@@ -54,7 +84,16 @@ class PoolWorker:
         gpus = tuple(index for index, _ in identities)
         uuids = tuple(uuid for _, uuid in identities if uuid is not None)
         self._info = WorkerInfo(self._info.index, self._info.host, self._info.pid, gpus, uuids)
-        return self._info
+        try:
+            set_up([unpack(setup) for setup in load(Parcel(*setups))], self._info)
+        except Exception as error:
+            return f"its setup failed, {''.join(traceback.format_exception_only(error)).strip()}"
+        return Introduction(self._info, WorkerProcess(os.getpid(), self._guard.pipe, self._guard.board), context.get_node_id())
+
+    def attach(self, agent: Any, home: Any) -> None:
+        """Take note of the agent of this node, and of the one where the pool's exchange is."""
+        self._outbox = Outbox(lambda number, batch: ray.get(agent.push.remote(self._worker_id, number, batch)))
+        set_link(WorkerLink(self._outbox.send, home))
 
     @ray.method(num_returns=2)  # type: ignore[untyped-decorator]
     def run(self, call: bytes, refs: Sequence[Any] = ()) -> tuple[bytes, tuple[Any, ...] | None]:
@@ -64,12 +103,13 @@ class PoolWorker:
             A small status (with the values in it, if they are small) and the values, if they are not. They are separate
             objects, so that the driver reads the status only and a large value stays in the object store until somebody asks.
         """
-        fields, functions, stale = load(Parcel(call, [], list(refs)))
+        attempt_id, fields, functions, stale = load(Parcel(call, [], list(refs)))
         parts = [Part(*entries) for entries in fields]
         self.forget(stale)
         self._packed.update(functions)
-        is_single = sum(part.num_items for part in parts) == 1
-        results = run_parts(parts, Surroundings(self._info, self._function, unpack, functools.partial(keep, is_last=is_single)))
+        keep_value = functools.partial(keep, is_last=sum(part.num_items for part in parts) == 1)
+        here = Surroundings(self._info, self._function, unpack, self._guard, self._outbox.say, keep_value)
+        results = run_parts(attempt_id, parts, here)
         parcel = join([value for result in results for value in result.values])
         sendables: list[Sendable] = [
             (
@@ -81,9 +121,10 @@ class PoolWorker:
             )
             for result in results
         ]
+        said = self._outbox.flush()
         if parcel.is_small:
-            return pickle.dumps((sendables, parcel.header), protocol=5), None
-        return pickle.dumps((sendables, None), protocol=5), tuple(parcel)
+            return pickle.dumps((sendables, said, parcel.header), protocol=5), None
+        return pickle.dumps((sendables, said, None), protocol=5), tuple(parcel)
 
     def _function(self, fn_id: int) -> Callable[..., Any]:
         fn = self._functions.get(fn_id)
@@ -97,6 +138,26 @@ class PoolWorker:
         for fn_id in fn_ids:
             self._functions.pop(fn_id, None)
             self._packed.pop(fn_id, None)
+
+    def wind_up(self, teardown: Packed | None) -> str | None:
+        """Clean up constants, and call what workers end with; return what has gone wrong there, if anything."""
+        try:
+            set_up([discard_all, *([unpack(teardown)] if teardown is not None else [])], self._info)
+        except Exception as error:
+            return "".join(traceback.format_exception(error))
+        return None
+
+
+class WorkerLink:
+    """This process's way to its pool; see `raypool.task.Link`."""
+
+    def __init__(self, send: Callable[[str, Any, Any], None], home: Any) -> None:
+        self.send = send
+        self._home = home
+
+    def ask(self, method: str, *args: Any) -> Any:
+        """Call a method of the pool's exchange, and wait for its answer."""
+        return ray.get(self._home.exchange.remote(method, *args))
 
 
 def pin(given: Sequence[str], environ: MutableMapping[str, str]) -> str | None:

@@ -1,0 +1,170 @@
+"""The driver's side of the node agents: one for each node that a pool has workers on, made when the first of them comes up."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from raypool.core.messages import Signal
+from raypool.engine.hub import Hub
+from raypool.engine.node_agent import NodeAgent
+from raypool.engine.worker import Introduction
+
+logger = logging.getLogger("raypool")
+
+Chore = Callable[[], object]
+
+
+class Agents:
+    """The agents of a pool, and a thread of their own for what comes back from them.
+
+    Args:
+        hub: Where what workers say comes together.
+        cancel_grace_s: How long a cancelled task has to end [s].
+    """
+
+    def __init__(self, hub: Hub, cancel_grace_s: float) -> None:
+        self._hub = hub
+        self._cancel_grace_s = cancel_grace_s
+        self._agents: dict[str, Any] = {}  # by node
+        self._by_worker: dict[int, Any] = {}
+        self._making = threading.Lock()
+        self._chores: queue.SimpleQueue[Chore | None] = queue.SimpleQueue()
+        threading.Thread(target=self._work, name="raypool-agents", daemon=True).start()
+
+    def later(self, chore: Chore) -> None:
+        """Do something in the agents' thread: in Ray's own threads nothing may be asked of Ray."""
+        self._chores.put(chore)
+
+    def _work(self) -> None:
+        while (chore := self._chores.get()) is not None:
+            try:
+                chore()
+            except Exception:
+                if ray.is_initialized():
+                    logger.exception("raypool's mistake; the pool goes on.")
+
+    def _answered(self, ref: Any, take: Callable[[Any], object]) -> None:
+        when_done(ref, lambda answer: self._chores.put(functools.partial(take, answer)))
+
+    # --- agents -------------------------------------------------------------------------------------------------------
+
+    def watch(self, worker_id: int, introduction: Introduction, actor: Any) -> tuple[Any, Any]:
+        """Let a worker be watched over.
+
+        Returns:
+            The agent of its node, and the one where the pool's exchange is.
+        """
+        agent = self._by_worker[worker_id] = self._agent_on(introduction.node_id)
+        agent.watch.remote(worker_id, introduction.process, actor)
+        return agent, self.home()
+
+    def knows(self, worker_id: int) -> bool:
+        """Whether a worker is watched over."""
+        return worker_id in self._by_worker
+
+    def _agent_on(self, node_id: str) -> Any:
+        with self._making:
+            agent = self._agents.get(node_id)
+            if agent is None:
+                here = (os.getpid(), psutil.Process().create_time())
+                is_here = node_id == ray.get_runtime_context().get_node_id()
+                place = NodeAffinitySchedulingStrategy(node_id, soft=False)
+                options = {"num_cpus": 0, "num_gpus": 0, "scheduling_strategy": place, "max_concurrency": 10_000}
+                agent = ray.remote(NodeAgent).options(**options).remote(here if is_here else None)
+                self._agents[node_id] = agent
+                self._take(agent)
+            return agent
+
+    def home(self) -> Any:
+        """Return the agent where the pool's exchange is: that of the driver's node."""
+        return self._agent_on(ray.get_runtime_context().get_node_id())
+
+    def ask(self, method: str, *args: Any) -> Any:
+        """Call a method of the pool's exchange, and wait for its answer."""
+        return ray.get(self.home().exchange.remote(method, *args))
+
+    # --- what workers say ---------------------------------------------------------------------------------------------
+
+    def _take(self, agent: Any) -> None:
+        self._answered(agent.take.remote(), functools.partial(self._on_mail, agent))
+
+    def _on_mail(self, agent: Any, mail: Any) -> None:
+        if isinstance(mail, BaseException):
+            return  # it is gone, or Ray is
+        self._take(agent)
+        for worker_id, number, batch in mail:
+            self._hub.deliver(worker_id, number, batch)
+
+    # --- stopping -----------------------------------------------------------------------------------------------------
+
+    def signal(self, worker_id: int, attempt_id: int, task_id: int, wish: Signal, on_stuck: Chore) -> None:
+        """Pass on a wish to a worker; `on_stuck` is called if what was cancelled still runs after the grace."""
+        agent = self._by_worker.get(worker_id)
+        if agent is None:
+            return
+
+        def take(is_stuck: Any) -> None:
+            # If the agent has gone, nobody can interrupt the worker any more.
+            if is_stuck is True or (isinstance(is_stuck, BaseException) and wish is Signal.CANCEL):
+                on_stuck()
+
+        self._answered(agent.signal.remote(worker_id, attempt_id, task_id, wish is Signal.CANCEL, self._cancel_grace_s), take)
+
+    def end(self, worker_id: int, actor: Any, then: Chore) -> None:
+        """Kill what is left of a worker, its children too; `then` is called, in some thread, when nothing is left."""
+        agent = self._by_worker.pop(worker_id, None)
+        if not ray.is_initialized():
+            then()
+        elif agent is None:
+            ray.kill(actor)
+            then()
+        else:
+            self._answered(agent.end.remote(worker_id), functools.partial(self._ended, actor, then))
+
+    def _ended(self, actor: Any, then: Chore, answer: Any) -> None:
+        if isinstance(answer, BaseException) and ray.is_initialized():  # the agent has gone itself
+            ray.kill(actor)
+        then()
+
+    def within(self, timeout_s: float, ref: Any, take: Callable[[Any], object]) -> None:
+        """Let `take` have the answer to a call, or None if none has come in time."""
+        first = threading.Lock()  # whoever comes first takes it, for good
+
+        def take_once(answer: Any) -> None:
+            if first.acquire(blocking=False):
+                timer.cancel()
+                take(answer)
+
+        timer = threading.Timer(timeout_s, lambda: self._chores.put(lambda: take_once(None)))
+        timer.daemon = True
+        timer.start()
+        self._answered(ref, take_once)
+
+    def close(self) -> None:
+        """End the agents, and the thread after what it has to do."""
+        with self._making:
+            agents = list(self._agents.values())
+            self._agents.clear()
+        if ray.is_initialized():
+            for agent in agents:
+                ray.kill(agent)
+        self._chores.put(None)
+
+
+def when_done(ref: Any, callback: Callable[[Any], None]) -> None:
+    """Call back, in a thread of Ray's, with the object or Ray's exception.
+
+    What `ObjectRef.future()` is made of, without the future: 4 % of a round trip. Private, checked on Ray 2.60. The reference has
+    to live until then, or Ray forgets the object that it is to call back about.
+    """
+    ref._on_completed(lambda answer, _ref=ref: callback(answer))

@@ -1,0 +1,187 @@
+"""Stops what a worker runs, from outside: only the slice that was meant, and only while code of the user's runs.
+
+A wish names an attempt and a task. What is at hand is interrupted by raising `TaskCancelled` in it: in a worker process by a
+signal, whose handler runs in the main thread, where tasks run, and so also ends a `time.sleep`; in a thread by an asynchronous
+exception, which waits until the thread runs Python code again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import signal
+import struct
+import threading
+from math import inf
+from types import FrameType
+from typing import Protocol
+
+from raypool.core.messages import Signal
+from raypool.errors import TaskCancelled
+from raypool.task import Running, note_in_process
+
+STOP_SIGNAL = signal.SIGRTMIN + 5
+"""Nobody else's: SIGUSR1 and SIGUSR2 are used by schedulers of clusters and by the training frameworks that listen to them."""
+
+WISH = struct.Struct("=qqq")
+"""Attempt, task, and whether it is to be cancelled (1) or asked to stop (0): what comes through the pipe of a `ProcessGuard`."""
+
+AT_HAND = struct.Struct("=qq")
+"""Attempt and task of the slice that is running, or NOTHING: what stands on the board of a `ProcessGuard`."""
+
+NOTHING = (-1, -1)
+
+IMPORT_MACHINERY = "<frozen importlib._bootstrap>"
+
+
+class Deadline(Protocol):
+    """What a slice is run by: it begins no further item after this time."""
+
+    deadline: float
+
+
+class Guard:
+    """Knows what is to be stopped, and what is running.
+
+    The runner calls `begin_call`, `begin` and `end`; wishes come from elsewhere.
+    """
+
+    def __init__(self) -> None:
+        self._attempt_id = -1
+        self._at_hand = NOTHING
+        self._is_armed = False  # what is at hand may be interrupted
+        self._note: Running | None = None
+        self._limit: Deadline | None = None
+        self._wishes: dict[tuple[int, int], Signal] = {}
+
+    def begin_call(self, attempt_id: int) -> None:
+        """Note which call the slices belong to that follow; wishes about earlier ones mean nothing any more."""
+        self._attempt_id = attempt_id
+        if self._wishes:
+            self._wishes = {key: wish for key, wish in self._wishes.items() if key[0] >= attempt_id}
+
+    def begin(self, task_id: int, note: Running, limit: Deadline) -> None:
+        """Note that code of the user's begins.
+
+        Raises:
+            TaskCancelled: Nobody wants it any more. From here on that can come at any moment, until `end` has returned.
+        """
+        self._note, self._limit = note, limit
+        self._at_hand = (self._attempt_id, task_id)
+        wish = self._wishes.get(self._at_hand)
+        if wish is Signal.CANCEL:
+            raise TaskCancelled
+        if wish is Signal.STOP:
+            note.should_stop = True
+        self._is_armed = True
+
+    def end(self) -> None:
+        """Note that code of the user's has ended."""
+        self._is_armed = False
+        self._at_hand = NOTHING
+
+    def take(self, wish: Signal, attempt_id: int, task_id: int) -> bool:
+        """Note a wish; return whether the slice at hand has to be interrupted for it, which happens once only."""
+        key = (attempt_id, task_id)
+        if attempt_id >= self._attempt_id and self._wishes.get(key) is not Signal.CANCEL:
+            self._wishes[key] = wish
+        if key != self._at_hand or not self._is_armed:
+            return False
+        assert self._note is not None
+        assert self._limit is not None
+        self._note.should_stop = True
+        if wish is Signal.STOP:
+            return False
+        self._limit.deadline = -inf  # no further item, also if the user's code catches what is raised
+        self._is_armed = False
+        return True
+
+
+class ProcessGuard(Guard):
+    """Guards the main thread of this process; wishes come from another process of the same user, as a signal and through a pipe.
+
+    A board in shared memory says what is at hand, for whoever has to decide whether this process must be killed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pipe, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)  # whoever writes opens it through /proc
+        self.board = os.memfd_create("raypool-board")
+        os.ftruncate(self.board, AT_HAND.size)
+        self._board = mmap.mmap(self.board, AT_HAND.size)
+        AT_HAND.pack_into(self._board, 0, *NOTHING)
+        signal.signal(STOP_SIGNAL, self._on_signal)
+
+    def begin(self, task_id: int, note: Running, limit: Deadline) -> None:
+        """Note that code of the user's begins."""
+        AT_HAND.pack_into(self._board, 0, self._attempt_id, task_id)
+        note_in_process(note)
+        super().begin(task_id, note, limit)
+
+    def end(self) -> None:
+        """Note that code of the user's has ended."""
+        super().end()
+        note_in_process(None)
+        AT_HAND.pack_into(self._board, 0, *NOTHING)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if _is_importing(frame):
+            return  # a module imported by half would break what comes after; the wish stays in the pipe, and is signalled again
+        try:
+            wishes = os.read(self.pipe, 1024 * WISH.size)
+        except BlockingIOError:
+            return
+        taken = [self.take(Signal.CANCEL if is_cancel else Signal.STOP, *key) for *key, is_cancel in WISH.iter_unpack(wishes)]
+        if any(taken):
+            raise TaskCancelled
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename == IMPORT_MACHINERY:
+            return True
+        frame = frame.f_back
+    return False
+
+
+class ThreadGuard(Guard):
+    """Guards a thread of this process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._thread_id = 0
+        self._lock = threading.Lock()
+
+    def begin(self, task_id: int, note: Running, limit: Deadline) -> None:
+        """Note that code of the user's begins, in this thread."""
+        with self._lock:
+            self._thread_id = threading.get_ident()
+            super().begin(task_id, note, limit)
+
+    def end(self) -> None:
+        """Note that code of the user's has ended."""
+        with self._lock:
+            super().end()
+            _raise_in(self._thread_id, None)  # what was raised and has not arrived is not for what comes next
+
+    def request(self, wish: Signal, attempt_id: int, task_id: int) -> None:
+        """Pass on a wish, from any thread."""
+        with self._lock:
+            if self.take(wish, attempt_id, task_id):
+                _raise_in(self._thread_id, TaskCancelled)
+
+    @property
+    def is_free(self) -> bool:
+        """Whether no code of the user's is running."""
+        return self._at_hand == NOTHING
+
+    def is_at_hand(self, attempt_id: int, task_id: int) -> bool:
+        """Whether this slice is running, interrupted or not."""
+        return self._at_hand == (attempt_id, task_id)
+
+
+def _raise_in(thread_id: int, kind: type[BaseException] | None) -> None:
+    """Raise an exception in a thread when it runs Python code again; None takes back one that has not arrived."""
+    error = ctypes.py_object(kind) if kind is not None else None
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), error)

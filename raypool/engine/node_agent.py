@@ -1,0 +1,231 @@
+"""One on each node that a pool has workers on: ends what must end there, and passes on what workers say.
+
+An actor of its own beside the workers, since a worker that runs a task answers nobody. It needs no resources.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import signal
+import struct
+import termios
+import time
+from typing import Any, NamedTuple
+
+import psutil
+import ray
+
+from raypool.engine.exchange import Exchange
+from raypool.engine.guard import AT_HAND, STOP_SIGNAL, WISH
+
+FIRST_LOOK_S = 0.02
+LONGEST_LOOK_S = 0.5
+"""Whether a wish was taken is looked at soon, then less and less often; as long as it was not, the signal is sent again [s]."""
+
+BY_ITSELF_S = 0.5
+"""Ray has so long to end a worker's process before it is killed [s]."""
+
+GONE_TIMEOUT_S = 10.0
+"""How long a killed process may take to be gone, with its memory on the GPU [s]."""
+
+MAILBOX_BYTES = 64 * 1024 * 1024
+"""When so much waits for the driver, workers that have more to say wait too."""
+
+
+class WorkerProcess(NamedTuple):
+    """Where a worker's process can be reached: its `ProcessGuard`'s pipe and board are descriptors of its own."""
+
+    pid: int
+    pipe: int
+    board: int
+
+
+class Watched:
+    """A worker's process on this node. It is the head of a process group, in which its children are too."""
+
+    def __init__(self, process: WorkerProcess, actor: Any) -> None:
+        self.pid = process.pid
+        self.actor = actor
+        self.process = psutil.Process(process.pid)
+        self._descriptor = os.pidfd_open(process.pid)  # its number may be somebody else's one day
+        self._pipe = os.open(f"/proc/{process.pid}/fd/{process.pipe}", os.O_WRONLY | os.O_NONBLOCK)
+        self._board = os.open(f"/proc/{process.pid}/fd/{process.board}", os.O_RDONLY)
+
+    def tell(self, attempt_id: int, task_id: int, is_cancel: bool) -> None:
+        """Put a wish into its pipe."""
+        os.write(self._pipe, WISH.pack(attempt_id, task_id, is_cancel))
+
+    def wake(self) -> None:
+        """Let it look into its pipe now."""
+        signal.pidfd_send_signal(self._descriptor, STOP_SIGNAL)
+
+    @property
+    def has_unread(self) -> bool:
+        """Whether it has not taken all wishes: it is in a long call of native code, or imports a module."""
+        return bool(struct.unpack("=i", fcntl.ioctl(self._pipe, termios.FIONREAD, bytes(4)))[0])
+
+    @property
+    def at_hand(self) -> tuple[int, int]:
+        """Which attempt and task it is running."""
+        attempt_id, task_id = AT_HAND.unpack(os.pread(self._board, AT_HAND.size, 0))
+        return attempt_id, task_id
+
+    def kill_others(self) -> list[psutil.Process]:
+        """Kill its descendants and what else is in its process group; return them, they may take a moment."""
+        others = _group(self.pid)
+        with contextlib.suppress(psutil.Error):
+            others += self.process.children(recursive=True)
+        for other in others:
+            with contextlib.suppress(psutil.Error):
+                other.kill()
+        return others
+
+    def kill(self) -> None:
+        """Kill it itself."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it is there."""
+        return _lives(self.process)
+
+    def close(self) -> None:
+        """Let go of it."""
+        for descriptor in (self._descriptor, self._pipe, self._board):
+            os.close(descriptor)
+
+
+def _group(number: int) -> list[psutil.Process]:
+    """Return the processes of a group but for its head, which they may have outlived."""
+    members = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, ProcessLookupError):
+            if process.pid != number and os.getpgid(process.pid) == number:
+                members.append(process)
+    return members
+
+
+class NodeAgent:
+    """Watches over the workers of one pool on this node.
+
+    Args:
+        driver: The process of the driver and when it was started, if it is on this node: when it ends, however it does, so does
+            everything here.
+    """
+
+    def __init__(self, driver: tuple[int, float] | None) -> None:
+        self._driver = driver
+        self._watched: dict[int, Watched] = {}  # by worker id
+        self._mailbox: list[tuple[int, int, Any]] = []
+        self._mailbox_bytes = 0
+        self._has_mail = asyncio.Event()
+        self._has_room = asyncio.Event()
+        self._has_room.set()
+        self._exchange = Exchange()
+
+    async def watch(self, worker_id: int, process: WorkerProcess, actor: Any) -> None:
+        """Take care of a worker from now on."""
+        if not self._watched:
+            self._watch_driver()
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError, FileNotFoundError):  # it has gone already
+            self._watched[worker_id] = Watched(process, actor)
+
+    def _watch_driver(self) -> None:
+        if self._driver is None:
+            return
+        pid, created_at = self._driver
+        self._driver = None
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+            descriptor = os.pidfd_open(pid)
+            if abs(psutil.Process(pid).create_time() - created_at) > 1:
+                raise ProcessLookupError  # another machine's numbers: the driver is connected from outside
+            asyncio.get_running_loop().add_reader(descriptor, self._on_driver_gone)
+
+    def _on_driver_gone(self) -> None:
+        """End everything, at once: Ray will end this process too, and the children of workers would be left."""
+        for watched in self._watched.values():
+            watched.kill_others()
+            watched.kill()
+        os._exit(0)
+
+    # --- stopping -----------------------------------------------------------------------------------------------------
+
+    async def signal(self, worker_id: int, attempt_id: int, task_id: int, is_cancel: bool, grace_s: float) -> bool:
+        """Tell a worker that the slices of a task are not wanted any more, or should end early.
+
+        Returns:
+            Whether one of them was to be cancelled and still runs after `grace_s`.
+        """
+        watched = self._watched.get(worker_id)
+        if watched is None:
+            return False
+        try:
+            watched.tell(attempt_id, task_id, is_cancel)
+            return await self._see_to_it(watched, (attempt_id, task_id), is_cancel, grace_s)
+        except (ProcessLookupError, BrokenPipeError):
+            return False  # it is gone, and whoever calls it hears of that
+
+    async def _see_to_it(self, watched: Watched, key: tuple[int, int], is_cancel: bool, grace_s: float) -> bool:
+        deadline = time.monotonic() + grace_s
+        pause_s = FIRST_LOOK_S
+        while True:
+            watched.wake()
+            while True:
+                await asyncio.sleep(min(pause_s, max(deadline - time.monotonic(), 0.001)))
+                pause_s = min(2 * pause_s, LONGEST_LOOK_S)
+                is_running = watched.at_hand == key
+                if time.monotonic() > deadline:
+                    return is_cancel and is_running
+                if watched.has_unread:
+                    break
+                if not (is_cancel and is_running):
+                    return False
+
+    async def end(self, worker_id: int) -> None:
+        """Kill what is left of a worker; return when nothing of it is left."""
+        watched = self._watched.pop(worker_id, None)
+        if watched is None:
+            return
+        others = watched.kill_others()
+        if watched.is_alive:
+            ray.kill(watched.actor)  # so that Ray does not take it for a crash, and say so at length
+        killed_at = time.monotonic()
+        while (watched.is_alive or any(map(_lives, others))) and time.monotonic() < killed_at + GONE_TIMEOUT_S:
+            if time.monotonic() > killed_at + BY_ITSELF_S:
+                watched.kill()
+            await asyncio.sleep(0.005)
+        watched.close()
+
+    # --- what workers say ---------------------------------------------------------------------------------------------
+
+    async def push(self, worker_id: int, number: int, batch: bytes) -> None:
+        """Take what a worker has to say, in order; return when there is room for more."""
+        self._mailbox.append((worker_id, number, batch))
+        self._mailbox_bytes += len(batch)
+        self._has_mail.set()
+        if self._mailbox_bytes > MAILBOX_BYTES:
+            self._has_room.clear()
+        await self._has_room.wait()
+
+    async def take(self) -> list[tuple[int, int, bytes]]:
+        """Return what workers have said, waiting until there is something: (worker id, number of the batch, batch)."""
+        await self._has_mail.wait()
+        mail, self._mailbox, self._mailbox_bytes = self._mailbox, [], 0
+        self._has_mail.clear()
+        self._has_room.set()
+        return mail
+
+    async def exchange(self, method: str, *args: Any) -> Any:
+        """Call a method of the pool's exchange."""
+        return await getattr(self._exchange, method)(*args)
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
