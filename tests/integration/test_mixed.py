@@ -1,0 +1,190 @@
+"""Pools whose workers differ: some have a GPU, some have none; on Ray, with three GPUs that do not exist."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import ray
+
+from raypool import InvalidValueError, ParallelPool, ResourceError, WorkerResources, current_task, parpool
+
+pytestmark = [pytest.mark.usefixtures("ray_session", "by_value"), pytest.mark.timeout(120)]
+
+CPU = WorkerResources(gpus=0, cpus=0.5)
+GPU = WorkerResources(gpus=1)
+HALF = WorkerResources(gpus=0.5)
+
+
+def look() -> tuple[int, int | None, str | None]:
+    """What a task sees of its worker and device."""
+    return current_task().worker, current_task().gpu, os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+def gpus_of(pool: ParallelPool) -> list[int | None]:
+    return [worker.gpu for worker in pool.workers]
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+# --- what there is ----------------------------------------------------------------------------------------------------
+
+
+def test_six_workers_without_a_gpu_and_two_with_one(capfd: Any) -> None:
+    with parpool(resources=[CPU] * 6 + [GPU] * 2) as pool:
+        assert pool.num_workers == 8
+        assert gpus_of(pool)[:6] == [None] * 6
+        first, second = gpus_of(pool)[6:]
+        assert {first, second} < {0, 1, 2}
+        assert first != second
+        seen = pool.parfeval_on_all(look).result(60)
+        assert [index for index, _, _ in seen] == list(range(8))
+        assert [visible for _, _, visible in seen] == [""] * 6 + [str(first), str(second)]
+        assert len({worker.pid for worker in pool.workers}) == 8
+        with parpool(quiet=True) as rest:
+            assert set(gpus_of(rest)) == {0, 1, 2} - {first, second}
+    assert capfd.readouterr().out.startswith("raypool: 8 workers on ")
+
+
+def test_the_workers_come_in_the_order_of_the_list() -> None:
+    with parpool(4, resources=[GPU, CPU, GPU, CPU], quiet=True) as pool:
+        assert [gpu is None for gpu in gpus_of(pool)] == [False, True, False, True]
+        assert all(values[1:] == (None, "") for values in pool.parfeval_on_all(look).result(60)[1::2])
+
+
+def test_each_kind_has_its_cores_and_gpus() -> None:
+    free = ray.available_resources()
+    with parpool(resources=[CPU, WorkerResources(gpus=2, cpus=1), CPU], quiet=True) as pool:
+        assert [len(worker.gpus) for worker in pool.workers] == [0, 2, 0]
+        now = ray.available_resources()
+        assert (free["CPU"] - now["CPU"], free["GPU"] - now.get("GPU", 0)) == (2, 2)
+
+
+def test_shares_of_gpus_beside_workers_without_one() -> None:
+    with parpool(resources=[HALF, CPU, HALF, HALF, HALF, HALF], quiet=True) as pool:
+        gpus = gpus_of(pool)
+        assert gpus[1] is None
+        assert max(Counter(gpus).values()) == 2
+        assert len(set(gpus) - {None}) == 3
+
+
+def test_chosen_gpus_go_to_those_that_have_one() -> None:
+    with parpool(resources=[CPU, GPU, CPU, GPU], gpus=[2, 0], quiet=True) as pool:
+        assert gpus_of(pool) == [None, 2, None, 0]
+        assert [visible for _, _, visible in pool.parfeval_on_all(look).result(60)] == ["", "2", "", "0"]
+
+
+def test_loops_use_workers_of_all_kinds(make_gate: Callable[[], Any], eventually: Any) -> None:
+    gate = make_gate()
+    with parpool(resources=[CPU, CPU, GPU], quiet=True) as pool:
+        jobs = [pool.parfeval(lambda: (gate.wait(), current_task().gpu is None)[1]) for _ in range(3)]
+        assert eventually(lambda: all(job.running() for job in jobs), 60)
+        gate.open()
+        assert sorted(job.result(60) for job in jobs) == [False, True, True]
+
+
+# --- too little ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("resources", "words", "requested", "available"),
+    [
+        ([CPU, GPU, GPU, GPU, GPU], "GPU: requested 4, available 3 .*Name at most 3 such workers", 4, 3),
+        ([GPU] + [WorkerResources(gpus=0)] * 5, "CPU: requested 5, available 4 .*Name at most 4 such workers", 5, 4),
+        ([GPU, WorkerResources(gpus=0, cpus=9)], "CPU: requested 9, available 0", 9, 0),
+        (
+            [WorkerResources(gpus=1, cpus=1)] * 2 + [WorkerResources(gpus=0)] * 3,
+            r"CPU: requested 5 \(2 \+ 3\) for 5 workers, available 4",
+            5,
+            4,
+        ),
+        ([GPU, WorkerResources(gpus=0, memory_bytes=10**15)], "No node of the cluster is large enough.*memory", 1, 0),
+    ],
+)
+def test_one_kind_is_missing(resources: list[WorkerResources], words: str, requested: float, available: float) -> None:
+    """The error comes at once, whatever the time limit, and nothing of the other kinds is kept (`nothing_is_left` looks)."""
+    with pytest.raises(ResourceError, match=f"(?s){words}") as caught:
+        parpool(resources=resources, start_timeout_s=1000, quiet=True)
+    assert (caught.value.requested, caught.value.available) == (requested, available)
+
+
+@pytest.mark.parametrize("gpus", [None, [0, 1]])
+def test_somebody_holds_what_one_kind_needs(gpus: list[int] | None) -> None:
+    """What this pool has claimed itself meanwhile is not named among the holders."""
+    with parpool(gpus=[1, 2], quiet=True):
+        with pytest.raises(ResourceError, match="requested 2, available 1") as caught:
+            parpool(resources=[CPU, CPU, GPU, GPU], gpus=gpus, start_timeout_s=0.5, quiet=True)
+        assert any("2 x " in holder and "1 GPU" in holder for holder in caught.value.holders)
+        assert not any("CPU" in holder for holder in caught.value.holders)
+        with parpool(resources=[CPU, CPU, GPU], quiet=True) as pool:
+            assert gpus_of(pool) == [None, None, 0]
+
+
+def test_another_number_of_workers_than_the_list_has() -> None:
+    for number in (2, 4, (1, 2)):
+        with pytest.raises(InvalidValueError, match="says what each of 3 workers gets"):
+            parpool(number, resources=[CPU, CPU, GPU], quiet=True)
+    with parpool((1, 5), resources=[CPU, GPU], quiet=True) as pool:
+        assert pool.num_workers == 2
+
+
+# --- over time ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_of_each_kind_is_replaced_by_its_like(eventually: Any) -> None:
+    with parpool(resources=[CPU, GPU, HALF, CPU], quiet=True) as pool:
+        before = pool.workers
+        for index in range(4):
+            pool.options(worker=index).parfeval(die).exception(60)
+            assert eventually(
+                lambda index=index: pool.workers[index].pid != before[index].pid and pool.workers[index].state == "idle", 60
+            )
+        after = pool.workers
+        assert [(worker.index, worker.gpu) for worker in after] == [(worker.index, worker.gpu) for worker in before]
+        gpu, half = gpus_of(pool)[1:3]
+        assert pool.parfeval_on_all(look).result(60) == [(0, None, ""), (1, gpu, str(gpu)), (2, half, str(half)), (3, None, "")]
+
+
+def test_a_mixed_pool_shrinks_and_fills_up_again(eventually: Any) -> None:
+    with parpool(resources=[GPU, CPU, GPU, CPU], quiet=True) as pool:
+        pool.resize(1)
+        assert pool.num_workers == 1
+        held = [gpu for gpu in gpus_of(pool) if gpu is not None]
+        assert eventually(lambda: ray.available_resources().get("GPU", 0) == 3 - len(held))
+        pool.resize(4)
+        assert Counter(gpu is None for gpu in gpus_of(pool)) == {True: 2, False: 2}
+        assert len(set(gpus_of(pool))) == 3
+        assert sorted(pool.parfeval_on_all(lambda: current_task().gpu is None).result(60)) == [False, False, True, True]
+        with pytest.raises(ResourceError, match=r"Requested 1 workers, available 0: .* each of 4 workers"):
+            pool.resize(5)
+        assert pool.num_workers == 4
+
+
+def test_chosen_gpus_come_back_when_a_mixed_pool_fills_up_again() -> None:
+    with parpool(resources=[CPU, GPU, GPU], gpus=[2, 1], quiet=True) as pool:
+        pool.resize(1)
+        pool.resize(3)
+        assert sorted(gpu for gpu in gpus_of(pool) if gpu is not None) == [1, 2]
+
+
+def test_two_mixed_pools_at_once() -> None:
+    """Both open at the same moment, where there is enough for both."""
+    pools: list[ParallelPool] = []
+    starters = [
+        threading.Thread(target=lambda: pools.append(parpool(resources=[CPU, GPU, CPU], quiet=True, start_timeout_s=60)))
+        for _ in range(2)
+    ]
+    for starter in starters:
+        starter.start()
+    for starter in starters:
+        starter.join()
+    assert len({gpu for pool in pools for gpu in gpus_of(pool) if gpu is not None}) == 2
+    for pool in pools:
+        pool.delete()
