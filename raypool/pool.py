@@ -15,12 +15,12 @@ from typing import Any, TypeVar
 from raypool.core.messages import CancelRequested, ResizeRequested
 from raypool.engine.backend import WorkerInfo
 from raypool.engine.engine import Engine, open_engine
-from raypool.engine.work import CallWork, LoopWork
+from raypool.engine.work import CallWork
 from raypool.errors import InvalidTypeError, InvalidValueError
 from raypool.futures import Future
 from raypool.profile_files import resolve_profile
 from raypool.profiles import Profile
-from raypool.shared import Constant, content_of, discard
+from raypool.shared import Constant, content_of
 from raypool.task import in_task
 from raypool.view import Options, PoolView, check_count, serial_engine
 
@@ -162,7 +162,8 @@ class ParallelPool(PoolView):
         Args:
             source: The value; or a function without arguments (or a class) that makes it, called on each worker at the first
                 use there.
-            cleanup: Called with the value at the end of the pool, on each worker that has used it.
+            cleanup: Called with the value when a worker that has used it ends: with the pool, when that gets smaller, or after
+                `idle_timeout_s`. A process that dies can't call it.
 
         Raises:
             SerializationError: The value or the function cannot be sent.
@@ -178,16 +179,19 @@ class ParallelPool(PoolView):
         """
         self._engine.check_open()
         constant: Constant[T] = Constant(self._engine.opener(content_of(source, cleanup), "the constant"))
-        if cleanup is not None:
-            self._engine.constants.append(constant.key)
+        self._engine.constants.append(constant.key)
         return constant
 
     def cancel_all(self) -> None:
-        """Cancel everything that is queued, loops included."""
-        for future in self.queue.queued:
-            future.cancel()
+        """Cancel everything that is queued or running, loops included.
+
+        Source:
+            MATLAB R2025b, cancelAll.
+        """
         for task_id, work in list(self._engine.driver.works.items()):
-            if isinstance(work, LoopWork):
+            if isinstance(work, CallWork):
+                work.future.cancel()
+            else:
                 self._engine.driver.post(CancelRequested(task_id))
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
@@ -197,17 +201,7 @@ class ParallelPool(PoolView):
             wait: Return only then.
             cancel_futures: Cancel what is queued. A loop that is half done counts as queued: what runs of it is given up.
         """
-        if self._engine.constants and not self.is_closed:
-            self._clean_up(cancel_futures)
-            cancel_futures = False
         self._engine.shutdown(wait, cancel_queued=cancel_futures)
-
-    def _clean_up(self, cancel_futures: bool) -> None:
-        """Queue the cleanup of constants behind what every worker is running."""
-        if cancel_futures:
-            self.cancel_all()
-        keys, self._engine.constants = self._engine.constants, []
-        PoolView(self._engine, Options(name="cleanup of constants")).parfeval_on_all(discard, keys)
 
     def delete(self) -> None:
         """Cancel what is queued and loops that are half done, wait for single calls that run, and give everything back.

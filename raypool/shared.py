@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from raypool.errors import InvalidTypeError
+from raypool.task import current_task
 
 T = TypeVar("T")
 
@@ -86,3 +87,20 @@ def discard(keys: Sequence[str]) -> None:
             _locks.pop(key, None)
         if held is not None and held[1] is not None:
             held[1](held[0])
+
+
+def discard_all() -> None:
+    """Let go of all constants in this process."""
+    discard(list(_kept))
+
+
+_called = threading.local()  # a worker is a thread: of its own process, or of this one
+
+
+def call_once(key: str, fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """Call a function unless this worker has called it under this key before; return what it has returned then."""
+    results: dict[tuple[str, int], T] = _called.__dict__.setdefault("results", {})
+    place = (key, current_task().worker)  # "inline", several workers share a thread
+    if place not in results:
+        results[place] = fn(*args, **kwargs)
+    return results[place]

@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import functools
 import sys
+import uuid
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
@@ -18,6 +19,7 @@ from raypool.futures import Future, gather
 from raypool.loop import LoopRun, Watcher, attach, listed
 from raypool.profiles import Profile
 from raypool.results import Results
+from raypool.shared import call_once
 from raypool.task import in_task
 
 T = TypeVar("T")
@@ -29,6 +31,7 @@ class Options:
 
     retries: int = 2
     retry_on: tuple[type[BaseException], ...] = ()
+    timeout_s: float | None = None
     priority: int = 0
     worker: int | None = None
     name: str | None = None
@@ -38,6 +41,7 @@ class Options:
             raise InvalidTypeError("retries=None is not a whole number. Give 0 to run every item at most once.")
         check_count("retries", self.retries, least=0)
         check_count("worker", self.worker, least=0)
+        check_seconds("timeout_s", self.timeout_s)
         if not isinstance(self.priority, int):
             raise InvalidTypeError(f"priority={self.priority!r} is not a whole number.")
         if self.name is not None and not isinstance(self.name, str):
@@ -61,9 +65,10 @@ class PoolView(concurrent.futures.Executor):
 
         Args:
             **changes: `retries`: how often an item runs again after its worker was lost; 0 means that no item ever runs twice.
-                `retry_on`: exception types of the user's own after which an item runs again too. `priority`: higher goes
-                first; equal ones go in the order in which they were handed in. `worker`: run on the worker with this number
-                only; if that one is lost, so is the task. `name`: what to call the work in messages and displays.
+                `retry_on`: exception types of the user's own after which an item runs again too. `timeout_s`: an item that runs
+                longer [s] is stopped as by `Future.cancel`, and fails with `TaskTimeoutError`. `priority`: higher goes first;
+                equal ones go in the order in which they were handed in. `worker`: run on the worker with this number only; if
+                that one is lost, so is the task. `name`: what to call the work in messages and displays.
 
         Raises:
             InvalidTypeError: There is no such option.
@@ -172,6 +177,7 @@ class PoolView(concurrent.futures.Executor):
                 options.retries,
                 max_workers,
                 place=place,
+                timeout_s=options.timeout_s,
                 fail_fast=on_error == "raise",
                 chunk_size=chunk_size,
             )
@@ -228,13 +234,14 @@ class PoolView(concurrent.futures.Executor):
         driver = engine.driver
 
         def make_spec(task_id: int) -> TaskSpec:
-            future.task_id, future.on_cancel = task_id, driver.cancel_call
+            future.task_id, future.on_ask = task_id, driver.ask_call
             return TaskSpec(
                 task_id,
                 function.fn_id,
                 priority=options.priority,
                 retries=options.retries,
                 place=place,
+                timeout_s=options.timeout_s,
                 fail_fast=True,
             )
 
@@ -245,17 +252,37 @@ class PoolView(concurrent.futures.Executor):
         """Do as `parfeval` does; the name that `concurrent.futures` gives it."""
         return self.parfeval(fn, *args, **kwargs)
 
-    def parfeval_on_all(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[list[T]]:
+    def parfeval_on_all(self, fn: Callable[..., T], /, *args: Any, sticky: bool = False, **kwargs: Any) -> Future[list[T]]:
         """Call `fn(*args, **kwargs)` once on every worker; return a future of the values in the order of the workers.
+
+        Args:
+            fn: Any function.
+            *args: What to call it with.
+            sticky: Also call it on every worker that comes later, before anything else runs there: one that replaces another,
+                or is started again after `idle_timeout_s`, or makes the pool larger.
+            **kwargs: What to call it with.
 
         Source:
             MATLAB R2025b, parfevalOnAll.
+
+        Example:
+            >>> from raypool import parpool
+            >>> with parpool(2, profile="threads", quiet=True) as pool:
+            ...     pool.parfeval_on_all(pow, 2, 3).result()
+            [8, 8]
         """
+        _check_callable(fn)
         engine = self._engine_here()
+        name = self._options.name or function_name(fn)
+        if sticky:
+            fn = functools.partial(call_once, uuid.uuid4().hex, fn)
+            setup = engine.function(functools.partial(fn, *args, **kwargs))
+            engine.driver.setups.append(setup)  # before the calls: a worker that starts in between gets both, and makes one
         futures = [
-            PoolView(engine, replace(self._options, worker=info.index)).parfeval(fn, *args, **kwargs) for info in engine.workers()
+            PoolView(engine, replace(self._options, worker=info.index, name=name)).parfeval(fn, *args, **kwargs)
+            for info in engine.workers()
         ]
-        return gather(futures, self._options.name or function_name(fn))
+        return gather(futures, name)
 
 
 def serial_engine() -> Engine:
@@ -320,6 +347,16 @@ def _packed_call(engine: Engine, name: str, args: tuple[Any, ...], kwargs: dict[
 def _check_callable(fn: Any) -> None:
     if not callable(fn):
         raise InvalidTypeError(f"{fn!r} is not callable. Give the function itself, and its arguments after it.")
+
+
+def check_seconds(name: str, value: Any) -> None:
+    """Raise the error for a time [s] (or None) that is no number, or leaves no time at all."""
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise InvalidTypeError(f"{name}={value!r} is not a number of seconds.")
+    if not value > 0:
+        raise InvalidValueError(f"{name}={value!r} leaves no time. Give seconds above 0, or None for no limit.")
 
 
 def check_count(name: str, value: Any, least: int) -> None:

@@ -7,6 +7,7 @@ import logging
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,9 @@ from raypool.engine.node_agent import NodeAgent
 from raypool.engine.worker import Introduction
 
 logger = logging.getLogger("raypool")
+
+FINISH_TIMEOUT_S = 5.0
+"""How long to wait at the end for what workers have said last [s]."""
 
 Chore = Callable[[], object]
 
@@ -38,6 +42,7 @@ class Agents:
         self._agents: dict[str, Any] = {}  # by node
         self._by_worker: dict[int, Any] = {}
         self._making = threading.Lock()
+        self._silent = threading.Semaphore(0)  # counts agents that have nothing more to pass on
         self._chores: queue.SimpleQueue[Chore | None] = queue.SimpleQueue()
         threading.Thread(target=self._work, name="raypool-agents", daemon=True).start()
 
@@ -99,8 +104,9 @@ class Agents:
         self._answered(agent.take.remote(), functools.partial(self._on_mail, agent))
 
     def _on_mail(self, agent: Any, mail: Any) -> None:
-        if isinstance(mail, BaseException):
-            return  # it is gone, or Ray is
+        if mail is None or isinstance(mail, BaseException):  # that was all; or it is gone, or Ray is
+            self._silent.release()
+            return
         self._take(agent)
         for worker_id, number, batch in mail:
             self._hub.deliver(worker_id, number, batch)
@@ -151,12 +157,16 @@ class Agents:
         self._answered(ref, take_once)
 
     def close(self) -> None:
-        """End the agents, and the thread after what it has to do."""
+        """Take what workers have said last, and end the agents."""
         with self._making:
             agents = list(self._agents.values())
             self._agents.clear()
         if ray.is_initialized():
             for agent in agents:
+                agent.finish.remote()
+            deadline = time.monotonic() + FINISH_TIMEOUT_S
+            for agent in agents:
+                self._silent.acquire(timeout=max(deadline - time.monotonic(), 0))
                 ray.kill(agent)
         self._chores.put(None)
 

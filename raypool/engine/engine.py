@@ -58,7 +58,7 @@ class Engine:
         unpack: Callable[[Any], Any] = as_is,
     ) -> None:
         self.profile = profile
-        self.constants: list[str] = []  # by key; those that have to be cleaned up at the end
+        self.constants: list[str] = []  # by key
         self._unpack = unpack
         self._trace = TraceWriter(profile.trace) if profile.trace is not None else None
         self.hub = Hub()

@@ -125,6 +125,7 @@ class NodeAgent:
         self._has_mail = asyncio.Event()
         self._has_room = asyncio.Event()
         self._has_room.set()
+        self._is_finished = False
         self._exchange = Exchange()
 
     async def watch(self, worker_id: int, process: WorkerProcess, actor: Any) -> None:
@@ -211,13 +212,23 @@ class NodeAgent:
             self._has_room.clear()
         await self._has_room.wait()
 
-    async def take(self) -> list[tuple[int, int, bytes]]:
-        """Return what workers have said, waiting until there is something: (worker id, number of the batch, batch)."""
+    async def take(self) -> list[tuple[int, int, bytes]] | None:
+        """Return what workers have said, waiting until there is something: (worker id, number of the batch, batch).
+
+        None after `finish`, when that was all.
+        """
         await self._has_mail.wait()
         mail, self._mailbox, self._mailbox_bytes = self._mailbox, [], 0
-        self._has_mail.clear()
         self._has_room.set()
+        if self._is_finished:
+            return mail or None
+        self._has_mail.clear()
         return mail
+
+    async def finish(self) -> None:
+        """Note that all workers have ended."""
+        self._is_finished = True
+        self._has_mail.set()
 
     async def exchange(self, method: str, *args: Any) -> Any:
         """Call a method of the pool's exchange."""
