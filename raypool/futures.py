@@ -221,7 +221,7 @@ class Future(concurrent.futures.Future[T], Generic[T]):
             for waiter in self._waiters:
                 waiter.add_cancelled(self)
             self._condition.notify_all()
-        self._invoke_callbacks()
+        self._invoke_callbacks()  # type: ignore[attr-defined]
         return True
 
     def request_stop(self) -> bool:

@@ -17,26 +17,24 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable
-from heapq import heappop, heappush
 from typing import Any, NamedTuple
 
 from raypool.core import messages as m
 from raypool.core.model import PoolState, Report, Slice, TaskSpec, TaskState, WorkerState
 from raypool.core.scheduler import Scheduler
+from raypool.engine import verdicts
 from raypool.engine.backend import Backend, Function, Part, SliceResult, WorkerInfo, all_failed, nothing_done
 from raypool.engine.hub import Hub
 from raypool.engine.inbox import Inbox, Message
+from raypool.engine.timers import Timers
 from raypool.engine.trace import TraceWriter
 from raypool.engine.work import Work
 from raypool.errors import (
     LossReason,
     PoolBrokenError,
     PoolClosedError,
-    RaypoolError,
     SerializationError,
     TaskError,
-    TaskTimeoutError,
-    WorkerLostError,
 )
 from raypool.futures import Future
 
@@ -47,17 +45,6 @@ class Sent(NamedTuple):
     piece: Slice
     known: SliceResult | None
 
-
-HINTS = {
-    LossReason.OUT_OF_MEMORY: "Use smaller batches, or fewer workers on this machine.",
-    LossReason.EXIT: "The function ended its process, or crashed in native code; run the item with profile='inline' to see.",
-    LossReason.NODE: "Check the node, or raise retries.",
-    LossReason.PREEMPTED: "Raise retries, so that the item moves to another node.",
-    LossReason.START: "Try the function with profile='inline'.",
-    LossReason.STOPPED: "What was beside it had been cancelled and did not stop; run it again.",
-    LossReason.UNKNOWN: "Run the item with profile='inline' to see what it does.",
-}
-"""The next step, by what happened."""
 
 NOBODY = WorkerInfo(-1, "unknown host", 0)
 
@@ -81,14 +68,7 @@ class Driver:
         record: Writes down every event and its time, before it is handled.
     """
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        inbox: Inbox,
-        hub: Hub,
-        tell: Tell,
-        record: TraceWriter | None = None,
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, inbox: Inbox, hub: Hub, tell: Tell, record: TraceWriter | None = None) -> None:
         self.scheduler = scheduler
         self.setups: list[Function] = []  # what every worker begins with
         self.works: dict[int, Work] = {}
@@ -105,8 +85,7 @@ class Driver:
         self._submit_lock = threading.Lock()
         self._drain_lock = threading.Lock()
         self._changed = threading.Condition()
-        self._timers: list[tuple[float, int, m.TimerFired]] = []
-        self._timer_ids = itertools.count()
+        self._timers = Timers(self._is_of_use)
         self._sent: dict[int, list[Sent]] = {}  # by attempt
         self.ask_call = self._ask_call  # bound once: every queued future holds it
         self._stopping: dict[int, list[Future[Any]]] = {}  # by attempt: cancelled while it ran
@@ -201,20 +180,11 @@ class Driver:
 
     def _next_message(self) -> Message | None:
         """Return the timer that is due, or the next message; None if neither can come any more."""
-        while (until := self._next_timer()) is None or self._inbox.now() < until:
+        while (until := self._timers.next_at()) is None or self._inbox.now() < until:
             message = self._inbox.get(until)
             if message is not None or until is None:
                 return message
-        return heappop(self._timers)[2], None
-
-    def _next_timer(self) -> float | None:
-        """Return when the next timer is due that still means something."""
-        while self._timers:
-            at, _, timer = self._timers[0]
-            if self._is_of_use(timer):
-                return at
-            heappop(self._timers)
-        return None
+        return self._timers.pop(), None
 
     def _is_of_use(self, timer: m.TimerFired) -> bool:
         if timer.kind == "idle":
@@ -226,9 +196,7 @@ class Driver:
 
     def crash_error(self) -> PoolBrokenError:
         """Return the error for those who still want something of a driver that has failed."""
-        broken = PoolBrokenError("The pool's driver has failed. This is a mistake in raypool; report it with the cause below.")
-        broken.__cause__ = self.crash
-        return broken
+        return verdicts.driver_failed(self.crash)
 
     def _give_up(self, error: BaseException) -> None:
         """Raypool's own mistake: nobody may be left waiting for it."""
@@ -267,8 +235,8 @@ class Driver:
             self._hub.watch(event.spec.task_id, payload.holder)
         elif isinstance(event, m.WorkerReady):
             self._note_ready(event, payload)
-        elif isinstance(event, m.TimerFired) and event.kind == "ready":
-            self._last_words = "it had not come up within start_timeout_s; raise that, or look for what keeps the machine busy"
+        elif isinstance(event, m.TimerFired):
+            self._note_late(event)
         elif isinstance(event, m.WorkerLost):
             self._note_lost(event, payload)
         self._at_hand = event
@@ -287,6 +255,11 @@ class Driver:
     def _info_of(self, worker_id: int) -> WorkerInfo:
         worker = self.scheduler.crew.workers.get(worker_id)
         return NOBODY if worker is None else self.infos.get(worker.place, NOBODY)
+
+    def _note_late(self, event: m.TimerFired) -> None:
+        self._speaker = self._info_of(event.worker_id)
+        if event.kind == "ready":
+            self._last_words = "it had not come up within start_timeout_s; raise that, or look for what keeps the machine busy"
 
     def _note_lost(self, event: m.WorkerLost, words: str | None) -> None:
         worker = self.scheduler.crew.workers.get(event.worker_id)
@@ -358,7 +331,7 @@ class Driver:
             case m.Vacate(place):
                 self._vacate(place)
             case m.SetTimer():
-                heappush(self._timers, (command.at, next(self._timer_ids), m.TimerFired(*command[1:])))
+                self._timers.set(command)
             case m.DropPlace(place):
                 self._drop(place)
             case m.BreakPool():
@@ -413,35 +386,15 @@ class Driver:
 
     def _fail(self, items: Slice, reason: LossReason) -> None:
         work = self.works[items.task_id]
-        worker = self._speaker
-        where = f"{worker.host}, GPU {worker.gpu}" if worker.gpu is not None else worker.host
-        error = WorkerLostError(
-            f"Worker {worker.index} ({where}) was lost while it ran {work.describe(items)}, attempt {items.attempt}: "
-            f"{self._last_words}. {HINTS[reason]}",
-            reason=reason,
-            attempts=items.attempt,
-        )
-        work.fail(items, error)
+        work.fail(items, verdicts.lost(self._speaker, work.describe(items), items.attempt, reason, self._last_words))
 
     def _time_out(self, items: Slice, timeout_s: float) -> None:
         work = self.works[items.task_id]
-        work.fail(
-            items,
-            TaskTimeoutError(
-                f"{work.describe(items)} had not ended after timeout_s={timeout_s:g}, and was stopped on worker "
-                f"{self._speaker.index}. Give it more time, or look at what it printed in .diary."
-            ),
-        )
+        work.fail(items, verdicts.timed_out(self._speaker, work.describe(items), timeout_s))
 
     def _end(self, task_id: int, state: TaskState) -> None:
-        work = self.works.pop(task_id)
-        error: RaypoolError | None = None
-        if state is TaskState.FAILED and self.scheduler.state is PoolState.BROKEN:
-            error = PoolBrokenError(
-                f"No worker is left that could be started again; the last one said: {self._last_words}. "
-                "Open a new pool with parpool()."
-            )
-        work.end(state, error)
+        is_broken = state is TaskState.FAILED and self.scheduler.state is PoolState.BROKEN
+        self.works.pop(task_id).end(state, verdicts.pool_broken(self._last_words) if is_broken else None)
 
     def _drop(self, place: int) -> None:
         with self._changed:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 from raypool.core.model import Slice, TaskState
 from raypool.engine.backend import Failure, Function, Part, SliceResult, WorkerInfo
+from raypool.engine.verdicts import where
 from raypool.errors import RemoteTraceback, TaskError
 from raypool.feed import Feed
 from raypool.futures import Deferred, Future
@@ -52,8 +53,7 @@ class Work(Protocol):
 def described(failure: Failure, label: str, piece: Slice, worker: WorkerInfo) -> BaseException:
     """Return the user's exception with a note of where it happened, and the traceback there as its cause."""
     error, remote_traceback = failure
-    where = f"{worker.host}, GPU {worker.gpu}" if worker.gpu is not None else worker.host
-    note = f"raypool: {label}, attempt {piece.attempt}, worker {worker.index} ({where})"
+    note = f"raypool: {label}, attempt {piece.attempt}, worker {worker.index} ({where(worker)})"
     with contextlib.suppress(Exception):  # it is the user's class, and may refuse attributes
         if note not in getattr(error, "__notes__", ()):
             error.add_note(note)

@@ -1,0 +1,53 @@
+"""What is said of tasks that get no outcome of their own: the errors for them, in words."""
+
+from __future__ import annotations
+
+from raypool.engine.backend import WorkerInfo
+from raypool.errors import LossReason, PoolBrokenError, TaskTimeoutError, WorkerLostError
+
+HINTS = {
+    LossReason.OUT_OF_MEMORY: "Use smaller batches, or fewer workers on this machine.",
+    LossReason.EXIT: "The function ended its process, or crashed in native code; run the item with profile='inline' to see.",
+    LossReason.NODE: "Check the node, or raise retries.",
+    LossReason.PREEMPTED: "Raise retries, so that the item moves to another node.",
+    LossReason.START: "Try the function with profile='inline'.",
+    LossReason.STOPPED: "What was beside it had been cancelled and did not stop; run it again.",
+    LossReason.UNKNOWN: "Run the item with profile='inline' to see what it does.",
+}
+"""The next step, by what happened."""
+
+
+def where(worker: WorkerInfo) -> str:
+    """Return the machine of a worker, and its GPU if it has one."""
+    return f"{worker.host}, GPU {worker.gpu}" if worker.gpu is not None else worker.host
+
+
+def lost(worker: WorkerInfo, what: str, attempt: int, reason: LossReason, words: str) -> WorkerLostError:
+    """Return the error for items that have lost their worker for the last time; `words` say what is known of that."""
+    return WorkerLostError(
+        f"Worker {worker.index} ({where(worker)}) was lost while it ran {what}, attempt {attempt}: {words}. {HINTS[reason]}",
+        reason=reason,
+        attempts=attempt,
+    )
+
+
+def timed_out(worker: WorkerInfo, what: str, timeout_s: float) -> TaskTimeoutError:
+    """Return the error for items that have run too long."""
+    return TaskTimeoutError(
+        f"{what} had not ended after timeout_s={timeout_s:g}, and was stopped on worker {worker.index} ({where(worker)}). "
+        "Give it more time, or look at what it printed and reported until then."
+    )
+
+
+def pool_broken(words: str) -> PoolBrokenError:
+    """Return the error for what is left in a pool without workers; `words` say why the last one did not start."""
+    return PoolBrokenError(
+        f"No worker is left that could be started again; the last one said: {words}. Open a new pool with parpool()."
+    )
+
+
+def driver_failed(cause: BaseException | None) -> PoolBrokenError:
+    """Return the error for those who still want something of a driver that has failed."""
+    broken = PoolBrokenError("The pool's driver has failed. This is a mistake in raypool; report it with the cause below.")
+    broken.__cause__ = cause
+    return broken
