@@ -162,7 +162,7 @@ class LoopRun:
             values[piece.start : piece.stop] = result.values.get()[first : first + piece.stop - piece.start]
         if any(type(value) is Missing for value in values):
             _move_missing(values, errors)
-        return Results(items, values, lambda: _rows(len(items), segments, lost, errors), errors)
+        return Results(items, values, lambda: _rows(len(items), segments, lost, errors), errors, work.caught_up)
 
 
 def _move_missing(values: list[Any], errors: dict[int, BaseException]) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from raypool.errors import InvalidValueError
+from raypool.feed import Feed
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -51,11 +52,13 @@ class Results(Sequence[Any]):
         values: list[Any],
         make_rows: Callable[[], list[Row]],
         errors: dict[int, BaseException],
+        get_feed: Callable[[], Feed] = Feed,
     ) -> None:
         self._items = items
         self._values = values
         self._make_rows = make_rows
         self._errors = errors
+        self._get_feed = get_feed
 
     @functools.cached_property
     def _rows(self) -> list[Row]:
@@ -79,7 +82,7 @@ class Results(Sequence[Any]):
     __hash__ = None  # type: ignore[assignment]
 
     def __reduce__(self) -> Any:
-        return _restored, (list(self._items), self._values, self._rows, self._errors)
+        return _restored, (list(self._items), self._values, self._rows, self._errors, self._get_feed())
 
     def __repr__(self) -> str:
         counts = {status: sum(row.status == status for row in self._rows) for status in ("finished", "failed", "cancelled")}
@@ -90,6 +93,26 @@ class Results(Sequence[Any]):
     def errors(self) -> dict[int, BaseException]:
         """The exceptions of the items that failed, by item number."""
         return dict(sorted(self._errors.items()))
+
+    @property
+    def metrics(self) -> pd.DataFrame:
+        """What the items have reported while they ran (`raypool.report`).
+
+        A row for each report, in the order of the items and then of the reports: `time` (UTC), `item` (its number), `attempt`,
+        then the metrics in the order in which they first appear. A metric that is called like one of the first three is in
+        "reported_NAME". An item that ran again after its worker was lost has the rows of both attempts.
+
+        Example:
+            >>> from raypool import parpool, report
+            >>> def train(lr):
+            ...     for epoch in range(2):
+            ...         report(epoch=epoch, loss=lr / (epoch + 1))
+            >>> with parpool(profile="inline", quiet=True) as pool:
+            ...     results = pool.parfor(train, [0.1, 0.2])
+            >>> results.metrics[["item", "epoch", "loss"]].to_dict("list")
+            {'item': [0, 0, 1, 1], 'epoch': [0, 1, 0, 1], 'loss': [0.1, 0.05, 0.2, 0.1]}
+        """
+        return self._get_feed().metrics(has_items=True)
 
     def to_frame(self) -> pd.DataFrame:
         """Return the table: one row an item, with its configuration, its values and how it ran.
@@ -138,8 +161,8 @@ class Results(Sequence[Any]):
         return frame.iloc[int(scores.index[position])]
 
 
-def _restored(items: list[Any], values: list[Any], rows: list[Row], errors: dict[int, BaseException]) -> Results:
-    return Results(items, values, lambda: rows, errors)
+def _restored(items: list[Any], values: list[Any], rows: list[Row], errors: dict[int, BaseException], feed: Feed) -> Results:
+    return Results(items, values, lambda: rows, errors, lambda: feed)
 
 
 def _columns(

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from time import time
 from typing import TYPE_CHECKING, Any, Protocol
+
+from raypool.errors import InvalidTypeError, InvalidValueError
 
 if TYPE_CHECKING:
     import torch
+
+    from raypool.store import ValueStore
+
+NUMBERS = frozenset({int, float, bool})
+"""Types of metrics that need no closer look."""
+
+MAX_METRIC_TEXT = 256
+"""A metric that is a text has at most so many characters: it goes into a table, not into a log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +55,13 @@ class CurrentTask:
         return self._note is not None and self._note.should_stop
 
     @property
+    def store(self) -> ValueStore:
+        """The values that all tasks of the pool may put and read; outside a pool, a store of this process."""
+        from raypool.store import store_here
+
+        return store_here()
+
+    @property
     def device(self) -> torch.device:
         """The `torch.device` to train on: the worker's GPU if it has one that CUDA can use, else the CPU."""
         import torch
@@ -58,7 +79,8 @@ def _say_nothing(note: Running, kind: str, payload: Any) -> None:
 class Running:
     """The runner's own note of what it is running. One per slice; only `index` changes, so that an item costs nothing.
 
-    `say(note, kind, payload)` hands something to whoever listens to this task outside.
+    `say(note, kind, payload)` hands something to whoever listens to this task outside: `kind` "metrics" with (Unix time [s],
+    {name: value}), or "text" with what was printed. `printed` is the newest of that, with the item's number.
     """
 
     index: int
@@ -70,7 +92,12 @@ class Running:
     task_id: int = -1
     should_stop: bool = False
     say: Callable[[Running, str, Any], None] = _say_nothing
+    printed: deque[tuple[int, str]] | None = None
+    way: Any = None  # to the pool's exchange, where that is in this process: see `raypool.store.Way`
 
+
+Say = Callable[[Running, str, Any], None]
+"""How something gets out of a task: see `Running`."""
 
 running: ContextVar[Running | None] = ContextVar("raypool_running", default=None)
 """Set round every slice that runs in this thread."""
@@ -89,14 +116,47 @@ def note_here() -> Running | None:
     return running.get() or _running_in_process
 
 
+def notes_here() -> Iterator[Running]:
+    """Yield the note of what is running in this thread, and that of the task in which it runs: of a loop in a task, say."""
+    inner = running.get()
+    if inner is not None:
+        yield inner
+    if _running_in_process is not None and _running_in_process is not inner:
+        yield _running_in_process
+
+
+def _fall_silent() -> None:
+    """In a forked child (of a DataLoader, say) nobody is left who would pass on what it says."""
+    global _link
+    _link = None
+    for note in notes_here():
+        note.say = _say_nothing
+
+
+os.register_at_fork(after_in_child=_fall_silent)
+
+
 class Link(Protocol):
     """A worker process's way to the rest of its pool."""
+
+    @property
+    def worker_id(self) -> int:
+        """What the pool calls this process."""
+
+    def pack(self, value: Any, what: str) -> bytes:
+        """Pickle a value as it is now."""
+
+    def unpack(self, packed: bytes) -> Any:
+        """Return the value that was pickled."""
 
     def send(self, kind: str, key: Any, payload: Any) -> None:
         """Send something, in order, with what else is sent; returns at once, unless far too much is on its way."""
 
     def ask(self, method: str, *args: Any) -> Any:
         """Call a method of the pool's `Exchange`, and wait for its answer."""
+
+    def flush(self) -> int:
+        """Send what waits to be sent, now; return the number of the newest batch."""
 
 
 _link: Link | None = None
@@ -127,6 +187,63 @@ def current_task() -> CurrentTask:
         return CurrentTask()
     seed = None if note.seed is None else item_seed(note.seed, note.index)
     return CurrentTask(note.index, note.attempt, seed, note.worker, note.gpu, note.name, note)
+
+
+def report(**metrics: float | str) -> None:
+    """Report how the task is doing: values by name, as often as you like.
+
+    A moment later they are in the table `metrics` of the task's future, or of the loop's `Results`; the display of a loop shows
+    the last ones. It takes some microseconds and waits for nobody. Outside a pool, and in the forked processes of a DataLoader,
+    it checks the values and does nothing else, so that a function runs unchanged by itself.
+
+    Args:
+        metrics: Numbers (Python's or NumPy's) and short texts (at most 256 characters), in units of your own.
+
+    Raises:
+        InvalidTypeError: A value is neither. A tensor: report `tensor.item()`, which waits for the GPU, or every hundredth only.
+        InvalidValueError: A text is too long.
+
+    Source:
+        Ray 2.60, ray.train.report, without its barrier over the workers.
+
+    Example:
+        >>> from raypool import parpool
+        >>> def train(epochs):
+        ...     for epoch in range(epochs):
+        ...         report(epoch=epoch, loss=1 / (epoch + 1))
+        >>> with parpool(profile="inline", quiet=True) as pool:
+        ...     future = pool.parfeval(train, 2)
+        >>> future.metrics[["epoch", "loss"]].to_dict("list")
+        {'epoch': [0, 1], 'loss': [1.0, 0.5]}
+    """
+    if not NUMBERS.issuperset(map(type, metrics.values())):
+        metrics = {name: _checked_metric(name, value) for name, value in metrics.items()}
+    note = note_here()
+    if note is not None:
+        note.say(note, "metrics", (time(), metrics))
+
+
+def _checked_metric(name: str, value: Any) -> float | str:
+    """Return a metric as a plain number or text."""
+    if isinstance(value, str):
+        if len(value) > MAX_METRIC_TEXT:
+            raise InvalidValueError(
+                f"report({name}=...) got a text of {len(value):,} characters; {MAX_METRIC_TEXT} fit. print() it."
+            )
+        return str.__str__(value)
+    if isinstance(value, float):
+        return float(value)
+    if isinstance(value, int):
+        return int(value)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, (numpy.generic, numpy.ndarray)) and value.ndim == 0 and value.dtype.kind in "biuf":
+        return value.item()  # type: ignore[no-any-return]
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        step = f"Report {name}.item(), which waits for the GPU if it is there: every hundredth step will do."
+    else:
+        step = "Report single numbers or short texts."
+    raise InvalidTypeError(f"report({name}=...) got a {type(value).__name__}, which is neither a number nor a text. {step}")
 
 
 def item_seed(seed: int, index: int) -> int:

@@ -1,0 +1,124 @@
+"""What tasks print: passed on to where it would go anyway, and said to whoever listens to the task.
+
+A worker process has these streams for as long as it lives. In a process that tasks only visit ("threads", "inline") they are
+there while a task runs, and what is printed outside of tasks just passes through.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from raypool.task import Running, notes_here
+
+STREAMS = ("stdout", "stderr")
+
+MAX_LINES = 10
+MAX_LINE = 500
+"""An error carries so many lines of so many characters of what its task printed last."""
+
+KEPT_WRITES = 50 * MAX_LINES
+KEPT_TEXT = MAX_LINES * MAX_LINE
+
+
+class Echo:
+    """A stream in place of another: it passes everything on, and says what a task writes."""
+
+    def __init__(self, original: Any) -> None:
+        self.original = original
+
+    def write(self, text: str) -> int:
+        """Write some text."""
+        if isinstance(text, str) and text:
+            for note in notes_here():
+                if note.printed is None:
+                    note.printed = deque(maxlen=KEPT_WRITES)
+                note.printed.append((note.index, text[-KEPT_TEXT:]))
+                note.say(note, "text", text)
+        return self.original.write(text)  # type: ignore[no-any-return]
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Write some lines."""
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.original, name)
+
+
+_num_listeners = 0
+_switching = threading.Lock()
+
+
+def install() -> None:
+    """Listen from now on, for as long as the process lives or until `remove`."""
+    global _num_listeners
+    with _switching:
+        _num_listeners += 1
+        _put_on()
+
+
+def remove() -> None:
+    """Undo one `install`; after the last, the streams are as they were, unless somebody else has changed them."""
+    global _num_listeners
+    with _switching:
+        _num_listeners -= 1
+        if _num_listeners > 0:
+            return
+        for name in STREAMS:
+            stream = getattr(sys, name)
+            if isinstance(stream, Echo):
+                setattr(sys, name, stream.original)
+
+
+def put_on_top() -> None:
+    """Listen again, if anybody does, after something else has taken the place of the streams."""
+    with _switching:
+        if _num_listeners > 0:
+            _put_on()
+
+
+def _put_on() -> None:
+    for name in STREAMS:
+        stream = getattr(sys, name)
+        if stream is not None and not isinstance(stream, Echo):
+            setattr(sys, name, Echo(stream))
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[None]:
+    """Listen while the context lasts, in any number of threads."""
+    install()
+    try:
+        yield
+    finally:
+        remove()
+
+
+def note_last_lines(error: BaseException, note: Running) -> None:
+    """Note in an exception what its item printed last, if anything."""
+    if not note.printed:
+        return
+    text = "".join(text for index, text in note.printed if index == note.index)
+    add_last_lines(error, text)
+
+
+def add_last_lines(error: BaseException, text: str) -> None:
+    r"""Note the last lines of a text in an exception.
+
+    Example:
+        >>> error = ValueError("no")
+        >>> add_last_lines(error, "epoch 1\nloading 10 %\rloading 90 %\n")
+        >>> print(error.__notes__[0])
+        raypool: it printed last:
+          epoch 1
+          loading 90 %
+    """
+    lines = [line.rstrip().rpartition("\r")[2][:MAX_LINE] for line in text[-KEPT_TEXT:].rstrip().split("\n")[-MAX_LINES:]]
+    if any(lines):
+        with contextlib.suppress(Exception):  # it is the user's class, and may refuse attributes
+            error.add_note("\n  ".join(["raypool: it printed last:", *lines]))

@@ -1,0 +1,152 @@
+"""Where what tasks say arrives, in the process that has opened the pool, and finds the feed or queue that it is for.
+
+Batches of one worker come by two ways, some by themselves and some with the answers to calls, so they are put in order by their
+numbers first.
+"""
+
+from __future__ import annotations
+
+import functools
+import pickle
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from raypool.errors import InternalError
+from raypool.feed import Feed
+from raypool.task import Running
+
+CATCH_UP_S = 5.0
+"""How long a reader waits for what was said before a task ended, and has not arrived [s]."""
+
+MAX_EARLY = 100
+"""When so many batches wait for one before them, it is lost."""
+
+
+class Holder(Protocol):
+    """Somebody who has a feed, once there is something in it: a future or a loop."""
+
+    feed: Feed | None
+
+
+class Hub:
+    """Passes on what tasks say. Holders are known weakly: for those that nobody has any more, nobody listens."""
+
+    def __init__(self) -> None:
+        self._holders: weakref.WeakValueDictionary[int, Holder] = weakref.WeakValueDictionary()  # by task
+        self._changed = threading.Condition()
+        self._arrived: dict[int, int] = {}  # by worker: the newest batch before which none is missing
+        self._early: dict[int, dict[int, bytes]] = {}  # by worker and number: what waits for a batch before it
+        self._awaited: dict[int, int] = {}  # by worker: the newest batch that somebody may wait for
+        self._gone: set[int] = set()  # workers of which nothing is worth waiting for
+        self._is_closed = False
+
+    def watch(self, task_id: int, holder: Holder) -> None:
+        """Note who wants to have what a task says."""
+        self._holders[task_id] = holder
+
+    def say(self, note: Running, kind: str, payload: Any) -> None:
+        """Take what a task in this process says: its reports ("metrics") or what it prints ("text")."""
+        feed = self._feed_of(note.task_id)
+        if feed is None:
+            return
+        if kind == "metrics":
+            time_, values = payload
+            feed.add_row((time_, note.index, note.attempt, values))
+        else:
+            feed.add_text(payload)
+
+    def deliver(self, worker_id: int, number: int, batch: bytes) -> None:
+        """Take a batch of an `Outbox` elsewhere; b"" is none."""
+        with self._changed:
+            if not batch or number <= self._arrived.get(worker_id, 0):
+                return
+            early = self._early.setdefault(worker_id, {})
+            early[number] = batch
+            if len(early) > MAX_EARLY:
+                self._skip(worker_id)
+            self._take_in_order(worker_id)
+
+    def waiter(self, worker_id: int, number: int) -> Callable[[], None] | None:
+        """Return a function that waits until this batch of a worker has come, and all before it; None if they have."""
+        with self._changed:
+            if self._has_come(worker_id, number):
+                return None
+            self._awaited[worker_id] = max(number, self._awaited.get(worker_id, 0))
+        return functools.partial(self._wait, worker_id, number)
+
+    def catch_up(self) -> None:
+        """Wait for all that somebody could wait for: what calls had said that have ended."""
+        for worker_id, number in list(self._awaited.items()):
+            self._wait(worker_id, number)
+
+    def forget(self, worker_id: int) -> None:
+        """Note that a worker has gone: nobody need wait for it, but what still comes counts."""
+        with self._changed:
+            self._gone.add(worker_id)
+            self._skip(worker_id)
+            self._take_in_order(worker_id)
+
+    def close(self) -> None:
+        """Note that nothing more will come."""
+        with self._changed:
+            self._is_closed = True
+            for worker_id in self._early:
+                self._skip(worker_id)
+                self._take_in_order(worker_id)
+            self._changed.notify_all()
+
+    def _has_come(self, worker_id: int, number: int) -> bool:
+        return self._arrived.get(worker_id, 0) >= number or worker_id in self._gone or self._is_closed
+
+    def _wait(self, worker_id: int, number: int) -> None:
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._has_come(worker_id, number), CATCH_UP_S):
+                self._skip(worker_id)
+                self._take_in_order(worker_id)
+                self._arrived[worker_id] = max(self._arrived.get(worker_id, 0), number)
+            if self._awaited.get(worker_id, 0) <= number:
+                self._awaited.pop(worker_id, None)
+
+    def _skip(self, worker_id: int) -> None:
+        """Wait no longer for what is missing before the first batch that is there."""
+        early = self._early.get(worker_id)
+        if early:
+            self._arrived[worker_id] = min(early) - 1
+
+    def _take_in_order(self, worker_id: int) -> None:
+        early = self._early.get(worker_id, {})
+        number = self._arrived.get(worker_id, 0)
+        try:
+            while (batch := early.pop(number + 1, None)) is not None:
+                number += 1
+                for entry in pickle.loads(batch):
+                    self._take(*entry)
+        finally:
+            self._arrived[worker_id] = number
+            self._changed.notify_all()
+
+    def _take(self, kind: str, key: Any, *rest: Any) -> None:
+        if kind == "queue":
+            from raypool.queues import deliver
+
+            deliver(key, *rest)
+            return
+        feed = self._feed_of(key)
+        if kind == "metrics" and feed is not None:
+            feed.add_rows(*rest)
+        elif kind == "text" and feed is not None:
+            feed.add_text(*rest)
+        elif kind not in ("metrics", "text"):
+            raise InternalError(f"A worker says something of a kind that nobody knows: {kind!r}.", story=())
+
+    def _feed_of(self, task_id: int) -> Feed | None:
+        holder = self._holders.get(task_id)
+        if holder is None:
+            return None
+        feed = holder.feed
+        if feed is None:
+            with self._changed:
+                feed = holder.feed = holder.feed or Feed()
+        return feed

@@ -1,0 +1,213 @@
+"""What a worker has to say, collected and sent in batches.
+
+Saying something puts it into a queue, which takes about a microsecond. A thread sends what is there, at once after a silence and
+then every `INTERVAL_S`; what is left when a call ends travels with its answer.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from raypool.errors import InvalidValueError
+from raypool.feed import TEXT_BYTES, Last, Row
+from raypool.task import Running
+
+INTERVAL_S = 0.02
+"""At least so long between two batches [s]: what is said meanwhile shares one."""
+
+MAX_ENTRIES = 100_000
+MAX_BYTES = 64 * 1024 * 1024
+"""Where more than this waits to be sent, whoever says something has to wait too."""
+
+RETRY_S = 1.0
+"""How soon a batch that could not be sent is tried again [s]."""
+
+LOOK_AGAIN_S = 0.002
+
+Entry = tuple[Any, ...]
+
+logger = logging.getLogger("raypool")
+
+
+class Outbox:
+    """Sends what is said by any thread of this process.
+
+    Args:
+        send: Takes a batch (numbers count from 1) to those who listen, and returns when it may have another: until then what is
+            said waits, and whoever says it too, once `MAX_ENTRIES` or `MAX_BYTES` wait. What it raises is tried again.
+    """
+
+    def __init__(self, send: Callable[[int, bytes], object]) -> None:
+        self._send = send
+        # Simple queues and plain locks only: a signal may interrupt whoever says something, and raise there.
+        self._entries: queue.SimpleQueue[Entry] = queue.SimpleQueue()
+        self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._is_resting = False  # the thread waits for the bell
+        self._num_bytes = 0
+        self._counting = threading.Lock()
+        self._number = 0
+        self._taking = threading.Lock()
+        self._gets_through = True
+        self._is_here = True  # not in a forked child, which has no such thread
+        self._closed = threading.Event()
+        _outboxes.add(self)
+        threading.Thread(target=self._work, name="raypool-outbox", daemon=True).start()
+
+    def say(self, note: Running, kind: str, payload: Any) -> None:
+        """Say something about a task: what it reports ("metrics") or prints ("text")."""
+        if kind == "metrics":
+            self._put((kind, note.task_id, note.index, note.attempt, *payload), 0)
+        else:
+            self._put((kind, note.task_id, payload), len(payload))
+
+    def send(self, kind: str, key: Any, payload: Any) -> None:
+        """Say something else, which arrives as it is, in order.
+
+        Raises:
+            InvalidValueError: This is a forked child of the process that the outbox belongs to.
+        """
+        if not self._is_here:
+            raise InvalidValueError(
+                "A forked child of a worker cannot send anything to the pool. Send it from the task itself, "
+                "or start the child with multiprocessing's method 'spawn' and a pipe."
+            )
+        self._put((kind, key, payload), len(payload))
+
+    def _put(self, entry: Entry, size: int) -> None:
+        if not self._is_here or (self._is_full() and not self._wait_for_room()):
+            return
+        if size:
+            with self._counting:
+                self._num_bytes += size
+        self._entries.put(entry)
+        if self._is_resting:
+            self._is_resting = False
+            self._bell.put(None)
+
+    def _is_full(self) -> bool:
+        return self._num_bytes >= MAX_BYTES or self._entries.qsize() >= MAX_ENTRIES
+
+    def _wait_for_room(self) -> bool:
+        """Return whether there is room now; not, if nothing gets through: a training that stands still helps nobody."""
+        while self._is_full():
+            if not self._gets_through or self._closed.is_set():
+                return False
+            time.sleep(LOOK_AGAIN_S)
+        return True
+
+    def flush(self) -> tuple[int, bytes]:
+        """Take what waits: return the number of the newest batch, and that batch itself, or b"" if it was sent by the thread.
+
+        It is to travel with the answer to a call: so a short task that reports costs no message of its own.
+        """
+        with self._taking:
+            return self._take()
+
+    def close(self) -> None:
+        """Send nothing more."""
+        self._closed.set()
+        self._bell.put(None)
+
+    def _take(self) -> tuple[int, bytes]:
+        entries: list[Entry] = []
+        size = 0
+        for _ in range(self._entries.qsize()):
+            entry = self._entries.get_nowait()  # nobody else takes any
+            entries.append(entry)
+            if entry[0] != "metrics":
+                size += len(entry[-1])
+        if not entries:
+            return self._number, b""
+        with self._counting:
+            self._num_bytes -= size
+        self._number += 1
+        return self._number, packed(entries)
+
+    def _work(self) -> None:
+        while not self._closed.is_set():
+            self._is_resting = True
+            if self._entries.empty():
+                self._bell.get()
+            self._is_resting = False
+            with self._taking:
+                number, batch = self._take()
+            if batch:
+                self._deliver(number, batch)
+                self._closed.wait(INTERVAL_S)
+
+    def _deliver(self, number: int, batch: bytes) -> None:
+        while not self._closed.is_set():
+            try:
+                self._send(number, batch)
+            except Exception as error:
+                if self._gets_through:
+                    logger.warning("What tasks say does not get through: %r. It is tried again.", error)
+                self._gets_through = False
+                self._closed.wait(RETRY_S)
+            else:
+                self._gets_through = True
+                return
+
+    def forget(self) -> None:
+        """Take nothing more: this is a forked child."""
+        self._is_here = False
+
+
+_outboxes: weakref.WeakSet[Outbox] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for outbox in list(_outboxes):
+        outbox.forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)
+
+
+def packed(entries: list[Entry]) -> bytes:
+    """Put entries together as a batch: the rows of a task's metrics pickled by themselves, what it printed in one piece.
+
+    Example:
+        >>> batch = packed([("text", 7, "a"), ("metrics", 7, 0, 1, 12.5, {"loss": 2}), ("text", 7, "b"), ("queue", "key", b"x")])
+        >>> [entry[0] for entry in pickle.loads(batch)]
+        ['queue', 'metrics', 'text']
+    """
+    rows: dict[int, list[Row]] = {}
+    texts: dict[int, list[str]] = {}
+    batch: list[Entry] = []
+    for entry in entries:
+        kind, key, *rest = entry
+        if kind == "metrics":
+            item, attempt, time_, values = rest
+            rows.setdefault(key, []).append((time_, item, attempt, values))
+        elif kind == "text":
+            texts.setdefault(key, []).append(rest[0])
+        else:
+            batch.append(entry)
+    for task_id, its_rows in rows.items():
+        batch.append(("metrics", task_id, pickle.dumps(its_rows, protocol=5), last_of(its_rows)))
+    for task_id, pieces in texts.items():
+        text = "".join(pieces)
+        num_missing = max(len(text) - TEXT_BYTES, 0)
+        batch.append(("text", task_id, text[num_missing:], num_missing))
+    return pickle.dumps(batch, protocol=5)
+
+
+def last_of(rows: list[Row]) -> Last:
+    """Return the newest values in rows, by item."""
+    last: Last = {}
+    for _, item, attempt, values in rows:
+        known = last.get(item)
+        if known is not None and known[0] == attempt:
+            known[1].update(values)
+        else:
+            last[item] = (attempt, dict(values))
+    return last

@@ -1,0 +1,279 @@
+"""What a task has said while it ran: the values that it reported, and what it printed.
+
+A feed keeps little in memory, however much is said: what is older lies in a file without a name, which is gone with the process.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import tempfile
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+RECENT_BYTES = 16 * 1024
+"""So much of each record stays in memory."""
+
+SEGMENT_BYTES = 256 * 1024 * 1024
+"""A file of the spool is this long at most; it is gone with the last feed that has something in it."""
+
+ROWS_AT_ONCE = 256
+"""So many rows are pickled together: by itself, each would bring its names along."""
+
+TEXT_BYTES = 1024 * 1024
+"""So much of what was printed is kept, the newest."""
+
+LAST_ITEMS = 1024
+"""The last values of so many items are known, those that have reported last."""
+
+Row: TypeAlias = "tuple[float, int, int, dict[str, Any]]"
+"""What was reported at once: Unix time [s], item, attempt, values by name."""
+
+Last: TypeAlias = "dict[int, tuple[int, dict[str, Any]]]"
+"""The newest value of each metric: item -> attempt and values by name."""
+
+
+class Segment:
+    """A file without a name, written at its end. It is closed, and so gone, when nobody holds a piece of it any more."""
+
+    def __init__(self) -> None:
+        self.file = tempfile.TemporaryFile(prefix="raypool-", buffering=0)  # noqa: SIM115
+        weakref.finalize(self, self.file.close)
+        self.size = 0
+
+    def add(self, data: bytes) -> Piece:
+        """Write something behind what is there."""
+        start = self.size
+        self.size += len(data)  # first: what was written by half is never written over
+        written = 0
+        while written < len(data):
+            written += os.pwrite(self.file.fileno(), data[written:], start + written)
+        return Piece(self, start, len(data))
+
+
+class Piece:
+    """Some bytes in a file."""
+
+    __slots__ = ("_segment", "_size", "_start")
+
+    def __init__(self, segment: Segment, start: int, size: int) -> None:
+        self._segment = segment
+        self._start = start
+        self._size = size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def read(self) -> bytes:
+        """Return them."""
+        data = b""
+        while len(data) < self._size:
+            more = os.pread(self._segment.file.fileno(), self._size - len(data), self._start + len(data))
+            if not more:
+                raise OSError(f"A temporary file of raypool's is {self._size - len(data)} bytes too short.")
+            data += more
+        return data
+
+
+class Spool:
+    """Where feeds put what need not be in memory: one open file for all of them, not one for each."""
+
+    def __init__(self) -> None:
+        self._segment: Segment | None = None
+        self._lock = threading.RLock()
+
+    def add(self, data: bytes) -> Piece | bytes:
+        """Put something away; where the disk is full, it stays in memory."""
+        with self._lock:
+            try:
+                if self._segment is None or self._segment.size >= SEGMENT_BYTES:
+                    self._segment = Segment()
+                return self._segment.add(data)
+            except OSError:
+                return data
+
+
+_spool = Spool()
+
+
+def _new_spool() -> None:
+    """In a forked child: the parent goes on writing into its file, at the same places."""
+    global _spool
+    _spool = Spool()
+
+
+os.register_at_fork(after_in_child=_new_spool)
+
+
+class Record:
+    """Bytes that are added at the end, and forgotten at the beginning.
+
+    Whoever adds some may be interrupted anywhere (its task is cancelled): wherever something goes from one attribute to another,
+    the two assignments follow each other without a call between them, where that would happen.
+    """
+
+    __slots__ = ("_pieces", "_recent_size", "recent", "size")
+
+    def __init__(self) -> None:
+        self.size = 0
+        self._pieces: deque[Piece | bytes] = deque()
+        self.recent: list[bytes] = []
+        self._recent_size = 0
+
+    def add(self, data: bytes) -> None:
+        """Add something."""
+        self.recent += (data,)
+        self.note_added(len(data))
+
+    def note_added(self, size: int) -> None:
+        """Put away what is there, if it has become much."""
+        self.size += size
+        self._recent_size += size
+        if self._recent_size >= RECENT_BYTES:
+            piece = _spool.add(b"".join(self.recent))
+            none: list[bytes] = []
+            self._pieces += (piece,)
+            self.recent = none
+            self._recent_size = 0
+
+    def forget(self, keep_bytes: int) -> int:
+        """Let go of old pieces, as long as at least so much is left; return how many bytes are gone."""
+        gone = 0
+        while self._pieces and self.size - len(self._pieces[0]) >= keep_bytes:
+            gone += len(self._pieces[0])
+            self.size -= len(self._pieces.popleft())
+        return gone
+
+    def parts(self) -> list[Piece | bytes]:
+        """Return all that is kept, in order; to be read by `read`, without holding up whoever adds more."""
+        return [*self._pieces, b"".join(self.recent)]
+
+
+def read(parts: Iterable[Piece | bytes]) -> Iterator[bytes]:
+    """Return the bytes of parts of a record, one after the other."""
+    return (part if isinstance(part, bytes) else part.read() for part in parts)
+
+
+class Feed:
+    """What a task, or all items of a loop, have said so far. Any thread may add to it and read it.
+
+    What is printed inside it, by a finalizer that happens to run then, is added too: its lock may be taken twice.
+    """
+
+    __slots__ = ("__weakref__", "_last", "_lock", "_missing", "_new_rows", "_rows", "_text")
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._rows = Record()
+        self._new_rows: list[Row] = []
+        self._text = Record()
+        self._missing = 0  # bytes of text that are not kept
+        self._last: Last = {}
+
+    def add_row(self, row: Row) -> None:
+        """Take what was reported in this process."""
+        _, item, attempt, metrics = row
+        with self._lock:
+            self._new_rows.append(row)
+            self._note_last({item: (attempt, metrics)})
+            if len(self._new_rows) >= ROWS_AT_ONCE:
+                self._pack_new_rows()
+
+    def add_rows(self, rows: bytes, last: Last) -> None:
+        """Take what was reported elsewhere: a pickled list of rows, and the last values in them."""
+        with self._lock:
+            self._rows.add(rows)
+            self._note_last(last)
+
+    def _pack_new_rows(self) -> None:
+        if self._new_rows:
+            data = pickle.dumps(self._new_rows, protocol=5)
+            none: list[Row] = []
+            self._rows.recent += (data,)
+            self._new_rows = none
+            self._rows.note_added(len(data))
+
+    def _note_last(self, last: Last) -> None:
+        for item, (attempt, values) in last.items():
+            known_attempt, known = self._last.pop(item, (attempt, None))
+            # Whoever reads it has the old one: what is shown never changes under the reader's hands.
+            self._last[item] = (attempt, {**known, **values} if known is not None and known_attempt == attempt else values)
+        while len(self._last) > LAST_ITEMS:
+            del self._last[next(iter(self._last))]
+
+    def add_text(self, text: str, num_missing: int = 0) -> None:
+        """Take what was printed; `num_missing` characters before it were not sent."""
+        with self._lock:
+            self._missing += num_missing
+            self._text.add(text.encode("utf-8", "backslashreplace"))
+            self._missing += self._text.forget(TEXT_BYTES)
+
+    def last(self, item: int = 0) -> dict[str, Any]:
+        """Return the newest value of each metric of an item, empty if it has reported nothing (lately)."""
+        with self._lock:
+            return self._last.get(item, (0, {}))[1]
+
+    def metrics(self, has_items: bool) -> pd.DataFrame:
+        """Return the table of what was reported.
+
+        Args:
+            has_items: It is of a loop: the rows stand in the order of its items, and `item` says which.
+
+        Returns:
+            A row for each report, in order: `time` (UTC), `item`, `attempt`, then the metrics in the order in which they first
+            appear. A metric that is called like one of the first columns is in "reported_NAME".
+        """
+        import numpy as np
+        import pandas as pd
+
+        with self._lock:
+            self._pack_new_rows()
+            parts = self._rows.parts()
+        rows = [row for data in read(parts) for row in _unpickled(data)]
+        if has_items:
+            rows.sort(key=lambda row: row[1:3])
+        times, items, attempts, metrics = zip(*rows, strict=True) if rows else ((), (), (), ())
+        seconds = pd.to_datetime(np.array(times, float), unit="s", utc=True).as_unit("ns")
+        frame = {"time": seconds, "item": np.array(items, int), "attempt": np.array(attempts, int)}
+        head = pd.DataFrame(frame if has_items else {name: frame[name] for name in ("time", "attempt")})
+        values = pd.DataFrame(list(metrics), index=head.index)
+        return head.join(values.rename(columns={name: f"reported_{name}" for name in head}))
+
+    def text(self) -> str:
+        """Return what was printed, of which the newest MiB is kept; the first line says how much is missing, if anything is."""
+        with self._lock:
+            missing, parts = self._missing, self._text.parts()
+        data = b"".join(read(parts))
+        if len(data) > TEXT_BYTES:
+            missing += len(data) - TEXT_BYTES
+            data = data[-TEXT_BYTES:]
+        text = data.decode("utf-8", "ignore")
+        return f"[raypool: the first {missing:,} bytes are not kept]\n{text}" if missing else text
+
+    def __reduce__(self) -> Any:
+        with self._lock:
+            self._pack_new_rows()
+            rows, text, missing, last = self._rows.parts(), self._text.parts(), self._missing, dict(self._last)
+        return _restored, (b"".join(read(rows)), b"".join(read(text)), missing, last)
+
+
+def _restored(rows: bytes, text: bytes, missing: int, last: Last) -> Feed:
+    feed = Feed()
+    feed._rows.add(rows)
+    feed._text.add(text)
+    feed._missing, feed._last = missing, last
+    return feed
+
+
+def _unpickled(data: bytes) -> Iterator[Row]:
+    """Return the rows of pickles that stand one behind the other."""
+    file = io.BytesIO(data)
+    while file.tell() < len(data):
+        yield from pickle.load(file)

@@ -1,0 +1,242 @@
+"""What a task has said is all there, in order, and takes little memory."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+import threading
+import tracemalloc
+from typing import Any
+
+import psutil
+import pytest
+
+from raypool import feed as feed_module
+from raypool.feed import LAST_ITEMS, RECENT_BYTES, ROWS_AT_ONCE, TEXT_BYTES, Feed, Record, Row, Spool, read
+
+
+@pytest.fixture(autouse=True)
+def spool(monkeypatch: pytest.MonkeyPatch) -> Spool:
+    spool = Spool()
+    monkeypatch.setattr(feed_module, "_spool", spool)
+    return spool
+
+
+def row(step: int, item: int = 0, attempt: int = 1, **metrics: Any) -> Row:
+    return (float(step), item, attempt, {"step": step, **metrics})
+
+
+def packed(*rows: Row) -> tuple[bytes, dict[int, tuple[int, dict[str, Any]]]]:
+    return pickle.dumps(list(rows)), {rows[-1][1]: (rows[-1][2], rows[-1][3])}
+
+
+def test_nothing_said_is_an_empty_table_with_its_columns() -> None:
+    feed = Feed()
+    assert list(feed.metrics(has_items=False)) == ["time", "attempt"]
+    assert list(feed.metrics(has_items=True)) == ["time", "item", "attempt"]
+    assert str(feed.metrics(has_items=True)["time"].dtype) == "datetime64[ns, UTC]"
+    assert feed.text() == ""
+    assert feed.last() == {}
+
+
+def test_rows_come_back_in_order_however_they_came() -> None:
+    feed = Feed()
+    feed.add_row(row(0))
+    feed.add_rows(*packed(row(1), row(2)))
+    for step in range(3, 3 + 2 * ROWS_AT_ONCE):
+        feed.add_row(row(step))
+    frame = feed.metrics(has_items=False)
+    assert sorted(frame["step"]) == list(range(3 + 2 * ROWS_AT_ONCE))
+    assert frame["step"].dtype == "int64"
+    assert frame["time"].iloc[1].timestamp() == frame["step"].iloc[1]
+
+
+def test_columns_stand_in_the_order_of_their_first_value_and_have_gaps() -> None:
+    feed = Feed()
+    feed.add_row((1.5, 0, 1, {"loss": 0.5}))
+    feed.add_row((2.5, 0, 2, {"phase": "test", "accuracy": 1.0, "loss": 0.25}))
+    frame = feed.metrics(has_items=False)
+    assert list(frame) == ["time", "attempt", "loss", "phase", "accuracy"]
+    assert frame["attempt"].tolist() == [1, 2]
+    assert frame["accuracy"].isna().tolist() == [True, False]
+    assert frame["phase"].tolist()[1] == "test"
+
+
+def test_a_metric_may_be_called_like_a_column() -> None:
+    feed = Feed()
+    feed.add_row((1.0, 3, 1, {"time": 7, "item": "a", "attempt": 9}))
+    assert feed.metrics(has_items=True)[["item", "reported_time", "reported_item", "reported_attempt"]].values.tolist() == [
+        [3, 7, "a", 9]
+    ]
+    assert list(feed.metrics(has_items=False)) == ["time", "attempt", "reported_time", "item", "reported_attempt"]
+
+
+def test_the_rows_of_a_loop_stand_in_the_order_of_its_items() -> None:
+    feed = Feed()
+    feed.add_rows(*packed(row(0, item=2), row(1, item=2, attempt=2)))
+    feed.add_rows(*packed(row(5, item=0), row(4, item=0)))
+    frame = feed.metrics(has_items=True)
+    assert frame[["item", "attempt", "step"]].values.tolist() == [[0, 1, 5], [0, 1, 4], [2, 1, 0], [2, 2, 1]]
+
+
+def test_the_last_values_are_merged_within_an_attempt() -> None:
+    feed = Feed()
+    feed.add_row((0.0, 4, 1, {"loss": 3.0, "phase": "train"}))
+    feed.add_rows(*packed((1.0, 4, 1, {"loss": 2.0})))
+    assert feed.last(4) == {"loss": 2.0, "phase": "train"}
+    feed.add_row((2.0, 4, 2, {"loss": 9.0}))
+    assert feed.last(4) == {"loss": 9.0}
+    assert feed.last(5) == {}
+
+
+def test_the_last_values_of_so_many_items_are_known() -> None:
+    feed = Feed()
+    for item in range(LAST_ITEMS + 10):
+        feed.add_row(row(item, item=item))
+        feed.add_row(row(1, item=0))  # one goes on all the time
+    assert feed.last(0) == {"step": 1}
+    assert feed.last(9) == {}
+    assert feed.last(LAST_ITEMS) == {"step": LAST_ITEMS}
+
+
+def test_memory_stays_flat() -> None:
+    feed = Feed()
+    rows, last = packed(*(row(step, loss=0.5) for step in range(500)))
+    tracemalloc.start()
+    try:
+        for _ in range(1000):
+            feed.add_rows(rows, last)
+            feed.add_text("x" * 10_000)
+            for step in range(10):
+                feed.add_row(row(step, loss=0.25))
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 1_500_000 < 1000 * (len(rows) + 10_000)
+    assert len(feed.metrics(has_items=False)) == 510_000
+
+
+def test_what_was_printed_is_kept_from_its_end() -> None:
+    feed = Feed()
+    for number in range(300_000):
+        feed.add_text(f"{number}\n")
+    first, *lines = feed.text().splitlines()
+    size = sum(len(f"{number}\n") for number in range(300_000))
+    assert first == f"[raypool: the first {size - TEXT_BYTES:,} bytes are not kept]"
+    assert lines[-1] == "299999"
+    assert lines[1:] == [str(number) for number in range(300_000 - len(lines) + 1, 300_000)]
+    assert sum(len(line) + 1 for line in lines) == TEXT_BYTES
+
+
+def test_text_that_was_cut_elsewhere_counts_as_missing() -> None:
+    feed = Feed()
+    feed.add_text("end", num_missing=12_345)
+    assert feed.text() == "[raypool: the first 12,345 bytes are not kept]\nend"
+
+
+def test_any_text_can_be_kept() -> None:
+    feed = Feed()
+    feed.add_text("naïve 漢字 \ud800 \0")
+    assert feed.text() == "naïve 漢字 \\ud800 \0"
+
+
+def test_a_cut_within_a_character_is_no_error() -> None:
+    feed = Feed()
+    feed.add_text("漢" * TEXT_BYTES)
+    assert feed.text().splitlines()[1] == "漢" * (TEXT_BYTES // 3)
+
+
+def test_files_are_gone_with_what_is_in_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed_module, "SEGMENT_BYTES", 4 * RECENT_BYTES)
+    process = psutil.Process()
+    before = process.num_fds()
+    feeds = [Feed() for _ in range(20)]
+    for _ in range(3):
+        for feed in feeds:
+            feed.add_rows(*packed(*(row(step) for step in range(2000))))
+    assert before < process.num_fds() <= before + 60
+    assert all(len(feed.metrics(has_items=False)) == 6000 for feed in feeds)
+    del feed, feeds[1:]
+    assert process.num_fds() <= before + 4
+    assert len(feeds[0].metrics(has_items=False)) == 6000
+
+
+@pytest.mark.parametrize("written", [0, 100])
+def test_a_full_disk_costs_memory_and_nothing_else(monkeypatch: pytest.MonkeyPatch, written: int) -> None:
+    write, is_full = os.pwrite, False
+
+    def write_some(descriptor: int, data: bytes, offset: int) -> int:
+        if is_full and not data[:written]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        if is_full and written:
+            write(descriptor, data[:written], offset)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(descriptor, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", write_some)
+    record = Record()
+    texts = [os.urandom(RECENT_BYTES) for _ in range(9)]
+    for number, text in enumerate(texts):
+        is_full = 3 <= number < 6
+        record.add(text)
+    assert b"".join(read(record.parts())) == b"".join(texts)
+
+
+def test_a_record_forgets_whole_pieces_from_the_front() -> None:
+    record = Record()
+    for number in range(4):
+        record.add(bytes([number]) * RECENT_BYTES)
+    assert record.forget(2 * RECENT_BYTES + 1) == RECENT_BYTES
+    assert record.size == 3 * RECENT_BYTES
+    assert b"".join(read(record.parts()))[0] == 1
+
+
+def test_many_threads_may_write_and_read() -> None:
+    feed = Feed()
+
+    def work(item: int) -> None:
+        for step in range(2000):
+            feed.add_row(row(step, item=item))
+            feed.add_text(f"{item}\n")
+
+    threads = [threading.Thread(target=work, args=(item,)) for item in range(4)]
+    for thread in threads:
+        thread.start()
+    lengths = []
+    while any(thread.is_alive() for thread in threads):
+        lengths.append(len(feed.metrics(has_items=True)))
+    assert lengths == sorted(lengths)
+    frame = feed.metrics(has_items=True)
+    assert all(frame.loc[frame["item"] == item, "step"].tolist() == list(range(2000)) for item in range(4))
+    assert sorted(feed.text().split()) == sorted(str(item) for item in range(4) for _ in range(2000))
+
+
+def test_travels_with_all_that_is_in_it() -> None:
+    feed = Feed()
+    for step in range(5000):
+        feed.add_row(row(step, item=step % 3))
+    feed.add_text("x" * 2 * TEXT_BYTES)
+    other = pickle.loads(pickle.dumps(feed))
+    assert other.metrics(has_items=True).equals(feed.metrics(has_items=True))
+    assert other.text() == feed.text()
+    assert other.last(1) == {"step": 4999} == feed.last(1)
+    other.add_row(row(1, item=9))
+    assert len(other.metrics(has_items=True)) == 5001
+
+
+def test_a_forked_child_leaves_its_parents_file_alone() -> None:
+    feed_module._new_spool()
+    feed = Feed()
+    texts = [f"{number:05}" * (RECENT_BYTES // 5) for number in range(10)]
+    feed.add_text(texts[0])
+    child = os.fork()
+    if child == 0:
+        others = Feed()
+        for _ in range(20):
+            others.add_text("child" * RECENT_BYTES)
+        os._exit(0 if texts[0][:100] in feed.text() else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    for text in texts[1:]:
+        feed.add_text(text)
+    assert feed.text() == "".join(texts)

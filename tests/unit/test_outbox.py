@@ -1,0 +1,225 @@
+"""What a worker says is sent once, in order, in few batches, and holds nobody up for long."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from raypool import report
+from raypool.engine import outbox as outbox_module
+from raypool.engine.hub import Hub
+from raypool.engine.outbox import Outbox
+from raypool.errors import InvalidValueError
+from raypool.feed import TEXT_BYTES, Feed
+from raypool.task import Running, running
+
+
+class Agent:
+    """Collects batches; while `is_open` is not set, it holds up whoever sends one."""
+
+    def __init__(self) -> None:
+        self.batches: dict[int, bytes] = {}
+        self.is_open = threading.Event()
+        self.is_open.set()
+        self.num_failures = 0
+
+    def __call__(self, number: int, batch: bytes) -> None:
+        assert self.is_open.wait(30)
+        if self.num_failures:
+            self.num_failures -= 1
+            raise ConnectionError("no way")
+        assert number not in self.batches
+        self.batches[number] = batch
+
+    def entries(self) -> list[tuple[Any, ...]]:
+        return [entry for number in sorted(self.batches) for entry in pickle.loads(self.batches[number])]
+
+
+@pytest.fixture
+def agent() -> Agent:
+    return Agent()
+
+
+@pytest.fixture
+def outbox(agent: Agent) -> Iterator[Outbox]:
+    outbox = Outbox(agent)
+    yield outbox
+    agent.is_open.set()
+    outbox.close()
+
+
+@pytest.fixture
+def held(outbox: Outbox, agent: Agent, eventually: Callable[..., bool]) -> Outbox:
+    """Give an outbox whose first batch, with one entry, is on its way and stays there until the agent is open."""
+    agent.is_open.clear()
+    outbox.send("queue", "key", b"0")
+    assert eventually(lambda: outbox._number == 1)
+    return outbox
+
+
+def note_of(outbox: Outbox, task_id: int = 7, index: int = 0) -> Running:
+    return Running(index, 1, None, 0, None, None, task_id, say=outbox.say)
+
+
+def test_sends_by_itself(outbox: Outbox, agent: Agent, eventually: Callable[..., bool]) -> None:
+    outbox.send("queue", "key", b"1")
+    assert eventually(lambda: agent.entries() == [("queue", "key", b"1")])
+    outbox.send("queue", "key", b"2")
+    assert eventually(lambda: agent.entries() == [("queue", "key", b"1"), ("queue", "key", b"2")])
+    assert outbox.flush() == (2, b"")
+
+
+def test_what_is_left_goes_with_the_answer(held: Outbox, agent: Agent, eventually: Callable[..., bool]) -> None:
+    assert held.flush() == (1, b"")
+    held.send("queue", "key", b"2")
+    number, rest = held.flush()
+    assert (number, pickle.loads(rest)) == (2, [("queue", "key", b"2")])
+    assert held.flush() == (2, b"")
+    agent.is_open.set()
+    assert eventually(lambda: list(agent.batches) == [1])
+
+
+def test_shares_batches_and_keeps_the_order(held: Outbox) -> None:
+    for number in range(1000):
+        held.send("queue", "key", str(number).encode())
+        held.say(note_of(held, number % 2), "text", f"{number}\n")
+        held.say(note_of(held, number % 2, index=number), "metrics", (float(number), {"step": number}))
+    entries = pickle.loads(held.flush()[1])
+    assert len(entries) == 1000 + 2 + 2
+    assert [int(entry[2]) for entry in entries if entry[0] == "queue"] == list(range(1000))
+    for task_id in (0, 1):
+        mine = [entry for entry in entries if entry[1] == task_id]
+        assert "".join(entry[2] for entry in mine if entry[0] == "text").split() == [str(i) for i in range(task_id, 1000, 2)]
+        rows = [row for entry in mine if entry[0] == "metrics" for row in pickle.loads(entry[2])]
+        assert rows == [(float(i), i, 1, {"step": i}) for i in range(task_id, 1000, 2)]
+
+
+def test_the_last_values_come_beside_the_rows(held: Outbox) -> None:
+    for metrics in ({"loss": 2, "phase": "train"}, {"loss": 1}):
+        held.say(note_of(held, index=4), "metrics", (1.0, metrics))
+    ((*_, last),) = pickle.loads(held.flush()[1])
+    assert last == {4: (1, {"loss": 1, "phase": "train"})}
+
+
+def test_of_too_much_text_the_end_is_sent(held: Outbox) -> None:
+    for letter in "abc":
+        held.say(note_of(held), "text", letter * TEXT_BYTES)
+    (entry,) = pickle.loads(held.flush()[1])
+    assert entry == ("text", 7, "c" * TEXT_BYTES, 2 * TEXT_BYTES)
+
+
+@pytest.mark.parametrize("limit", ["MAX_ENTRIES", "MAX_BYTES"])
+def test_whoever_says_far_too_much_waits(
+    outbox: Outbox, agent: Agent, eventually: Callable[..., bool], monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    monkeypatch.setattr(outbox_module, limit, 10)
+    agent.is_open.clear()
+    thread = threading.Thread(target=lambda: [outbox.send("queue", "key", b"x") for _ in range(100)])
+    thread.start()
+    assert eventually(lambda: outbox._entries.qsize() == 10)
+    assert thread.is_alive()
+    agent.is_open.set()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert eventually(lambda: len(agent.entries()) == 100)
+
+
+def test_a_way_that_is_broken_holds_nobody_up_and_is_tried_again(
+    outbox: Outbox,
+    agent: Agent,
+    eventually: Callable[..., bool],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(outbox_module, "MAX_ENTRIES", 10)
+    monkeypatch.setattr(outbox_module, "RETRY_S", 0.01)
+    agent.num_failures = 10**9
+    outbox.send("queue", "key", b"first")
+    assert eventually(lambda: "does not get through" in caplog.text)
+    for _ in range(100):
+        outbox.send("queue", "key", b"x")
+    agent.num_failures = 0
+    assert eventually(lambda: agent.entries() == [("queue", "key", b"first")] + 10 * [("queue", "key", b"x")])
+    assert caplog.text.count("does not get through") == 1
+
+
+def test_a_forked_child_says_nothing_and_does_not_wait(outbox: Outbox, agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbox_module, "MAX_ENTRIES", 10)
+    token = running.set(note_of(outbox))
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            for step in range(100):
+                report(step=step)
+                outbox.say(note_of(outbox), "text", "x")
+            outbox.send("queue", "key", b"x")
+        except InvalidValueError as error:
+            status = 0 if "forked child" in str(error) else 2
+        finally:
+            os._exit(status)
+    running.reset(token)
+    assert os.waitpid(child, 0)[1] == 0
+    outbox.close()
+    assert not agent.batches
+
+
+class Interruption(BaseException):
+    pass
+
+
+class Listener:
+    feed: Feed | None = None
+
+
+@pytest.mark.parametrize("is_direct", [False, True])
+def test_an_interruption_at_any_moment_breaks_nothing(is_direct: bool) -> None:
+    """A task may be cancelled while it reports: the signal's handler raises wherever the main thread is."""
+    hub, listener = Hub(), Listener()
+    hub.watch(7, listener)
+    outbox = Outbox(lambda number, batch: hub.deliver(0, number, batch))
+    note = note_of(outbox)
+    if is_direct:
+        note.say = hub.say
+
+    is_armed = False
+
+    def interrupt(number: int, frame: Any) -> None:
+        if is_armed:
+            raise Interruption
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    token = running.set(note)
+    num_done = num_interruptions = 0
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.0007, 0.0007)
+        while num_interruptions < 300:
+            try:
+                is_armed = True
+                report(step=num_done)
+                is_armed = False
+                num_done += 1
+            except Interruption:
+                is_armed = False
+                num_interruptions += 1
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        running.reset(token)
+    note.say(note, "metrics", (0.0, {"step": -1}))
+    hub.deliver(0, *outbox.flush())
+    wait = hub.waiter(0, outbox.flush()[0])
+    if wait is not None:
+        wait()
+    outbox.close()
+    assert listener.feed is not None
+    steps = listener.feed.metrics(has_items=False)["step"].tolist()
+    assert steps[-1] == -1
+    assert steps[:-1] == sorted(steps[:-1])
+    assert set(range(num_done)) <= set(steps)
