@@ -215,10 +215,11 @@ class Feed:
             self._text.add(text.encode("utf-8", "backslashreplace"))
             self._missing += self._text.forget(TEXT_BYTES)
 
-    def last(self, item: int = 0) -> dict[str, Any]:
-        """Return the newest value of each metric of an item, empty if it has reported nothing (lately)."""
+    def last(self, item: int, attempt: int) -> dict[str, Any]:
+        """Return the newest value of each metric of an item in this attempt, empty if it has reported nothing (lately)."""
         with self._lock:
-            return self._last.get(item, (0, {}))[1]
+            known_attempt, values = self._last.get(item, (attempt, {}))
+        return values if known_attempt == attempt else {}
 
     def metrics(self, has_items: bool) -> pd.DataFrame:
         """Return the table of what was reported.

@@ -1,10 +1,10 @@
-"""A live picture of a loop on a terminal: how far it is, and what each worker is at.
+"""A live picture of a loop on a terminal: how far it is, what each worker is at, and what was reported there last.
 
 ::
 
     train ━━━━━━━━━━━━━━━━━━━━╸━━━━━━━━━━━━━━━━━━━ 7 of 13, 1 failed  12 s, about 10 s left
-      worker 0   4 done    2.1 s  item 7   network=cnn, width=8, lr=0.001
-      worker 1   3 done    0.4 s  item 8   network=cnn, width=8, lr=0.01
+      worker 0   4 done    2.1 s  item 7   network=cnn, width=8, lr=0.001  epoch=3, loss=0.412
+      worker 1   3 done    0.4 s  item 8   network=cnn, width=8, lr=0.01  epoch=1, loss=2.07
 
 When the loop has ended, the first line stays.
 """
@@ -27,6 +27,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
 from rich.text import Text
 
+from raypool.engine import diary
+
 if TYPE_CHECKING:
     from raypool.core.model import Slice
     from raypool.engine.work import LoopWork
@@ -38,6 +40,7 @@ MIN_INTERVAL_S = 0.08
 """The picture is drawn no more often than this [s]: a loop over a generator asks for it after every few items."""
 
 MIN_BAR, MAX_BAR = 10, 40
+MIN_DESCRIPTION = 12
 DONE_WIDTH = 3
 
 _screen = threading.Lock()
@@ -97,6 +100,7 @@ class LiveProgress:
             return
         try:
             self._live.start()
+            diary.put_on_top()  # it has its own streams in place of those that tell the tasks apart
             self._live.update(picture, refresh=True)
         except OSError:
             self._is_terminal_gone = True  # which is no reason for the loop to end
@@ -146,13 +150,16 @@ class LiveProgress:
         return rows
 
     def _row(self, work: LoopWork, index: int, entry: tuple[Slice, float] | None, digits: int) -> Text:
-        """Return the line of a worker: on a narrow terminal, what is on its right is cut off."""
+        """Return the line of a worker: on a narrow one what the item is makes way for what it has reported, then that too."""
         row = _line(f"  worker {index:<{digits}}  {self._tally.num_done[index]:>{DONE_WIDTH},} done")
         if entry is None:
             return row.append("     idle", style="dim")
         piece, since = entry
         row.append(f"  {duration(self._clock() - since, 1):>7}  {_named(piece)}")
-        return row.append(self._tally.described(work, piece), style="dim")
+        values = Text(_reported(work, piece))
+        description = Text(self._tally.described(work, piece), style="dim")
+        description.truncate(max(self._console.width - row.cell_len - values.cell_len, MIN_DESCRIPTION), overflow="ellipsis")
+        return row.append_text(description).append_text(values)
 
 
 class Tally:
@@ -191,6 +198,18 @@ def _named(piece: Slice) -> str:
     return f"{items}, attempt {piece.attempt}" if piece.attempt > 1 else items
 
 
+def _reported(work: LoopWork, piece: Slice) -> str:
+    """Return the newest values of what is running, if it is one item and has reported any in this attempt."""
+    if piece.stop - piece.start > 1:
+        return ""
+    values = work.feed.last(piece.start, piece.attempt)
+    return "  " + ", ".join(f"{_value(name)}={_number(value)}" for name, value in values.items()) if values else ""
+
+
+def _number(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else _value(value)
+
+
 def duration(seconds: float, digits: int = 0) -> str:
     """Return a time as people write it; `digits` after the point, below a minute.
 
@@ -220,9 +239,16 @@ def describe_item(item: Any) -> str:
     if isinstance(item, dict) and all(isinstance(key, str) for key in item):
         text = ", ".join(f"{key}={_value(value)}" for key, value in item.items())
     else:
-        text = _short.repr(item)
+        text = _repr(item)
     return " ".join(text.split())[:200]
 
 
 def _value(value: Any) -> str:
-    return value if isinstance(value, str) and len(value) <= 60 and value.isprintable() else _short.repr(value)
+    return value if isinstance(value, str) and len(value) <= 60 and value.isprintable() else _repr(value)
+
+
+def _repr(value: Any) -> str:
+    try:
+        return _short.repr(value)
+    except ValueError:  # an integer of more than 4,300 digits
+        return f"a {type(value).__name__}"

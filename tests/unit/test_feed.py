@@ -37,7 +37,7 @@ def test_nothing_said_is_an_empty_table_with_its_columns() -> None:
     assert list(feed.metrics(has_items=True)) == ["time", "item", "attempt"]
     assert str(feed.metrics(has_items=True)["time"].dtype) == "datetime64[ns, UTC]"
     assert feed.text() == ""
-    assert feed.last() == {}
+    assert feed.last(0, 1) == {}
 
 
 def test_rows_come_back_in_order_however_they_came() -> None:
@@ -84,10 +84,11 @@ def test_the_last_values_are_merged_within_an_attempt() -> None:
     feed = Feed()
     feed.add_row((0.0, 4, 1, {"loss": 3.0, "phase": "train"}))
     feed.add_rows(*packed((1.0, 4, 1, {"loss": 2.0})))
-    assert feed.last(4) == {"loss": 2.0, "phase": "train"}
+    assert feed.last(4, 1) == {"loss": 2.0, "phase": "train"}
     feed.add_row((2.0, 4, 2, {"loss": 9.0}))
-    assert feed.last(4) == {"loss": 9.0}
-    assert feed.last(5) == {}
+    assert feed.last(4, 2) == {"loss": 9.0}
+    assert feed.last(4, 1) == {}
+    assert feed.last(5, 1) == {}
 
 
 def test_the_last_values_of_so_many_items_are_known() -> None:
@@ -95,9 +96,9 @@ def test_the_last_values_of_so_many_items_are_known() -> None:
     for item in range(LAST_ITEMS + 10):
         feed.add_row(row(item, item=item))
         feed.add_row(row(1, item=0))  # one goes on all the time
-    assert feed.last(0) == {"step": 1}
-    assert feed.last(9) == {}
-    assert feed.last(LAST_ITEMS) == {"step": LAST_ITEMS}
+    assert feed.last(0, 1) == {"step": 1}
+    assert feed.last(9, 1) == {}
+    assert feed.last(LAST_ITEMS, 1) == {"step": LAST_ITEMS}
 
 
 def test_memory_stays_flat() -> None:
@@ -220,7 +221,7 @@ def test_travels_with_all_that_is_in_it() -> None:
     other = pickle.loads(pickle.dumps(feed))
     assert other.metrics(has_items=True).equals(feed.metrics(has_items=True))
     assert other.text() == feed.text()
-    assert other.last(1) == {"step": 4999} == feed.last(1)
+    assert other.last(1, 1) == {"step": 4999} == feed.last(1, 1)
     other.add_row(row(1, item=9))
     assert len(other.metrics(has_items=True)) == 5001
 

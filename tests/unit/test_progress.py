@@ -40,6 +40,10 @@ class Terminal:
         result = SliceResult(piece.start, count, LocalValues([None] * count), 0, failures, array("d", [1.0] * count), self.now)
         self.work.settle(piece, result, WorkerInfo(worker, "here", 1))
 
+    def report(self, item: int, attempt: int = 1, **metrics: Any) -> None:
+        """Let an item report something."""
+        self.work.feed.add_row((self.now, item, attempt, metrics))
+
     def at(self, seconds: float) -> list[str]:
         """Show the loop so many seconds after its start."""
         self.now = 1000.0 + seconds
@@ -96,6 +100,45 @@ def test_shows_what_each_worker_is_at(terminal: Terminal) -> None:
         "worker 0 1 done 2.5 s item 2 network=cnn, lr=0.02",
         "worker 1 0 done 2.5 s item 1, attempt 2 network=cnn, lr=0.01",
     ]
+
+
+def test_shows_what_was_reported_last(terminal: Terminal) -> None:
+    terminal.run(0, 0)
+    terminal.run(1, 1, attempt=2)
+    terminal.report(0, epoch=3, loss=0.41234567, phase="train")
+    terminal.report(0, loss=1e-7)
+    terminal.report(1, attempt=1, loss=9.0)  # of an attempt that was lost
+    assert [" ".join(line.split()[6:]) for line in terminal.at(1)[1:]] == [
+        "item 0 network=cnn, lr=0.0 epoch=3, loss=1e-07, phase=train",
+        "item 1, attempt 2 network=cnn, lr=0.01",
+    ]
+    piece = terminal.run(0, 2, 5)
+    terminal.report(2, loss=1.0)
+    assert terminal.at(2)[1].endswith("items 2 to 4")
+    terminal.finish(0, piece)
+    assert terminal.at(3)[1].endswith("idle")
+
+
+@pytest.mark.parametrize("width", [30, 60, 80])
+def test_what_was_reported_has_room_before_what_the_item_is(width: int) -> None:
+    terminal = Terminal([{"a long name": "x" * 500}], width=width)
+    with terminal.view:
+        terminal.run(0, 0)
+        terminal.report(0, loss=0.5)
+        line = terminal.at(1)[1]
+    assert len(line) <= width
+    assert line.endswith("loss=0.5") or width == 30
+    assert ("a long" in line) == (width > 30)
+
+
+def test_whatever_was_reported_fits_on_a_line() -> None:
+    terminal = Terminal(range(2))
+    with terminal.view:
+        terminal.run(0, 0)
+        terminal.report(0, big=10**5000, nan=float("nan"), text="[red]\n\x1b[2J" * 20, flag=True)
+        line = terminal.at(1)[1]
+    assert len(line) <= 100
+    assert "nan=nan" in line
 
 
 def test_a_worker_without_work_is_idle(terminal: Terminal) -> None:
@@ -250,6 +293,7 @@ class Broken:
         ("[bold]x", "'[bold]x'"),
         (None, "None"),
         (list(range(100)), "[0, 1, 2, 3, 4, 5, ...]"),
+        ({"n": 10**5000}, "n=a int"),
     ],
 )
 def test_describes_an_item_in_one_line(item: Any, text: str) -> None:
