@@ -333,9 +333,9 @@ def _check_callable(fn: Any) -> None:
 
 
 def _checked(futures: Iterable[Future[T]]) -> list[Future[T]]:
-    if isinstance(futures, concurrent.futures.Future):
+    if isinstance(futures, Future):
         raise InvalidTypeError(f"{futures!r} is a single future. Put it into a list.")
-    checked = list(futures)
+    checked = list(futures) if isinstance(futures, Iterable) else [futures]
     for future in checked:
         if not isinstance(future, Future):
             raise InvalidTypeError(f"{future!r} is not a future of a pool.")
