@@ -7,24 +7,19 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
-from raypool.core.messages import CancelRequested, ResizeRequested
-from raypool.engine.backend import WorkerInfo
+from raypool.core.messages import ResizeRequested
 from raypool.engine.engine import Engine, open_engine
-from raypool.engine.work import CallWork
 from raypool.errors import InvalidTypeError, InvalidValueError
-from raypool.futures import Future
+from raypool.options import Options, check_count
+from raypool.partition import StaffedView
 from raypool.profile_files import resolve_profile
 from raypool.profiles import Profile
-from raypool.shared import Constant, content_of
 from raypool.task import in_task
-from raypool.view import Options, PoolView, check_count, serial_engine
-
-T = TypeVar("T")
+from raypool.view import serial_engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,28 +43,7 @@ class Statistics:
     workers_lost: int
 
 
-class TaskQueue:
-    """The single calls of a pool that have not ended (`parfeval`), as they are at the moment of asking."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    @property
-    def queued(self) -> list[Future[Any]]:
-        """Those that wait for a worker, in the order in which they were handed in."""
-        return self._in_state("queued")
-
-    @property
-    def running(self) -> list[Future[Any]]:
-        """Those that run."""
-        return self._in_state("running")
-
-    def _in_state(self, state: str) -> list[Future[Any]]:
-        works = list(self._engine.driver.works.values())
-        return [work.future for work in works if isinstance(work, CallWork) and work.future.state == state]
-
-
-class ParallelPool(PoolView):
+class ParallelPool(StaffedView):
     """Workers that each hold a GPU (or a core) for as long as the pool lives. Open one with `parpool`.
 
     A `concurrent.futures.Executor`, with MATLAB's verbs beside the standard ones. As a context manager it waits for its work at
@@ -79,38 +53,6 @@ class ParallelPool(PoolView):
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine, Options(retries=engine.profile.retries))
         weakref.finalize(self, engine.shutdown, wait=False).atexit = False
-
-    # --- what there is ------------------------------------------------------------------------------------------------
-
-    @property
-    def workers(self) -> list[WorkerInfo]:
-        """The workers as they are now, in order."""
-        return self._engine.workers()
-
-    @property
-    def num_workers(self) -> int:
-        """How many workers there are, those included that are being replaced."""
-        return self._engine.driver.scheduler.crew.size
-
-    @property
-    def idle_workers(self) -> int:
-        """How many workers could begin something now."""
-        return sum(worker.state == "idle" for worker in self.workers)
-
-    @property
-    def busy(self) -> bool:
-        """Whether anything is queued or running."""
-        return bool(self._engine.driver.works)
-
-    @property
-    def queue(self) -> TaskQueue:
-        """The single calls that have not ended."""
-        return TaskQueue(self._engine)
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether the pool was shut down (or is broken beyond repair)."""
-        return self._engine.is_over
 
     def statistics(self) -> Statistics:
         """Return what the pool has done so far.
@@ -135,8 +77,6 @@ class ParallelPool(PoolView):
             counts.workers_lost,
         )
 
-    # --- changing it --------------------------------------------------------------------------------------------------
-
     def resize(self, num_workers: int) -> None:
         """Give the pool this many workers.
 
@@ -156,44 +96,6 @@ class ParallelPool(PoolView):
             self._engine.driver.post(ResizeRequested(remove=-more))
             self._engine.driver.barrier()
 
-    def constant(self, source: T | Callable[[], T], cleanup: Callable[[T], object] | None = None) -> Constant[T]:
-        """Return a value that every worker receives, or builds, once, however many tasks use it.
-
-        Args:
-            source: The value; or a function without arguments (or a class) that makes it, called on each worker at the first
-                use there.
-            cleanup: Called with the value when a worker that has used it ends: with the pool, when that gets smaller, or after
-                `idle_timeout_s`. A process that dies can't call it.
-
-        Raises:
-            SerializationError: The value or the function cannot be sent.
-
-        Source:
-            MATLAB R2025b, parallel.pool.Constant.
-
-        Example:
-            >>> with parpool(2, profile="threads", quiet=True) as pool:
-            ...     squares = pool.constant([0, 1, 4, 9])
-            ...     list(pool.parfor(lambda i: squares.value[i], [3, 2]))
-            [9, 4]
-        """
-        self._engine.check_open()
-        constant: Constant[T] = Constant(self._engine.opener(content_of(source, cleanup), "the constant"))
-        self._engine.constants.append(constant.key)
-        return constant
-
-    def cancel_all(self) -> None:
-        """Cancel everything that is queued or running, loops included.
-
-        Source:
-            MATLAB R2025b, cancelAll.
-        """
-        for task_id, work in list(self._engine.driver.works.items()):
-            if isinstance(work, CallWork):
-                work.future.cancel()
-            else:
-                self._engine.driver.post(CancelRequested(task_id))
-
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Take no more work, and give everything back when what is left is done.
 
@@ -203,19 +105,12 @@ class ParallelPool(PoolView):
         """
         self._engine.shutdown(wait, cancel_queued=cancel_futures)
 
-    def delete(self) -> None:
-        """Cancel what is queued and loops that are half done, wait for single calls that run, and give everything back.
-
-        Twice does nothing.
-        """
-        self.shutdown(cancel_futures=True)
-
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         is_interrupted = kind is not None and not issubclass(kind, Exception)
         if is_interrupted:
             self._engine.shutdown(wait=True, cancel_queued=True, cancel_running=True)
         else:
-            self.shutdown(cancel_futures=kind is not None)
+            super().__exit__(kind, error, traceback)
 
     def __repr__(self) -> str:
         state = "closed" if self.is_closed else f"{self.num_workers} workers, {self.idle_workers} idle"

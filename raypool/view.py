@@ -8,57 +8,37 @@ import functools
 import sys
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 from raypool.core.model import TaskSpec, TaskState
+from raypool.engine.backend import WorkerInfo
 from raypool.engine.engine import Engine, function_name, open_engine
 from raypool.engine.work import CallWork, LoopOptions, LoopWork
-from raypool.errors import InvalidTypeError, InvalidValueError, SerializationError
+from raypool.errors import InvalidTypeError, InvalidValueError, ResourceError, SerializationError
 from raypool.futures import Future, gather
 from raypool.loop import LoopRun, Watcher, attach, listed
+from raypool.options import Options, check_callable, check_count
 from raypool.profiles import Profile
 from raypool.results import Results
 from raypool.shared import call_once
-from raypool.task import in_task
+from raypool.task import current_task, in_task
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """How work that is handed in through a view of the pool is treated; see `PoolView.options`."""
-
-    retries: int = 2
-    retry_on: tuple[type[BaseException], ...] = ()
-    timeout_s: float | None = None
-    priority: int = 0
-    worker: int | None = None
-    name: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.retries is None:
-            raise InvalidTypeError("retries=None is not a whole number. Give 0 to run every item at most once.")
-        check_count("retries", self.retries, least=0)
-        check_count("worker", self.worker, least=0)
-        check_seconds("timeout_s", self.timeout_s)
-        if not isinstance(self.priority, int):
-            raise InvalidTypeError(f"priority={self.priority!r} is not a whole number.")
-        if self.name is not None and not isinstance(self.name, str):
-            raise InvalidTypeError(f"name={self.name!r} is not a text.")
-        kinds = self.retry_on if isinstance(self.retry_on, tuple) else (self.retry_on,)
-        if not all(isinstance(kind, type) and issubclass(kind, BaseException) for kind in kinds):
-            raise InvalidTypeError(f"retry_on={self.retry_on!r} is not an exception type, or a tuple of them.")
-        object.__setattr__(self, "retry_on", kinds)
 
 
 class PoolView(concurrent.futures.Executor):
     """The verbs of a pool, under certain options. `ParallelPool` is one itself; `options` gives others of the same pool."""
 
-    def __init__(self, engine: Engine, options: Options, pool: PoolView | None = None) -> None:
+    def __init__(
+        self, engine: Engine, options: Options, pool: PoolView | None = None, places: tuple[int, ...] | None = None
+    ) -> None:
         self._engine = engine
         self._options = options
         self._pool = pool  # kept from being collected, which would end it
+        if places is None and pool is not None:
+            places = pool._places
+        self._places: tuple[int, ...] | None = places  # of its workers; None: of all
 
     def options(self, **changes: Any) -> PoolView:
         """Return a view of this pool whose verbs use other options.
@@ -148,7 +128,7 @@ class PoolView(concurrent.futures.Executor):
             [0, 1, 4, 9]
             9
         """
-        _check_callable(fn)
+        check_callable(fn)
         if on_error not in ("raise", "collect"):
             raise InvalidValueError(f"on_error={on_error!r} is neither 'raise' nor 'collect'.")
         check_count("max_workers", max_workers, least=0)
@@ -165,7 +145,7 @@ class PoolView(concurrent.futures.Executor):
         label = name or self._options.name or function.name
         fixed = chunk_size is not None
         work = LoopWork(function, (), LoopOptions(label, self._options.retry_on, seed, on_error == "raise", fixed))
-        options, place = self._options, self._place(engine)
+        options, (place, places) = self._options, self._where(engine)
 
         def make_spec(task_id: int, size: int, is_open: bool) -> TaskSpec:
             return TaskSpec(
@@ -177,6 +157,7 @@ class PoolView(concurrent.futures.Executor):
                 options.retries,
                 max_workers,
                 place=place,
+                places=places,
                 timeout_s=options.timeout_s,
                 fail_fast=on_error == "raise",
                 chunk_size=chunk_size,
@@ -191,18 +172,45 @@ class PoolView(concurrent.futures.Executor):
         """Return the engine for work that is called for here: in a task, a serial one."""
         if in_task():
             return serial_engine()
-        self._engine.check_open()
+        self._check_open()
+        if self._places is not None and not self._numbers():
+            raise ResourceError(
+                "This part of the pool has no workers: requested 1, available 0. "
+                "Nothing fitted when it was made, or the pool has become smaller since; use the pool itself, or its other part.",
+                requested=1,
+                available=0,
+                holders=(),
+            )
         return self._engine
 
-    def _place(self, engine: Engine) -> int | None:
-        """Return the place of the worker that the options name; work that runs serially, in a task, runs where it is."""
+    def _check_open(self) -> None:
+        """Make sure that work is still taken here."""
+        if self._pool is not None:
+            self._pool._check_open()
+        else:
+            self._engine.check_open()
+
+    def _numbers(self) -> list[int]:
+        """Return the numbers of the workers that this view is of, in order."""
+        there = self._engine.driver.scheduler.crew.places
+        return sorted(there) if self._places is None else [place for place in self._places if place in there]
+
+    def _workers(self) -> list[WorkerInfo]:
+        """Return the workers that this view is of, in order."""
+        workers = self._engine.workers()
+        return workers if self._places is None else [worker for worker in workers if worker.index in self._places]
+
+    def _where(self, engine: Engine) -> tuple[int | None, tuple[int, ...] | None]:
+        """Return the one place, or the only places, in which work is to run; what runs serially, in a task, runs where it is."""
         number = self._options.worker
-        if number is None or engine is not self._engine:
-            return None
-        numbers = sorted(engine.driver.scheduler.crew.places)
+        if engine is not self._engine:
+            return None, None
+        if number is None:
+            return None, self._places
+        numbers = self._numbers()
         if number not in numbers:
             raise InvalidValueError(f"There is no worker {number}. There are: {', '.join(map(str, numbers))}.")
-        return number
+        return number, None
 
     # --- one at a time ------------------------------------------------------------------------------------------------
 
@@ -224,9 +232,9 @@ class PoolView(concurrent.futures.Executor):
             ...     pool.parfeval(pow, 2, 10).result()
             1024
         """
-        _check_callable(fn)
+        check_callable(fn)
         engine = self._engine_here()
-        options, place = self._options, self._place(engine)
+        options, (place, places) = self._options, self._where(engine)
         function = engine.function(fn)
         call = _packed_call(engine, function.name, args, kwargs)
         future: Future[T] = Future(options.name or function.name)
@@ -241,6 +249,7 @@ class PoolView(concurrent.futures.Executor):
                 priority=options.priority,
                 retries=options.retries,
                 place=place,
+                places=places,
                 timeout_s=options.timeout_s,
                 fail_fast=True,
             )
@@ -271,18 +280,24 @@ class PoolView(concurrent.futures.Executor):
             ...     pool.parfeval_on_all(pow, 2, 3).result()
             [8, 8]
         """
-        _check_callable(fn)
+        check_callable(fn)
         engine = self._engine_here()
         name = self._options.name or function_name(fn)
         if sticky:
             fn = functools.partial(call_once, uuid.uuid4().hex, fn)
-            setup = engine.function(functools.partial(fn, *args, **kwargs))
+            there = fn if self._places is None else functools.partial(_call_in, self._places, fn)
+            setup = engine.function(functools.partial(there, *args, **kwargs))
             engine.driver.setups.append(setup)  # before the calls: a worker that starts in between gets both, and makes one
         futures = [
-            PoolView(engine, replace(self._options, worker=info.index, name=name)).parfeval(fn, *args, **kwargs)
-            for info in engine.workers()
+            PoolView(engine, replace(self._options, worker=number, name=name), self).parfeval(fn, *args, **kwargs)
+            for number in (self._numbers() if engine is self._engine else [0])
         ]
         return gather(futures, name)
+
+
+def _call_in(places: tuple[int, ...], fn: Callable[..., T], *args: Any, **kwargs: Any) -> T | None:
+    """Call a function if this is the worker of one of these places."""
+    return fn(*args, **kwargs) if current_task().worker in places else None
 
 
 def serial_engine() -> Engine:
@@ -342,28 +357,3 @@ def _packed_call(engine: Engine, name: str, args: tuple[Any, ...], kwargs: dict[
         for key, value in [*enumerate(args), *kwargs.items()]:
             pack(value, f"argument {key!r} of {name}")  # raises the error that names it
         raise
-
-
-def _check_callable(fn: Any) -> None:
-    if not callable(fn):
-        raise InvalidTypeError(f"{fn!r} is not callable. Give the function itself, and its arguments after it.")
-
-
-def check_seconds(name: str, value: Any) -> None:
-    """Raise the error for a time [s] (or None) that is no number, or leaves no time at all."""
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise InvalidTypeError(f"{name}={value!r} is not a number of seconds.")
-    if not value > 0:
-        raise InvalidValueError(f"{name}={value!r} leaves no time. Give seconds above 0, or None for no limit.")
-
-
-def check_count(name: str, value: Any, least: int) -> None:
-    """Raise the error for a count (or None) that is no whole number, or too small."""
-    if value is None:
-        return
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise InvalidTypeError(f"{name}={value!r} is not a whole number.")
-    if value < least:
-        raise InvalidValueError(f"{name}={value} is less than {least}.")

@@ -1,0 +1,61 @@
+"""How work is treated that is handed in to a pool, and the checks of what is handed in with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from raypool.errors import InvalidTypeError, InvalidValueError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How work that is handed in through a view of the pool is treated; see `PoolView.options`."""
+
+    retries: int = 2
+    retry_on: tuple[type[BaseException], ...] = ()
+    timeout_s: float | None = None
+    priority: int = 0
+    worker: int | None = None
+    name: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.retries is None:
+            raise InvalidTypeError("retries=None is not a whole number. Give 0 to run every item at most once.")
+        check_count("retries", self.retries, least=0)
+        check_count("worker", self.worker, least=0)
+        check_seconds("timeout_s", self.timeout_s)
+        if not isinstance(self.priority, int):
+            raise InvalidTypeError(f"priority={self.priority!r} is not a whole number.")
+        if self.name is not None and not isinstance(self.name, str):
+            raise InvalidTypeError(f"name={self.name!r} is not a text.")
+        kinds = self.retry_on if isinstance(self.retry_on, tuple) else (self.retry_on,)
+        if not all(isinstance(kind, type) and issubclass(kind, BaseException) for kind in kinds):
+            raise InvalidTypeError(f"retry_on={self.retry_on!r} is not an exception type, or a tuple of them.")
+        object.__setattr__(self, "retry_on", kinds)
+
+
+def check_callable(fn: Any) -> None:
+    """Raise the error for something that is to be called and cannot be."""
+    if not callable(fn):
+        raise InvalidTypeError(f"{fn!r} is not callable. Give the function itself, and its arguments after it.")
+
+
+def check_seconds(name: str, value: Any) -> None:
+    """Raise the error for a time [s] (or None) that is no number, or leaves no time at all."""
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise InvalidTypeError(f"{name}={value!r} is not a number of seconds.")
+    if not value > 0:
+        raise InvalidValueError(f"{name}={value!r} leaves no time. Give seconds above 0, or None for no limit.")
+
+
+def check_count(name: str, value: Any, least: int) -> None:
+    """Raise the error for a count (or None) that is no whole number, or too small."""
+    if value is None:
+        return
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise InvalidTypeError(f"{name}={value!r} is not a whole number.")
+    if value < least:
+        raise InvalidValueError(f"{name}={value} is less than {least}.")

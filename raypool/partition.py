@@ -1,0 +1,280 @@
+"""What a pool and the parts of one have in common, and how a pool is parted."""
+
+from __future__ import annotations
+
+import concurrent.futures
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from types import TracebackType
+from typing import Any, TypeVar
+
+from raypool.core.messages import CancelRequested
+from raypool.engine.backend import WorkerInfo
+from raypool.engine.work import CallWork, Work
+from raypool.errors import InvalidTypeError, InvalidValueError, PoolClosedError
+from raypool.futures import Future
+from raypool.options import Options, check_count
+from raypool.shared import Constant, content_of
+from raypool.task import in_task
+from raypool.view import PoolView, serial_engine
+
+T = TypeVar("T")
+
+Works = list[tuple[int, Work]]
+"""Tasks by id, in the order in which they were handed in."""
+
+
+class TaskQueue:
+    """The single calls that have not ended (`parfeval`), of a pool or a part of one, as they are at the moment of asking."""
+
+    def __init__(self, works: Callable[[], Works]) -> None:
+        self._works = works
+
+    @property
+    def queued(self) -> list[Future[Any]]:
+        """Those that wait for a worker, in the order in which they were handed in."""
+        return self._in_state("queued")
+
+    @property
+    def running(self) -> list[Future[Any]]:
+        """Those that run."""
+        return self._in_state("running")
+
+    def _in_state(self, state: str) -> list[Future[Any]]:
+        return [work.future for _, work in self._works() if isinstance(work, CallWork) and work.future.state == state]
+
+
+class StaffedView(PoolView):
+    """A view with workers of its own to show: all of the pool's (`ParallelPool`), or some of them (`PoolPart`)."""
+
+    @property
+    def workers(self) -> list[WorkerInfo]:
+        """The workers as they are now, in order."""
+        return self._workers()
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers there are, those included that are being replaced."""
+        return len(self._numbers())
+
+    @property
+    def idle_workers(self) -> int:
+        """How many workers could begin something now."""
+        return sum(worker.state == "idle" for worker in self.workers)
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is queued or running."""
+        return bool(self._works())
+
+    @property
+    def queue(self) -> TaskQueue:
+        """The single calls that have not ended."""
+        return TaskQueue(self._works)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether no work is taken any more: it was shut down (or is broken beyond repair)."""
+        return self._engine.is_over
+
+    def _works(self) -> Works:
+        """Return what has not ended, as far as it is bound to these workers."""
+        works = list(self._engine.driver.works.items())
+        if self._places is None:
+            return works
+        own, tasks = set(self._places), self._engine.driver.scheduler.backlog.tasks
+        specs = {task_id: task.spec for task_id, _ in works if (task := tasks.get(task_id)) is not None}
+        wanted = {task_id: spec.places if spec.place is None else (spec.place,) for task_id, spec in specs.items()}
+        return [
+            (task_id, work) for task_id, work in works if (places := wanted.get(task_id)) is not None and own.issuperset(places)
+        ]
+
+    def constant(self, source: T | Callable[[], T], cleanup: Callable[[T], object] | None = None) -> Constant[T]:
+        """Return a value that every worker receives, or builds, once, however many tasks use it.
+
+        Args:
+            source: The value; or a function without arguments (or a class) that makes it, called on each worker at the first
+                use there.
+            cleanup: Called with the value when a worker that has used it ends: with the pool, when that gets smaller, or after
+                `idle_timeout_s`. A process that dies can't call it.
+
+        Raises:
+            SerializationError: The value or the function cannot be sent.
+
+        Source:
+            MATLAB R2025b, parallel.pool.Constant.
+
+        Example:
+            >>> from raypool import parpool
+            >>> with parpool(2, profile="threads", quiet=True) as pool:
+            ...     squares = pool.constant([0, 1, 4, 9])
+            ...     list(pool.parfor(lambda i: squares.value[i], [3, 2]))
+            [9, 4]
+        """
+        self._check_open()
+        constant: Constant[T] = Constant(self._engine.opener(content_of(source, cleanup), "the constant"))
+        self._engine.constants.append(constant.key)
+        return constant
+
+    def cancel_all(self) -> None:
+        """Cancel everything that is queued or running, loops included.
+
+        Source:
+            MATLAB R2025b, cancelAll.
+        """
+        for task_id, work in self._works():
+            self._cancel(task_id, work)
+
+    def _cancel(self, task_id: int, work: Work) -> None:
+        if isinstance(work, CallWork):
+            work.future.cancel()
+        else:
+            self._engine.driver.post(CancelRequested(task_id))
+
+    def delete(self) -> None:
+        """Cancel what is queued and loops that are half done, wait for single calls that run, and give everything back.
+
+        Twice does nothing.
+        """
+        self.shutdown(cancel_futures=True)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.shutdown(cancel_futures=kind is not None)
+
+    # --- parts --------------------------------------------------------------------------------------------------------
+
+    def partition(
+        self, *, per_gpu: int | None = None, per_host: int | None = None, workers: Iterable[int | WorkerInfo] | None = None
+    ) -> tuple[PoolPart, PoolPart]:
+        """Choose some of the workers; return them as a part of the pool, and the others as another.
+
+        Each part has the verbs of a pool, for its own workers, and both can be used at the same time; so can the pool, for all of
+        them. The workers stay the pool's: one that is replaced stays in its part, those that `resize` adds are in neither. Parts
+        can be parted further. If nothing fits, as where there is no GPU, the part is empty (`num_workers` is 0): that is no error
+        until it is asked to do something.
+
+        Args:
+            per_gpu: So many workers for each GPU, as far as there are: 1 gives each GPU to a single worker.
+            per_host: So many workers for each machine, as far as there are.
+            workers: These ones, by number or as they stand in `workers`.
+
+        Raises:
+            InvalidTypeError: Not exactly one of the three was given, or it is of a wrong kind.
+            InvalidValueError: A number is below 1, or there is no such worker here.
+
+        Source:
+            MATLAB R2025b, partition (MaxNumWorkersPerGPU, MaxNumWorkersPerHost, Workers).
+
+        Example:
+            >>> from raypool import parpool
+            >>> with parpool(3, profile="threads", quiet=True) as pool:
+            ...     part, rest = pool.partition(workers=[0])
+            ...     slow = part.parfeval(pow, 2, 10)
+            ...     list(rest.parfor(abs, [-1, -2])), slow.result()
+            ...     pool.partition(per_gpu=1)[0].num_workers
+            ([1, 2], 1024)
+            0
+        """
+        given = {
+            name: value
+            for name, value in (("per_gpu", per_gpu), ("per_host", per_host), ("workers", workers))
+            if value is not None
+        }
+        if len(given) != 1:
+            raise InvalidTypeError(
+                f"partition() takes one of per_gpu=, per_host= and workers=, and was given {' and '.join(given) or 'none'}."
+            )
+        check_count("per_gpu", per_gpu, least=1)
+        check_count("per_host", per_host, least=1)
+        self._check_open()
+        there = self.workers
+        if workers is not None:
+            chosen = _named(workers, [worker.index for worker in there])
+        elif per_gpu is not None:
+            chosen = _picked(there, _gpu_names, per_gpu)
+        else:
+            chosen = _picked(there, lambda worker: [worker.host], per_host or 0)
+        others = [worker.index for worker in there if worker.index not in chosen]
+        return PoolPart(self, sorted(chosen)), PoolPart(self, others)
+
+
+class PoolPart(StaffedView):
+    """Some of the workers of a pool, with the verbs of a pool. Made by `partition`, which says what it is for.
+
+    Its `queue`, `busy` and `cancel_all` are about what may run on its own workers only, whoever has handed that in.
+    """
+
+    def __init__(self, pool: StaffedView, places: Sequence[int]) -> None:
+        super().__init__(pool._engine, pool._options, pool, tuple(places))
+        self._is_over = False
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether no work is taken any more: this part or the pool was shut down."""
+        return self._is_over or self._engine.is_over
+
+    def _check_open(self) -> None:
+        if self._is_over:
+            raise PoolClosedError("This part of the pool was shut down. Make another with partition().")
+        super()._check_open()
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Take no more work here. The workers stay with the pool, which goes on.
+
+        Args:
+            wait: Return when the single calls that were handed in here have ended.
+            cancel_futures: Cancel what is queued. A loop that is half done counts as queued.
+        """
+        self._is_over = True
+        works = self._works()
+        for task_id, work in works:
+            if cancel_futures and not (isinstance(work, CallWork) and work.future.running()):
+                self._cancel(task_id, work)
+        if wait and not in_task() and not self._engine.driver.is_own_thread:
+            concurrent.futures.wait([work.future for _, work in works if isinstance(work, CallWork)])
+
+    def __repr__(self) -> str:
+        state = "closed" if self.is_closed else f"{self.num_workers} workers, {self.idle_workers} idle"
+        return f"<PoolPart: {state}>"
+
+    def __reduce__(self) -> Any:
+        """Let a function that refers to it travel: on the worker it finds a pool that runs serially."""
+        return _serial_part, ()
+
+
+def _serial_part() -> StaffedView:
+    return StaffedView(serial_engine(), Options())
+
+
+def _gpu_names(worker: WorkerInfo) -> Sequence[Hashable]:
+    return worker.gpu_uuids or [(worker.host, gpu) for gpu in worker.gpus]
+
+
+def _picked(workers: Iterable[WorkerInfo], names: Callable[[WorkerInfo], Sequence[Hashable]], limit: int) -> list[int]:
+    """Return the first workers of which no more than `limit` have any one name; those without a name are left out."""
+    counts: Counter[Hashable] = Counter()
+    picked = []
+    for worker in workers:
+        own = names(worker)
+        if own and all(counts[name] < limit for name in own):
+            counts.update(own)
+            picked.append(worker.index)
+    return picked
+
+
+def _named(workers: Any, numbers: Sequence[int]) -> list[int]:
+    """Return the numbers of these workers, each of which has to be there, once."""
+    try:
+        wanted = [worker.index if isinstance(worker, WorkerInfo) else worker for worker in workers]
+    except TypeError:
+        raise InvalidTypeError(
+            f"workers={workers!r} is not a list of workers, such as pool.workers[:2], or of their numbers."
+        ) from None
+    for number in wanted:
+        if not isinstance(number, int) or isinstance(number, bool):
+            raise InvalidTypeError(f"workers has {number!r} in it, which is neither a worker nor the number of one.")
+        if number not in numbers:
+            raise InvalidValueError(f"There is no worker {number} here. There are: {', '.join(map(str, numbers)) or 'none'}.")
+        if wanted.count(number) > 1:
+            raise InvalidValueError(f"Worker {number} is named twice. Name each worker once.")
+    return wanted
