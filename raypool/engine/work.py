@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 from raypool.core.model import Slice, TaskState
 from raypool.engine.backend import Failure, Function, Part, SliceResult, WorkerInfo
+from raypool.engine.diary import add_last_lines
 from raypool.engine.verdicts import where
 from raypool.errors import RemoteTraceback, TaskError
 from raypool.feed import Feed
@@ -126,7 +127,9 @@ class CallWork:
                 future.set_result(Deferred(result.values, result.offset))
 
     def fail(self, piece: Slice, error: TaskError) -> None:
-        """Fail the future."""
+        """Fail the future; nobody was there to note what it had printed last."""
+        if self.future.feed is not None:
+            add_last_lines(error, self.future.feed.text())
         self._fail_with(error)
 
     def end(self, state: TaskState, error: BaseException | None) -> None:

@@ -1,0 +1,340 @@
+"""What tasks report and print is seen outside: while they run, and all of it when they have ended."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from raypool import ParallelPool, current_task, parpool, report
+from tests.conftest import Gate, Marks
+from tests.contract.conftest import PoolMaker
+
+beside_each_other = pytest.mark.parametrize("make_pool", ["threads", "local"], indirect=True)
+in_processes = pytest.mark.parametrize("make_pool", ["local"], indirect=True)
+
+
+def train(epochs: int, name: str = "train") -> int:
+    for epoch in range(epochs):
+        report(epoch=epoch, loss=1 / (epoch + 1), phase=name)
+    return epochs
+
+
+# --- metrics ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_future_has_what_its_task_has_reported(pool: ParallelPool) -> None:
+    future = pool.parfeval(train, 5)
+    assert future.result(60) == 5
+    frame = future.metrics
+    assert list(frame) == ["time", "attempt", "epoch", "loss", "phase"]
+    assert frame["epoch"].tolist() == list(range(5))
+    assert frame["loss"].tolist() == [1 / (epoch + 1) for epoch in range(5)]
+    assert set(frame["attempt"]) == {1}
+    assert frame["time"].is_monotonic_increasing
+    assert str(frame["time"].dt.tz) == "UTC"
+    assert future.submitted_at <= frame["time"].iloc[0] <= future.finished_at
+
+
+def test_a_task_that_reports_nothing_has_an_empty_table(pool: ParallelPool) -> None:
+    future = pool.parfeval(abs, -3)
+    assert future.metrics.empty
+    assert future.result(60) == 3
+    assert list(future.metrics) == ["time", "attempt"]
+    assert future.diary == ""
+    assert pool.parfor(abs, [1, 2]).metrics.empty
+
+
+def test_all_of_it_is_there_at_once_when_the_result_is(pool: ParallelPool) -> None:
+    for count in (1, 7, 1000, 20_000):
+        future = pool.parfeval(train, count)
+        future.result(60)
+        assert future.metrics["epoch"].tolist() == list(range(count))
+
+
+def test_a_failed_task_has_what_it_had_reported(pool: ParallelPool) -> None:
+    def fail() -> None:
+        report(loss=math.nan)
+        raise ValueError("diverged")
+
+    future = pool.parfeval(fail)
+    with pytest.raises(ValueError, match="diverged"):
+        future.result(60)
+    assert future.metrics["loss"].isna().tolist() == [True]
+
+
+@beside_each_other
+def test_metrics_and_diary_are_live(pool: ParallelPool, make_gate: Callable[[], Gate], eventually: Callable[..., bool]) -> None:
+    gates = [make_gate() for _ in range(3)]
+
+    def work() -> None:
+        for step, gate in enumerate(gates):
+            report(step=step)
+            print("at", step)
+            print("err", step, file=sys.stderr)
+            gate.wait()
+
+    future = pool.parfeval(work)
+    for step, gate in enumerate(gates):
+        expected = "".join(f"at {i}\nerr {i}\n" for i in range(step + 1))
+        assert eventually(lambda: len(future.metrics) == step + 1 and future.diary == expected)  # noqa: B023
+        assert future.running()
+        gate.open()
+    future.result(60)
+    assert future.metrics["step"].tolist() == [0, 1, 2]
+
+
+@beside_each_other
+def test_tasks_that_run_at_once_are_told_apart(pool: ParallelPool, marks: Marks, eventually: Callable[..., bool]) -> None:
+    def work(number: int) -> None:
+        marks.add("begun")
+        assert eventually(lambda: marks.count("begun") == 3)
+        for step in range(300):
+            report(number=number, step=step)
+            print(number, step)
+
+    futures = [pool.parfeval(work, number) for number in range(3)]
+    for number, future in enumerate(futures):
+        future.result(60)
+        assert future.metrics[["number", "step"]].values.tolist() == [[number, step] for step in range(300)]
+        assert future.diary == "".join(f"{number} {step}\n" for step in range(300))
+
+
+def test_tasks_that_share_a_call_are_told_apart(pool: ParallelPool) -> None:
+    def work(number: int) -> None:
+        report(number=number)
+        print(number)
+
+    futures = [pool.parfeval(work, number) for number in range(200)]
+    for number, future in enumerate(futures):
+        future.result(60)
+        assert future.metrics["number"].tolist() == [number]
+        assert future.diary == f"{number}\n"
+
+
+@beside_each_other
+def test_a_cancelled_task_has_what_it_had_said(pool: ParallelPool, gate: Gate, eventually: Callable[..., bool]) -> None:
+    def work() -> None:
+        report(step=1)
+        print("begun")
+        gate.wait()
+
+    future = pool.parfeval(work)
+    assert eventually(lambda: not future.metrics.empty and future.diary == "begun\n")
+    assert future.cancel()
+    assert future.metrics["step"].tolist() == [1]
+    assert future.diary == "begun\n"
+
+
+def test_a_retried_task_has_the_rows_of_both_attempts(pool: ParallelPool) -> None:
+    def work() -> str:
+        report(attempt_was=current_task().attempt)
+        if current_task().attempt == 1:
+            raise ConnectionError
+        return "done"
+
+    future = pool.options(retries=2, retry_on=ConnectionError).parfeval(work)
+    assert future.result(60) == "done"
+    assert future.metrics[["attempt", "attempt_was"]].values.tolist() == [[1, 1], [2, 2]]
+
+
+def test_what_was_said_can_be_read_after_the_pool_has_gone(make_pool: PoolMaker) -> None:
+    def work(x: int) -> None:
+        report(x=x)
+        print("x", x)
+
+    with make_pool(1) as own:
+        future = own.parfeval(work, 3)
+        results = own.parfor(work, range(4))
+    assert future.metrics["x"].tolist() == [3]
+    assert future.diary == "x 3\n"
+    assert results.metrics["x"].tolist() == [0, 1, 2, 3]
+
+
+# --- loops ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_loop_has_what_its_items_have_reported(pool: ParallelPool) -> None:
+    results = pool.parfor(train, [3, 1, 0, 2], progress=False)
+    frame = results.metrics
+    assert list(frame) == ["time", "item", "attempt", "epoch", "loss", "phase"]
+    assert frame[["item", "epoch"]].values.tolist() == [[0, 0], [0, 1], [0, 2], [1, 0], [3, 0], [3, 1]]
+    assert set(frame["attempt"]) == {1}
+
+
+def test_a_long_loop_of_short_items_loses_no_report(pool: ParallelPool) -> None:
+    results = pool.parfor(lambda x: report(x=x, square=x * x), range(20_000), progress=False)
+    frame = results.metrics
+    assert frame["item"].tolist() == frame["x"].tolist() == list(range(20_000))
+
+
+def test_a_loop_that_fails_has_what_its_items_had_reported(pool: ParallelPool) -> None:
+    def work(x: int) -> None:
+        report(x=x)
+        if x == 2:
+            raise ValueError("bad")
+
+    with pytest.raises(ValueError, match="bad") as raised:
+        pool.parfor(work, range(5), max_workers=1, progress=False)
+    assert raised.value.results.metrics["x"].tolist()[:3] == [0, 1, 2]  # type: ignore[attr-defined]
+
+
+def test_results_travel_with_their_metrics(pool: ParallelPool) -> None:
+    results = pool.parfor(train, [2, 1], progress=False)
+    again = pickle.loads(pickle.dumps(results))
+    assert again.metrics.equals(results.metrics)
+    assert len(again.metrics) == 3
+
+
+def test_a_loop_in_a_task_keeps_its_reports_to_itself(pool: ParallelPool) -> None:
+    def outer() -> tuple[int, list[int]]:
+        report(outer=True)
+        with parpool(1, profile="inline", quiet=True) as inner:
+            results = inner.parfor(train, [2, 3], progress=False)
+        report(outer=False)
+        return len(results.metrics), results.metrics["item"].tolist()
+
+    future = pool.parfeval(outer)
+    assert future.result(60) == (5, [0, 0, 1, 1, 1])
+    assert future.metrics["outer"].tolist() == [True, False]
+
+
+# --- what is printed --------------------------------------------------------------------------------------------------
+
+
+def test_what_is_printed_outside_of_tasks_is_nobodys(pool: ParallelPool, capsys: pytest.CaptureFixture[str]) -> None:
+    print("before")
+    future = pool.parfeval(print, "in it", end="!\n")
+    future.result(60)
+    print("after")
+    assert future.diary == "in it!\n"
+    seen = capsys.readouterr().out.splitlines()
+    assert [line for line in seen if line != "in it!"] == ["before", "after"]
+
+
+@pytest.mark.parametrize("make_pool", ["inline", "threads"], indirect=True)
+def test_what_is_printed_in_this_process_is_printed(pool: ParallelPool, capsys: pytest.CaptureFixture[str]) -> None:
+    before = sys.stdout, sys.stderr
+    assert pool.parfeval(print, "once").result(60) is None
+    assert capsys.readouterr().out == "once\n"
+    assert (sys.stdout, sys.stderr) == before
+
+
+@in_processes
+def test_threads_of_a_task_speak_for_it(pool: ParallelPool) -> None:
+    def work() -> None:
+        def speak() -> None:
+            print("from a thread")
+            report(thread=True)
+
+        thread = threading.Thread(target=speak)
+        thread.start()
+        thread.join()
+
+    future = pool.parfeval(work)
+    future.result(60)
+    assert future.diary == "from a thread\n"
+    assert future.metrics["thread"].tolist() == [True]
+
+
+def test_an_error_says_what_was_printed_last(pool: ParallelPool) -> None:
+    def fail(x: int) -> None:
+        print("loading", x)
+        print("to standard error", file=sys.stderr)
+        if x % 2:
+            raise ValueError("bad")
+
+    future = pool.parfeval(fail, 7)
+    with pytest.raises(ValueError, match="bad") as raised:
+        future.result(60)
+    expected = "raypool: it printed last:\n  loading {}\n  to standard error"
+    assert expected.format(7) in raised.value.__notes__
+    errors = pool.parfor(fail, range(4), on_error="collect", progress=False).errors
+    assert sorted(errors) == [1, 3]
+    for index, error in errors.items():
+        assert expected.format(index) in error.__notes__
+
+
+def test_an_error_after_nothing_printed_says_nothing_of_it(pool: ParallelPool) -> None:
+    future = pool.parfeval(lambda: 1 / 0)
+    assert isinstance(future.exception(60), ZeroDivisionError)
+    assert "printed" not in str(future.exception().__notes__)
+
+
+def test_much_text_is_kept_from_its_end(pool: ParallelPool) -> None:
+    def work() -> None:
+        for number in range(200_000):
+            print(f"line {number:06}")
+
+    future = pool.parfeval(work)
+    future.result(60)
+    first, *lines = future.diary.splitlines()
+    assert first == f"[raypool: the first {200_000 * 12 - 2**20:,} bytes are not kept]"
+    assert lines[-1] == "line 199999"
+    assert len("\n".join(lines)) + 1 == 2**20
+
+
+# --- when workers die -------------------------------------------------------------------------------------------------
+
+
+@in_processes
+def test_what_a_lost_worker_had_said_is_kept(make_pool: PoolMaker, gate: Gate, eventually: Callable[..., bool]) -> None:
+    def work() -> Any:
+        import os
+
+        report(attempt_was=current_task().attempt)
+        print("attempt", current_task().attempt)
+        if current_task().attempt == 1:
+            gate.wait()
+            os._exit(1)
+        return "done"
+
+    with make_pool(1) as own:
+        future = own.parfeval(work)
+        assert eventually(lambda: future.diary == "attempt 1\n")
+        gate.open()
+        assert future.result(60) == "done"
+        assert future.diary == "attempt 1\nattempt 2\n"
+        assert future.metrics[["attempt", "attempt_was"]].values.tolist() == [[1, 1], [2, 2]]
+
+
+@in_processes
+def test_the_error_of_a_lost_worker_says_what_was_printed_last(
+    make_pool: PoolMaker, gate: Gate, eventually: Callable[..., bool]
+) -> None:
+    def work() -> None:
+        import os
+
+        print("loading the model")
+        gate.wait()
+        os._exit(1)
+
+    with make_pool(1) as own:
+        future = own.options(retries=0).parfeval(work)
+        assert eventually(lambda: future.diary == "loading the model\n")
+        gate.open()
+        error = future.exception(60)
+        assert "raypool: it printed last:\n  loading the model" in getattr(error, "__notes__", ())
+
+
+@in_processes
+def test_a_forked_child_of_a_task_may_report_and_print(pool: ParallelPool) -> None:
+    def work() -> int:
+        import os
+
+        child = os.fork()
+        if child == 0:
+            report(child=True)
+            os._exit(0)
+        status = os.waitpid(child, 0)[1]
+        report(child=False)
+        return status
+
+    future = pool.parfeval(work)
+    assert future.result(60) == 0
+    assert future.metrics["child"].tolist() == [False]
