@@ -110,6 +110,8 @@ class LoopRun:
         except BaseException as error:
             self.cancel()
             attach(error, self.results())
+            if isinstance(error, KeyboardInterrupt):
+                self._note_rest(error)
             raise
         return self.results()
 
@@ -150,6 +152,15 @@ class LoopRun:
         """Let nothing more of the loop start."""
         if self._task_id >= 0:
             self._driver.post(CancelRequested(self._task_id))
+
+    def _note_rest(self, error: KeyboardInterrupt) -> None:
+        """Say where what had finished can be found: nobody expects it in the exception."""
+        count = self._work.num_settled
+        of = f"of {self._total} items" if self._total is not None else "items"
+        error.add_note(
+            f"raypool: {count} {of} of {self._work.label} had finished; they are in the exception's .results "
+            "(at a prompt: sys.last_value.results)."
+        )
 
     def results(self) -> Results:
         """Put together what has come back so far."""

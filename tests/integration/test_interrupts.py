@@ -1,0 +1,119 @@
+"""Ctrl-C: what it gives back, and that nothing stays (scenario 9). A terminal sends it to the whole group of processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+GONE_WITHIN_S = 60.0
+
+
+def press_ctrl_c(started: Any) -> None:
+    os.killpg(started.pid, signal.SIGINT)
+
+
+def check_nothing_is_left(started: Any, eventually: Callable[..., bool]) -> None:
+    left = [(process.pid, process.name()) for process in started.family()]
+    assert eventually(lambda: not started.family(), GONE_WITHIN_S), left
+
+
+LOOP = """
+import os, subprocess, sys, time
+from pathlib import Path
+from raypool import parpool
+
+def work(number):
+    if number < 3:
+        return number
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])  # as a data loader's processes
+    Path({ready!r}).touch()
+    time.sleep(600)
+"""
+
+
+def test_once_in_a_loop(start_python: Any, make_gate: Any, eventually: Any) -> None:
+    """What has finished is there, the workers stop, and the pool can be used."""
+    ready = make_gate()
+    started = start_python(
+        LOOP.format(ready=str(ready.path))
+        + """
+with parpool(2, quiet=True) as pool:
+    pids = pool.parfeval_on_all(os.getpid).result()
+    try:
+        pool.parfor(work, 12)
+    except KeyboardInterrupt as interrupt:
+        print(list(interrupt.results)[:4], interrupt.results.to_frame()["status"].value_counts().to_dict())
+        print(interrupt.__notes__)
+    print(pool.parfor(abs, [-1, -2])[:], pool.parfeval_on_all(os.getpid).result() == pids)
+"""
+    )
+    ready.wait(90)
+    assert eventually(lambda: len(started.family()) > 3)
+
+    press_ctrl_c(started)
+
+    done = started.finish(60)
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0, done.stderr
+    assert lines[0] == "[0, 1, 2, None] {'cancelled': 9, 'finished': 3}"
+    assert "3 of 12 items" in lines[1]
+    assert lines[2] == "[1, 2] True"
+    check_nothing_is_left(started, eventually)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_in_a_script_that_does_not_expect_it(start_python: Any, make_gate: Any, eventually: Any, times: int) -> None:
+    """The script ends with the usual traceback; the second time, it does not wait for anything any more."""
+    ready = make_gate()
+    started = start_python(
+        LOOP.format(ready=str(ready.path))
+        + """
+def stubborn(number):
+    while True:
+        try:
+            work(number + 3)
+        except BaseException:
+            continue
+
+with parpool(2, quiet=True) as pool:
+    pool.parfor(stubborn, 5)
+"""
+    )
+    ready.wait(90)
+
+    for _ in range(times):
+        press_ctrl_c(started)
+
+    done = started.finish(60)
+    assert done.returncode != 0
+    assert "KeyboardInterrupt" in done.stderr
+    check_nothing_is_left(started, eventually)
+
+
+def test_while_somebody_waits_for_a_future(start_python: Any, make_gate: Any, eventually: Any) -> None:
+    """A future goes on: only who waits was interrupted."""
+    ready = make_gate()
+    started = start_python(
+        LOOP.format(ready=str(ready.path))
+        + """
+pool = parpool(1, quiet=True)
+future = pool.parfeval(work, 3)
+try:
+    future.result()
+except KeyboardInterrupt:
+    print(future.state, future.cancel(), future.state)
+    print(pool.parfeval(abs, -1).result(), future.worker_replaced)
+"""
+    )
+    ready.wait(90)
+    press_ctrl_c(started)
+    done = started.finish(60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["running True cancelled", "1 False"]
+    check_nothing_is_left(started, eventually)

@@ -1,0 +1,226 @@
+"""Who is interrupted, when, and who is not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from math import inf
+from typing import Any
+
+import pytest
+
+from raypool.core.messages import Signal
+from raypool.engine.backend import Part, WorkerInfo
+from raypool.engine.guard import AT_HAND, NOTHING, STOP_SIGNAL, WISH, Guard, ProcessGuard, ThreadGuard
+from raypool.engine.runner import RawResult, Surroundings, run_parts
+from raypool.errors import TaskCancelled
+from raypool.task import Running
+
+HERE = WorkerInfo(0, "here", 1)
+
+
+def say_nothing(note: Running, kind: str, payload: Any) -> None:
+    pass
+
+
+def note() -> Running:
+    return Running(0, 1, None, 0, None, None)
+
+
+def calls(*functions: Callable[[], Any]) -> list[Part]:
+    """Return a call of single tasks, numbered from 0."""
+    return [Part(task_id, task_id, [((), {})], 1, 0, 1, is_call=True) for task_id, _ in enumerate(functions)]
+
+
+def run(guard: Guard, *functions: Callable[[], Any], attempt_id: int = 7) -> list[RawResult]:
+    """Run tasks, numbered from 0, in one call."""
+    here = Surroundings(HERE, functions.__getitem__, lambda items: items, guard, say_nothing)
+    return run_parts(attempt_id, calls(*functions), here)
+
+
+@pytest.fixture
+def guard() -> Iterator[ProcessGuard]:
+    before = signal.getsignal(STOP_SIGNAL)
+    yield ProcessGuard()
+    signal.signal(STOP_SIGNAL, before)
+
+
+def wish(guard: ProcessGuard, attempt_id: int, task_id: int, is_cancel: bool = True, is_signalled: bool = True) -> None:
+    """Do what the node agent does."""
+    descriptor = os.open(f"/proc/self/fd/{guard.pipe}", os.O_WRONLY)
+    os.write(descriptor, WISH.pack(attempt_id, task_id, is_cancel))
+    os.close(descriptor)
+    if is_signalled:
+        os.kill(os.getpid(), STOP_SIGNAL)
+
+
+def at_hand(guard: ProcessGuard) -> tuple[Any, ...]:
+    return AT_HAND.unpack(os.pread(guard.board, AT_HAND.size, 0))
+
+
+def test_what_is_at_hand_is_interrupted(guard: ProcessGuard) -> None:
+    went_on = []
+
+    def task() -> None:
+        assert at_hand(guard) == (7, 0)
+        wish(guard, 7, 0)
+        went_on.append(0)
+
+    cancelled, other = run(guard, task, lambda: "a value")
+    assert (cancelled.done, cancelled.values, cancelled.errors) == (0, [], {})
+    assert other.values == ["a value"]
+    assert not went_on
+    assert at_hand(guard) == NOTHING
+
+
+@pytest.mark.parametrize("key", [(6, 0), (8, 0), (7, 1)])
+def test_a_wish_for_something_else_interrupts_nothing(guard: ProcessGuard, key: tuple[int, int]) -> None:
+    def task() -> str:
+        wish(guard, *key)
+        return "a value"
+
+    assert run(guard, task)[0].values == ["a value"]
+
+
+def test_what_has_not_begun_never_begins(guard: ProcessGuard) -> None:
+    def task() -> str:
+        wish(guard, 7, 1)
+        return "a value"
+
+    first, second, third = run(guard, task, lambda: pytest.fail("it was begun"), lambda: 3)
+    assert (first.values, second.done, third.values) == (["a value"], 0, [3])
+
+
+def test_a_wish_for_the_call_behind_this_one(guard: ProcessGuard) -> None:
+    wish(guard, 8, 0)
+    assert run(guard, lambda: 1, attempt_id=7)[0].values == [1]
+    assert run(guard, lambda: pytest.fail("it was begun"), attempt_id=8)[0].done == 0
+    assert run(guard, lambda: 3, attempt_id=9)[0].values == [3]
+
+
+def test_a_signal_between_two_tasks_does_nothing(guard: ProcessGuard) -> None:
+    run(guard, lambda: 1)
+    wish(guard, 7, 0)
+    os.kill(os.getpid(), STOP_SIGNAL)
+    assert run(guard, lambda: 2, attempt_id=8)[0].values == [2]
+
+
+def test_nothing_is_interrupted_twice(guard: ProcessGuard) -> None:
+    told = []
+
+    def task() -> None:
+        try:
+            wish(guard, 7, 0)
+        except TaskCancelled:
+            wish(guard, 7, 0)
+            told.append("tidied up")
+            raise
+
+    assert run(guard, task)[0].done == 0
+    assert told == ["tidied up"]
+
+
+def test_a_task_that_goes_on_ends_its_slice(guard: ProcessGuard) -> None:
+    """It has caught what was raised; what it returns is worth nothing, and no item follows."""
+    seen = []
+
+    def item(number: int) -> int:
+        seen.append(number)
+        if number == 1:
+            try:
+                wish(guard, 7, 0)
+            except BaseException:
+                return -1
+        return number
+
+    here = Surroundings(HERE, lambda _: item, lambda items: items, guard, say_nothing)
+    run_parts(7, [Part(0, 0, [0, 1, 2, 3], 4, 0, 1, is_call=False)], here)
+    assert seen == [0, 1]
+
+
+def test_a_wish_for_an_early_end(guard: ProcessGuard) -> None:
+    from raypool import current_task
+
+    def task() -> list[bool]:
+        before = current_task().should_stop
+        wish(guard, 7, 0, is_cancel=False)
+        return [before, current_task().should_stop]
+
+    assert run(guard, task)[0].values == [[False, True]]
+    assert run(guard, lambda: current_task().should_stop, attempt_id=8)[0].values == [False]
+
+
+def test_an_import_is_let_to_its_end(guard: ProcessGuard) -> None:
+    told = []
+
+    def task() -> None:
+        code = compile("wish(guard, 7, 0)", "<frozen importlib._bootstrap>", "exec")
+        exec(code, {"wish": wish, "guard": guard})
+        told.append("imported")
+        os.kill(os.getpid(), STOP_SIGNAL)  # as the agent does while the wish has not been read
+        told.append("went on")
+
+    assert run(guard, task)[0].done == 0
+    assert told == ["imported"]
+
+
+def test_a_task_may_raise_it_by_itself(guard: ProcessGuard) -> None:
+    def task() -> None:
+        raise TaskCancelled("mine")
+
+    (result,) = run(guard, task)
+    assert result.done == 1
+    assert str(result.errors[0]) == "mine"
+
+
+def test_many_wishes_at_once(guard: ProcessGuard) -> None:
+    def task() -> str:
+        for number in range(1, 1000):
+            wish(guard, 7, number, is_signalled=False)
+        os.kill(os.getpid(), STOP_SIGNAL)
+        return "a value"
+
+    results = run(guard, task, *[lambda: pytest.fail("it was begun")] * 999)
+    assert results[0].values == ["a value"]
+    assert all(result.done == 0 for result in results[1:])
+
+
+def test_a_thread_is_interrupted(eventually: Any) -> None:
+    guard = ThreadGuard()
+    running = threading.Event()
+    results: list[RawResult] = []
+
+    def task() -> None:
+        running.set()
+        while True:
+            pass
+
+    thread = threading.Thread(target=lambda: results.extend(run(guard, task, lambda: "a value")))
+    thread.start()
+    assert running.wait(20)
+    assert guard.is_at_hand(7, 0)
+    guard.request(Signal.CANCEL, 7, 0)
+    thread.join(20)
+    assert [result.done for result in results] == [0, 1]
+    assert guard.is_free
+
+
+def test_what_has_not_reached_a_thread_is_taken_back() -> None:
+    """It was asked for in the last moment: whatever the thread does next is not meant."""
+    guard = ThreadGuard()
+    for _ in range(200):
+        guard.begin_call(7)
+        limit = RawResult(0)
+        try:
+            try:
+                guard.begin(0, note(), limit)
+                guard.request(Signal.CANCEL, 7, 0)
+            finally:
+                guard.end()
+        except TaskCancelled:
+            pass
+        assert limit.deadline == -inf
+        sum(range(1000))
+        guard = ThreadGuard()
