@@ -9,6 +9,7 @@
     ├── StartupError         a worker did not come up
     ├── PoolClosedError      (+ RuntimeError)    used after shutdown
     ├── PoolBrokenError      (+ BrokenExecutor)  no worker is left that can come back
+    ├── QueueClosedError     (+ RuntimeError)    put into a queue that was closed, or read to its end
     ├── TaskError            a task ended without a value and without an exception of the user's
     │   ├── WorkerLostError       its worker's process or node died
     │   ├── SerializationError    something could not travel between processes
@@ -42,6 +43,7 @@ __all__ = [
     "LossReason",
     "PoolBrokenError",
     "PoolClosedError",
+    "QueueClosedError",
     "RaypoolError",
     "RemoteTraceback",
     "ResourceError",
@@ -111,6 +113,10 @@ class PoolClosedError(RaypoolError, RuntimeError):
 
 class PoolBrokenError(RaypoolError, BrokenExecutor):
     """No worker is left that can come back; every pending future gets this error at once."""
+
+
+class QueueClosedError(RaypoolError, RuntimeError):
+    """A `DataQueue` was closed: nothing more can be put into it, and nothing is left to be read."""
 
 
 class TaskError(RaypoolError):

@@ -15,6 +15,7 @@ from raypool.errors import InvalidTypeError, InvalidValueError, PoolClosedError
 from raypool.futures import Future
 from raypool.options import Options, check_count
 from raypool.shared import Constant, content_of
+from raypool.store import ValueStore
 from raypool.task import in_task
 from raypool.view import PoolView, serial_engine
 
@@ -88,6 +89,11 @@ class StaffedView(PoolView):
         return [
             (task_id, work) for task_id, work in works if (places := wanted.get(task_id)) is not None and own.issuperset(places)
         ]
+
+    @property
+    def store(self) -> ValueStore:
+        """The values by name that whoever has opened the pool and all its tasks share; parts of it too."""
+        return self._engine.store
 
     def constant(self, source: T | Callable[[], T], cleanup: Callable[[T], object] | None = None) -> Constant[T]:
         """Return a value that every worker receives, or builds, once, however many tasks use it.

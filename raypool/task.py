@@ -93,7 +93,7 @@ class Running:
     should_stop: bool = False
     say: Callable[[Running, str, Any], None] = _say_nothing
     printed: deque[tuple[int, str]] | None = None
-    way: Any = None  # to the pool's exchange, where that is in this process: see `raypool.store.Way`
+    find_way: Callable[[], Any] | None = None  # to the pool's exchange, if that is in this process
 
 
 Say = Callable[[Running, str, Any], None]

@@ -34,6 +34,7 @@ from raypool.engine.trace import read_trace
 from raypool.errors import LossReason
 from raypool.pool import ParallelPool
 from raypool.profiles import Profile
+from raypool.store import Way
 from raypool.task import Say
 
 __all__ = ["FaultPlan", "SimBackend", "SimReport", "VirtualClock", "replay", "sim_pool", "simulate"]
@@ -144,6 +145,10 @@ class SimBackend:
 
     def vacate(self, place: int, *, keep: bool = False) -> None:
         """Nothing has to be given back."""
+
+    def find_way(self) -> Way:
+        """Nothing is shared by workers that do not exist."""
+        raise NotImplementedError
 
     def pack(self, value: Any, what: str, *, is_trial: bool = False) -> Any:
         """Return the value: it does not travel."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import pickle
 import queue
 import threading
 import time
@@ -16,9 +17,14 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raypool.core.messages import Signal
+from raypool.engine.exchange import POOL_ENDED
 from raypool.engine.hub import Hub
-from raypool.engine.node_agent import NodeAgent
+from raypool.engine.node_agent import OFFERED, NodeAgent
+from raypool.engine.packing import snapshot
+from raypool.engine.ray_calls import ask, when_done
 from raypool.engine.worker import Introduction
+from raypool.errors import PoolClosedError
+from raypool.queues import offer
 
 logger = logging.getLogger("raypool")
 
@@ -41,7 +47,9 @@ class Agents:
         self._cancel_grace_s = cancel_grace_s
         self._agents: dict[str, Any] = {}  # by node
         self._by_worker: dict[int, Any] = {}
+        self._workers: dict[int, tuple[Introduction, Any]] = {}  # with their actors
         self._making = threading.Lock()
+        self._is_closed = False
         self._silent = threading.Semaphore(0)  # counts agents that have nothing more to pass on
         self._chores: queue.SimpleQueue[Chore | None] = queue.SimpleQueue()
         threading.Thread(target=self._work, name="raypool-agents", daemon=True).start()
@@ -63,15 +71,12 @@ class Agents:
 
     # --- agents -------------------------------------------------------------------------------------------------------
 
-    def watch(self, worker_id: int, introduction: Introduction, actor: Any) -> tuple[Any, Any]:
-        """Let a worker be watched over.
-
-        Returns:
-            The agent of its node, and the one where the pool's exchange is.
-        """
+    def attach(self, worker_id: int, introduction: Introduction, actor: Any) -> None:
+        """Let a worker be watched over, and know the agent of its node and the one where the pool's exchange is."""
+        self._workers[worker_id] = introduction, actor
         agent = self._by_worker[worker_id] = self._agent_on(introduction.node_id)
         agent.watch.remote(worker_id, introduction.process, actor)
-        return agent, self.home()
+        actor.attach.remote(agent, self.home())
 
     def knows(self, worker_id: int) -> bool:
         """Whether a worker is watched over."""
@@ -79,12 +84,14 @@ class Agents:
 
     def _agent_on(self, node_id: str) -> Any:
         with self._making:
+            if self._is_closed:
+                raise PoolClosedError(POOL_ENDED)
             agent = self._agents.get(node_id)
             if agent is None:
                 here = (os.getpid(), psutil.Process().create_time())
                 is_here = node_id == ray.get_runtime_context().get_node_id()
                 place = NodeAffinitySchedulingStrategy(node_id, soft=False)
-                options = {"num_cpus": 0, "num_gpus": 0, "scheduling_strategy": place, "max_concurrency": 10_000}
+                options = {"num_cpus": 0, "num_gpus": 0, "scheduling_strategy": place, "max_concurrency": 100_000}
                 agent = ray.remote(NodeAgent).options(**options).remote(here if is_here else None)
                 self._agents[node_id] = agent
                 self._take(agent)
@@ -95,8 +102,22 @@ class Agents:
         return self._agent_on(ray.get_runtime_context().get_node_id())
 
     def ask(self, method: str, *args: Any) -> Any:
-        """Call a method of the pool's exchange, and wait for its answer."""
-        return ray.get(self.home().exchange.remote(method, *args))
+        """Call a method of the pool's exchange, and wait for its answer.
+
+        Raises:
+            PoolClosedError: The pool was shut down.
+        """
+        if self._is_closed or not ray.is_initialized():
+            raise PoolClosedError(POOL_ENDED)
+        return ask(self.home(), method, *args)
+
+    def pack(self, value: Any, what: str) -> bytes:
+        """Pickle a value as it is now."""
+        return snapshot(value, what)
+
+    def unpack(self, packed: bytes) -> Any:
+        """Return the value that was pickled."""
+        return pickle.loads(packed)
 
     # --- what workers say ---------------------------------------------------------------------------------------------
 
@@ -106,10 +127,38 @@ class Agents:
     def _on_mail(self, agent: Any, mail: Any) -> None:
         if mail is None or isinstance(mail, BaseException):  # that was all; or it is gone, or Ray is
             self._silent.release()
+            self._replace(agent)
             return
         self._take(agent)
         for worker_id, number, batch in mail:
-            self._hub.deliver(worker_id, number, batch)
+            if worker_id == OFFERED:
+                offer(batch[0], batch[1], functools.partial(self._answer, agent, number))
+            else:
+                self._hub.deliver(worker_id, number, batch)
+
+    def _answer(self, agent: Any, ticket: int, outcome: str) -> None:
+        """Say what became of a value that was offered to a queue; from any thread."""
+        if not self._is_closed and ray.is_initialized():
+            agent.exchange.remote("answer", ticket, outcome)
+
+    def catch_up(self, sent: dict[int, int]) -> None:
+        """Wait for what calls that have ended had said before, and for these batches (by worker id)."""
+        self._hub.catch_up()
+        for worker_id, number in sent.items():
+            wait = self._hub.waiter(worker_id, number)
+            if wait is not None:
+                wait()
+
+    def _replace(self, lost: Any) -> None:
+        """Start another agent for one that was killed; with it goes what it held: the store, if it was the home."""
+        with self._making:
+            nodes = [node_id for node_id, agent in self._agents.items() if agent is lost]  # none, at the end of the pool
+            for node_id in nodes:
+                del self._agents[node_id]
+        if nodes and ray.is_initialized():
+            logger.warning("The agent of a node has died, and another takes its place. What was in pool.store may be lost.")
+            for worker_id, worker in list(self._workers.items()):
+                self.attach(worker_id, *worker)
 
     # --- stopping -----------------------------------------------------------------------------------------------------
 
@@ -129,6 +178,7 @@ class Agents:
     def end(self, worker_id: int, actor: Any, then: Chore) -> None:
         """Kill what is left of a worker, its children too; `then` is called, in some thread, when nothing is left."""
         agent = self._by_worker.pop(worker_id, None)
+        self._workers.pop(worker_id, None)
         if not ray.is_initialized():
             then()
         elif agent is None:
@@ -159,6 +209,7 @@ class Agents:
     def close(self) -> None:
         """Take what workers have said last, and end the agents."""
         with self._making:
+            self._is_closed = True
             agents = list(self._agents.values())
             self._agents.clear()
         if ray.is_initialized():
@@ -169,12 +220,3 @@ class Agents:
                 self._silent.acquire(timeout=max(deadline - time.monotonic(), 0))
                 ray.kill(agent)
         self._chores.put(None)
-
-
-def when_done(ref: Any, callback: Callable[[Any], None]) -> None:
-    """Call back, in a thread of Ray's, with the object or Ray's exception.
-
-    What `ObjectRef.future()` is made of, without the future: 4 % of a round trip. Private, checked on Ray 2.60. The reference has
-    to live until then, or Ray forgets the object that it is to call back about.
-    """
-    ref._on_completed(lambda answer, _ref=ref: callback(answer))

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 from raypool.core.messages import Event, Signal
 from raypool.futures import Values
+from raypool.store import Way
 
 Post = Callable[[Event, Any], None]
 """How a backend tells the driver that something has happened, from any thread.
@@ -71,7 +72,8 @@ class Part(NamedTuple):
     `items`, packed: a list with one entry for each item; with `is_call` each entry is `(args, kwargs)` for the function, else it
     is the function's one argument. `start`: the number of the first. `seed`: of the loop. `stops_on_error`: what comes after an
     item that fails is not wanted. `is_fixed`: the user has said how many items a call takes, so none is handed back.
-    `should_stop`: somebody has asked for an early end before it began.
+    `should_stop`: somebody has asked for an early end before it began. `numbers`: those that the user calls the items by, where
+    they do not simply follow each other from `start` on.
     """
 
     task_id: int
@@ -86,6 +88,7 @@ class Part(NamedTuple):
     stops_on_error: bool = False
     is_fixed: bool = False
     should_stop: bool = False
+    numbers: Sequence[int] | None = None
 
 
 class Failure(NamedTuple):
@@ -100,7 +103,7 @@ class SliceResult:
     """What became of one slice.
 
     It began with item number `start`, and `done` of its items have an outcome. Their values are
-    `values.get()[offset : offset + done]`; `failures` maps item numbers to what went wrong instead. `durations_s` has one entry
+    `values.get()[offset : offset + done]`; `failures` maps such numbers to what went wrong instead. `durations_s` has one entry
     for each; the first began at `started_at` (Unix time [s]). `catch_up` waits until all that was reported meanwhile has arrived;
     None if it has.
     """
@@ -175,6 +178,9 @@ class Backend(Protocol):
         With `Signal.CANCEL` they end at once, or are not begun. What has not ended after `cancel_grace_s` is killed with its
         worker: then `WorkerLost` is posted, with `LossReason.STOPPED`, when nothing of the worker is left.
         """
+
+    def find_way(self) -> Way:
+        """Return the way to the exchange that the processes of the pool share; from any thread."""
 
     def close(self) -> None:
         """End everything that is left. Values that were not fetched stay within reach."""

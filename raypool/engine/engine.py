@@ -25,6 +25,7 @@ from raypool.engine.trace import TraceWriter
 from raypool.errors import InvalidValueError, PoolBrokenError, PoolClosedError, StartupError
 from raypool.profiles import Profile
 from raypool.shared import discard
+from raypool.store import FindWay, ValueStore
 from raypool.task import in_task
 
 KEPT_FUNCTIONS = 128
@@ -66,6 +67,7 @@ class Engine:
         scheduler = Scheduler(profile.start_timeout_s, idle_timeout_s)
         self.driver = Driver(scheduler, inbox, self.hub, Tell(logger.warning, self._note, self._clean_up), self._trace)
         self.backend = make_backend(self.driver.post, self.hub)
+        self.find_way: FindWay = self.backend.find_way
         self._functions: OrderedDict[bytes, Function] = OrderedDict()
         self._function_ids = itertools.count()
         self._lock = threading.Lock()
@@ -115,6 +117,11 @@ class Engine:
             if len(self._functions) > KEPT_FUNCTIONS:
                 self._functions.popitem(last=False)
             return function
+
+    @functools.cached_property
+    def store(self) -> ValueStore:
+        """The values that all of the pool may put and read."""
+        return ValueStore(self.find_way())
 
     def opener(self, value: Any, what: str) -> Callable[[], Any]:
         """Return a function that gives this value wherever it is called; it is small, and the value is shipped once.
@@ -212,12 +219,17 @@ def _end_all() -> None:
         engine.driver.closed.wait(EXIT_TIMEOUT_S)
 
 
-def open_engine(profile: Profile) -> Engine:
-    """Return the engine for a profile, without workers yet."""
+def open_engine(profile: Profile, find_way: FindWay | None = None) -> Engine:
+    """Return the engine for a profile, without workers yet.
+
+    Args:
+        profile: Where it runs.
+        find_way: Leads to the store of another pool that is to be used; "inline" only.
+    """
     if profile.backend == "inline":
         from raypool.engine.inline import InlineBackend
 
-        return Engine(profile, InlineInbox(), lambda post, hub: InlineBackend(profile, post, hub.say))
+        return Engine(profile, InlineInbox(), lambda post, hub: InlineBackend(profile, post, hub.say, find_way=find_way))
     if profile.backend == "threads":
         from raypool.devices.inventory import usable_cores
         from raypool.engine.inline import ThreadsBackend

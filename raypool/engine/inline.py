@@ -12,15 +12,20 @@ import platform
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from raypool.core.messages import AttemptFinished, Signal, WorkerLost, WorkerReady
 from raypool.engine.backend import Failure, Function, LocalValues, Part, Post, SliceResult, WorkerInfo
+from raypool.engine.diary import listening
 from raypool.engine.guard import ThreadGuard
 from raypool.engine.runner import Surroundings, run_parts, set_up
 from raypool.errors import LossReason
 from raypool.profiles import Profile
-from raypool.task import Say
+from raypool.store import FindWay, Way, way_finder_here
+from raypool.task import Say, in_task
+
+if TYPE_CHECKING:
+    from raypool.engine.exchange import LocalExchange
 
 TEARDOWN_TIMEOUT_S = 10.0
 """What a worker ends with may take so long [s]."""
@@ -36,9 +41,10 @@ class InlineBackend:
         post: Tells the driver what has happened.
         say: Takes what tasks report and print.
         default_workers: How many workers a pool has that does not say.
+        find_way: Leads to the exchange of another pool that is to be used.
     """
 
-    def __init__(self, profile: Profile, post: Post, say: Say, default_workers: int = 1) -> None:
+    def __init__(self, profile: Profile, post: Post, say: Say, default_workers: int = 1, find_way: FindWay | None = None) -> None:
         self._profile = profile
         self._post = post
         self._say = say
@@ -46,6 +52,24 @@ class InlineBackend:
         self._next_place = 0
         self._workers: dict[int, WorkerInfo] = {}  # by worker id
         self._guards: dict[int, ThreadGuard] = {}
+        self._exchange: LocalExchange | None = None  # made when somebody asks for the store
+        self._making = threading.Lock()
+        self._is_closed = False
+        self._find_way = find_way or (way_finder_here() if in_task() else self._way_of_own)
+
+    def find_way(self) -> Way:
+        """Return the way to the exchange: that of the pool in whose task this was made, or one of its own."""
+        return self._find_way()
+
+    def _way_of_own(self) -> Way:
+        from raypool.engine.exchange import LocalExchange  # which imports asyncio, for the few who need it
+
+        with self._making:
+            if self._exchange is None:
+                self._exchange = LocalExchange()
+                if self._is_closed:
+                    self._exchange.close()
+            return self._exchange
 
     def claim(self, least: int | None, most: int | None) -> list[int]:
         """Claim as many places as wanted: there is no limit to workers in one process."""
@@ -110,8 +134,10 @@ class InlineBackend:
         known = {function.fn_id: function.packed for function in functions}
         try:
             with guard:
-                here = Surroundings(self._workers[worker_id], known.__getitem__, _as_is, self._guards[worker_id], self._say)
-                raw = run_parts(attempt_id, parts, here)
+                worker, stopper = self._workers[worker_id], self._guards[worker_id]
+                here = Surroundings(worker, known.__getitem__, _as_is, stopper, self._say, find_way=self.find_way)
+                with listening():
+                    raw = run_parts(attempt_id, parts, here)
         except SystemExit as error:
             self._post(WorkerLost(worker_id, LossReason.EXIT), f"the function called sys.exit({error.code!r})")
             return False
@@ -140,9 +166,13 @@ class InlineBackend:
             guard.request(wish, attempt_id, task_id)
 
     def close(self) -> None:
-        """Forget all workers."""
+        """Forget all workers, and what is in the store."""
         for worker_id in list(self._workers):
             self._forget(worker_id)
+        with self._making:
+            self._is_closed = True
+        if self._exchange is not None:
+            self._exchange.close()
 
 
 def _as_is(items: Any) -> Any:

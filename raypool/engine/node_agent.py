@@ -31,6 +31,9 @@ BY_ITSELF_S = 0.5
 GONE_TIMEOUT_S = 10.0
 """How long a killed process may take to be gone, with its memory on the GPU [s]."""
 
+OFFERED = -1
+"""Stands in the mailbox where else a worker's id is."""
+
 MAILBOX_BYTES = 64 * 1024 * 1024
 """When so much waits for the driver, workers that have more to say wait too."""
 
@@ -126,7 +129,7 @@ class NodeAgent:
         self._has_room = asyncio.Event()
         self._has_room.set()
         self._is_finished = False
-        self._exchange = Exchange()
+        self._exchange = Exchange(self._pass_on)
 
     async def watch(self, worker_id: int, process: WorkerProcess, actor: Any) -> None:
         """Take care of a worker from now on."""
@@ -212,10 +215,15 @@ class NodeAgent:
             self._has_room.clear()
         await self._has_room.wait()
 
-    async def take(self) -> list[tuple[int, int, bytes]] | None:
+    def _pass_on(self, queue: str, ticket: int, value: bytes) -> None:
+        """Let the driver know that somebody waits for room in a queue."""
+        self._mailbox.append((OFFERED, ticket, (queue, value)))
+        self._has_mail.set()
+
+    async def take(self) -> list[tuple[int, int, Any]] | None:
         """Return what workers have said, waiting until there is something: (worker id, number of the batch, batch).
 
-        None after `finish`, when that was all.
+        What is offered to a queue comes as (OFFERED, ticket, (queue, value)). None after `finish`, when that was all.
         """
         await self._has_mail.wait()
         mail, self._mailbox, self._mailbox_bytes = self._mailbox, [], 0

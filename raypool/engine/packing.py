@@ -185,6 +185,26 @@ def _is_plain_data(value: Any) -> bool:
     return kind in PLAIN or (kind in (list, tuple) and PLAIN.issuperset(map(type, value)))
 
 
+def snapshot(value: Any, what: str) -> bytes:
+    """Pickle a value as it is now, all in one piece that belongs to nobody, so that it outlives whoever sends it.
+
+    Raises:
+        SerializationError: It cannot be pickled, or has object references of Ray's in it, which end with their owner.
+    """
+    if _is_plain_data(value):
+        return pickle.dumps(value, protocol=5)
+    try:
+        parcel = dump(value, sys.maxsize)
+    except Exception as error:
+        raise unpicklable(value, what, error) from error
+    if parcel.refs:
+        raise SerializationError(
+            f"Cannot send {what}: there is an ObjectRef in it, whose object ends with this process. Send ray.get() of it.",
+            what="an ObjectRef",
+        )
+    return parcel.header
+
+
 def pack(value: Any, what: str, *, is_trial: bool = False) -> Packed:
     """Make a value ready to travel, to any number of workers; in a trial, only make sure that it can.
 

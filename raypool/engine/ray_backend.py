@@ -18,10 +18,11 @@ import ray
 
 from raypool.core.messages import AttemptFinished, Signal, WorkerLost, WorkerReady
 from raypool.engine import packing
-from raypool.engine.agents import Agents, Chore, when_done
+from raypool.engine.agents import Agents, Chore
 from raypool.engine.backend import Failure, Function, Part, Post, SliceResult, WorkerInfo
 from raypool.engine.claims import Claim
 from raypool.engine.hub import Hub
+from raypool.engine.ray_calls import when_done
 from raypool.engine.ray_failures import loss_reason, loss_text
 from raypool.engine.ray_session import leave_ray
 from raypool.engine.ray_values import MessageValues, StoredValues, bring_home
@@ -30,6 +31,8 @@ from raypool.engine.worker import Introduction, PoolWorker, pack_call
 from raypool.errors import LossReason, TaskError
 from raypool.futures import Values
 from raypool.profiles import Profile
+from raypool.queues import add_source, drop_source
+from raypool.store import Way
 
 CLOSE_TIMEOUT_S = 5.0
 
@@ -79,11 +82,16 @@ class RayBackend:
         self._by_worker: dict[int, Seat] = {}
         self._actor_class = ray.remote(PoolWorker)
         self._agents = Agents(hub, profile.cancel_grace_s)
+        add_source(self._agents)
         self._teardown = packing.pack(profile.teardown, "the teardown") if profile.teardown is not None else None
         self._retiring = 0  # workers that have not quite ended
         self._retired = threading.Condition()
         self._closed = threading.Event()
         threading.Thread(target=self._watch, name="raypool-watch", daemon=True).start()
+
+    def find_way(self) -> Way:
+        """Return the way to the pool's exchange."""
+        return self._agents
 
     # --- places -------------------------------------------------------------------------------------------------------
 
@@ -186,7 +194,7 @@ class RayBackend:
         seat = self._by_worker.get(worker_id)
         if seat is None or seat.actor is None:
             return  # it is not wanted any more
-        seat.actor.attach.remote(*self._agents.watch(worker_id, introduction, seat.actor))
+        self._agents.attach(worker_id, introduction, seat.actor)
         self._post(WorkerReady(worker_id), introduction.info)
 
     def _lose(self, worker_id: int, reason: LossReason, words: str, was_idle: bool = False) -> None:
@@ -295,6 +303,7 @@ class RayBackend:
         finally:
             self._agents.close()
             self._hub.close()
+            drop_source(self._agents)
             leave_ray(bring_home)
 
 

@@ -52,7 +52,8 @@ class Surroundings(NamedTuple):
 
     `functions` finds a function by its id, `unpack` opens the items of a part. `guard` stops a slice that somebody cancels. `say`
     takes what a task reports and prints. `keep` turns each value, as soon as it is returned, into something that later items
-    cannot change; what it raises is the item's error (None: values stay here).
+    cannot change; what it raises is the item's error (None: values stay here). `find_way` finds the pool's exchange if that is in
+    this process.
     """
 
     worker: WorkerInfo
@@ -61,6 +62,7 @@ class Surroundings(NamedTuple):
     guard: Guard
     say: Say
     keep: Callable[[Any], Any] | None = None
+    find_way: Callable[[], Any] | None = None
 
 
 def run_parts(attempt_id: int, parts: Sequence[Part], here: Surroundings) -> list[RawResult]:
@@ -97,9 +99,8 @@ def _run_part(part: Part, here: Surroundings, result: RawResult) -> None:
         result.done = part.num_items
         return
     worker = here.worker
-    note = Running(
-        part.start, part.attempt, part.seed, worker.index, worker.gpu, part.name, part.task_id, part.should_stop, here.say
-    )
+    note = Running(part.start, part.attempt, part.seed, worker.index, worker.gpu, part.name, part.task_id, part.should_stop)
+    note.say, note.find_way = here.say, here.find_way
     token = running.set(note)
     try:
         with _generators_kept() if part.seed is not None else contextlib.nullcontext():
@@ -133,7 +134,8 @@ def _run_items(
     assert note is not None
     result.started_at = time()
     before = perf_counter()
-    for index, item in enumerate(items, part.start):
+    numbers = range(part.start, part.start + len(items)) if part.numbers is None else part.numbers
+    for index, item in zip(numbers, items, strict=True):
         note.index = index
         if seed is not None:
             seed_everything(item_seed(seed, index))
@@ -146,8 +148,8 @@ def _run_items(
             if isinstance(error, TaskCancelled) and result.deadline == -inf:
                 raise  # the guard's own; one that the user's code has raised by itself is an error like any other
             note_last_lines(error, note)
+            result.errors[part.start + len(values)] = error
             values.append(None)
-            result.errors[index] = error
             if part.stops_on_error:
                 result.deadline = -inf
         now = perf_counter()

@@ -20,7 +20,8 @@ from raypool.engine.backend import Part, WorkerInfo
 from raypool.engine.guard import ProcessGuard
 from raypool.engine.node_agent import WorkerProcess
 from raypool.engine.outbox import Outbox
-from raypool.engine.packing import Packed, Parcel, dump, join, keep, load, unpack
+from raypool.engine.packing import Packed, Parcel, dump, join, keep, load, snapshot, unpack
+from raypool.engine.ray_calls import ask
 from raypool.engine.runner import Surroundings, run_parts, set_up
 from raypool.results import Results
 from raypool.shared import discard_all
@@ -64,7 +65,8 @@ class PoolWorker:
         diary.install()
         self._worker_id = worker_id
         self._guard = ProcessGuard()
-        self._outbox: Outbox
+        self._agent: Any = None
+        self._outbox = Outbox(self._push)
         self._packed: dict[int, Packed] = {}  # functions that were not called yet
         self._functions: dict[int, Callable[..., Any]] = {}
         self._info = WorkerInfo(index, platform.node(), os.getpid())
@@ -91,9 +93,12 @@ class PoolWorker:
         return Introduction(self._info, WorkerProcess(os.getpid(), self._guard.pipe, self._guard.board), context.get_node_id())
 
     def attach(self, agent: Any, home: Any) -> None:
-        """Take note of the agent of this node, and of the one where the pool's exchange is."""
-        self._outbox = Outbox(lambda number, batch: ray.get(agent.push.remote(self._worker_id, number, batch)))
-        set_link(WorkerLink(self._outbox.send, home))
+        """Take note of the agent of this node, and of the one where the pool's exchange is; of others, when they have died."""
+        self._agent = agent
+        set_link(WorkerLink(self._worker_id, self._outbox, agent, home))
+
+    def _push(self, number: int, batch: bytes) -> None:
+        ray.get(self._agent.push.remote(self._worker_id, number, batch))
 
     @ray.method(num_returns=2)  # type: ignore[untyped-decorator]
     def run(self, call: bytes, refs: Sequence[Any] = ()) -> tuple[bytes, tuple[Any, ...] | None]:
@@ -151,13 +156,35 @@ class PoolWorker:
 class WorkerLink:
     """This process's way to its pool; see `raypool.task.Link`."""
 
-    def __init__(self, send: Callable[[str, Any, Any], None], home: Any) -> None:
-        self.send = send
+    def __init__(self, worker_id: int, outbox: Outbox, agent: Any, home: Any) -> None:
+        self.worker_id = worker_id
+        self.send = outbox.send
+        self._outbox = outbox
+        self._agent = agent
         self._home = home
 
+    def pack(self, value: Any, what: str) -> bytes:
+        """Pickle a value as it is now."""
+        return snapshot(value, what)
+
+    def unpack(self, packed: bytes) -> Any:
+        """Return the value that was pickled."""
+        return pickle.loads(packed)
+
     def ask(self, method: str, *args: Any) -> Any:
-        """Call a method of the pool's exchange, and wait for its answer."""
-        return ray.get(self._home.exchange.remote(method, *args))
+        """Call a method of the pool's exchange, and wait for its answer; a cancelled task need not.
+
+        Raises:
+            PoolClosedError: The exchange has gone, and the pool with it.
+        """
+        return ask(self._home, method, *args)
+
+    def flush(self) -> int:
+        """Send what waits to be sent, now; return the number of the newest batch."""
+        number, batch = self._outbox.flush()
+        if batch:
+            ray.get(self._agent.push.remote(self.worker_id, number, batch))
+        return number
 
 
 def pin(given: Sequence[str], environ: MutableMapping[str, str]) -> str | None:

@@ -1,0 +1,348 @@
+"""What the processes of a pool ask of each other while tasks run: room in queues, and the values of the pool's store.
+
+`Exchange` runs in an event loop: of the node agent on Ray, or of a thread of this process (`LocalExchange`). Its methods return
+what is to be expected (no such key, a queue that was closed) and raise nothing. It knows keys and packed values only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import itertools
+import os
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from raypool.errors import PoolClosedError
+
+END_TIMEOUT_S = 2.0
+"""How long the end of a queue waits for processes to say that they know of it: one that was killed never does [s]."""
+
+WATCH_TIMEOUT_S = 60.0
+"""A listener of the store that has not asked for so long has gone with its process [s]."""
+
+POOL_ENDED = "The pool was shut down, and its store has gone with it. Fetch what you need before."
+
+LOOK_AGAIN_S = 0.05
+"""Who waits looks again so often [s]: a cancelled task in a thread is told only while it runs Python code."""
+
+PassOn = Callable[[str, int, bytes], object]
+
+
+class Exchange:
+    """The one place that all processes of a pool ask.
+
+    Args:
+        pass_on: Hands a value that is offered to a queue to the process that has opened the pool: queue, ticket, value. What
+            becomes of it is said by `answer(ticket, outcome)`.
+    """
+
+    def __init__(self, pass_on: PassOn) -> None:
+        self._pass_on = pass_on
+        self._tickets = itertools.count()
+        self._offers: dict[int, asyncio.Future[str]] = {}
+        self._ends = QueueEnds()
+        self._shelf = Shelf()
+
+    # --- queues -------------------------------------------------------------------------------------------------------
+
+    async def offer(self, queue: str, value: bytes) -> str:
+        """Offer a value to a queue with a limit; return what became of it, when there was room."""
+        ticket = next(self._tickets)
+        waiting: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._offers[ticket] = waiting
+        self._pass_on(queue, ticket, value)
+        del value  # it may take long
+        return await waiting
+
+    async def answer(self, ticket: int, outcome: str) -> None:
+        """Say what became of an offer."""
+        waiting = self._offers.pop(ticket, None)
+        if waiting is not None and not waiting.done():  # done: whoever has offered it was cancelled
+            waiting.set_result(outcome)
+
+    async def join_queue(self, queue: str, worker_id: int) -> bool:
+        """Note that a worker puts into a queue; return whether that was closed already."""
+        return self._ends.join(queue, worker_id)
+
+    async def queue_ends(self, worker_id: int, known: list[str], number: int) -> list[str]:
+        """Wait for ends of queues that a worker puts into; return which.
+
+        Args:
+            worker_id: Of the worker.
+            known: Those that it knows of now, so that it puts nothing more into them.
+            number: The newest batch of what it had put before.
+        """
+        return await self._ends.wait(worker_id, known, number)
+
+    async def end_queue(self, queue: str) -> dict[int, int]:
+        """End a queue; return, when all workers know it, the newest batch of what each had put before."""
+        return await self._ends.end(queue)
+
+    async def forget(self, worker_id: int) -> None:
+        """Note that a worker has gone: nobody need wait for it."""
+        self._ends.forget(worker_id)
+
+    # --- the store ----------------------------------------------------------------------------------------------------
+
+    async def store(self, key: str | None, verb: str, *args: Any) -> Any:
+        """Ask the store, if its key is this one (None: whatever it is); return a list of the answer, None if it is another."""
+        if key not in (None, self._shelf.key):
+            return None
+        return [await getattr(self._shelf, verb)(*args)]
+
+
+class QueueEnds:
+    """Who has to know of the end of which queue. Queues with a limit need it not: their workers ask each time."""
+
+    def __init__(self) -> None:
+        self._workers: dict[str, set[int]] = {}  # by queue
+        self._ended: set[str] = set()
+        self._news: dict[int, list[str]] = {}  # by worker
+        self._rung: dict[int, asyncio.Event] = {}
+        self._unaware: dict[str, set[int]] = {}  # of queues that are being closed: who does not know yet
+        self._numbers: dict[str, dict[int, int]] = {}
+        self._all_know: dict[str, asyncio.Event] = {}
+
+    def join(self, queue: str, worker_id: int) -> bool:
+        """Note that a worker puts into a queue."""
+        if queue in self._ended:
+            return True
+        self._workers.setdefault(queue, set()).add(worker_id)
+        return False
+
+    async def wait(self, worker_id: int, known: list[str], number: int) -> list[str]:
+        """Wait for ends."""
+        for queue in known:
+            if worker_id in self._unaware.get(queue, ()):
+                self._numbers[queue][worker_id] = number
+                self._now_knows(queue, worker_id)
+        rung = self._rung.setdefault(worker_id, asyncio.Event())
+        await rung.wait()
+        rung.clear()
+        return self._news.pop(worker_id, [])
+
+    async def end(self, queue: str) -> dict[int, int]:
+        """End a queue."""
+        self._ended.add(queue)
+        workers = self._workers.pop(queue, set())
+        if not workers:
+            return {}
+        self._unaware[queue] = set(workers)
+        numbers = self._numbers[queue] = {}
+        all_know = self._all_know[queue] = asyncio.Event()
+        for worker_id in sorted(workers):
+            self._news.setdefault(worker_id, []).append(queue)
+            self._rung.setdefault(worker_id, asyncio.Event()).set()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(all_know.wait(), END_TIMEOUT_S)
+        del self._unaware[queue], self._numbers[queue], self._all_know[queue]
+        return numbers
+
+    def forget(self, worker_id: int) -> None:
+        """Wait for a worker no more."""
+        for workers in self._workers.values():
+            workers.discard(worker_id)
+        for queue in list(self._unaware):
+            self._now_knows(queue, worker_id)
+        self._news.pop(worker_id, None)
+        self._rung.pop(worker_id, None)
+
+    def _now_knows(self, queue: str, worker_id: int) -> None:
+        unaware = self._unaware[queue]
+        unaware.discard(worker_id)
+        if not unaware:
+            self._all_know[queue].set()
+
+
+class Watcher:
+    """Somebody who wants to know of every change of the store."""
+
+    def __init__(self) -> None:
+        self.changed: list[Any] = []
+        self.rung = asyncio.Event()
+        self.is_asking = False
+        self.asked_at = time.monotonic()
+
+
+class Shelf:
+    """The values of a store, packed, in the order in which their keys were put first."""
+
+    def __init__(self) -> None:
+        self.key = uuid.uuid4().hex
+        self._values: dict[Any, Any] = {}
+        self._awaited: dict[Any, list[asyncio.Future[Any]]] = {}
+        self._watchers: dict[int, Watcher] = {}
+        self._watcher_ids = itertools.count()
+
+    async def identify(self) -> str:
+        """Return what this store is known by."""
+        return self.key
+
+    async def put(self, key: Any, packed: Any) -> None:
+        """Put a value in, instead of any that was there."""
+        self._values[key] = packed
+        for waiting in self._awaited.pop(key, ()):
+            if not waiting.done():
+                waiting.set_result(packed)
+        self._note_change(key)
+
+    async def get(self, key: Any) -> tuple[bool, Any]:
+        """Return whether there is such a key, and its value."""
+        return (True, self._values[key]) if key in self._values else (False, None)
+
+    async def remove(self, key: Any) -> bool:
+        """Remove a key; return whether it was there."""
+        if key not in self._values:
+            return False
+        del self._values[key]
+        self._note_change(key)
+        return True
+
+    async def keys(self) -> list[Any]:
+        """Return all keys."""
+        return list(self._values)
+
+    async def has(self, key: Any) -> bool:
+        """Return whether there is such a key."""
+        return key in self._values
+
+    async def wait(self, key: Any, timeout_s: float | None) -> tuple[bool, Any]:
+        """Return whether there was such a key in time, and its value."""
+        if key in self._values:
+            return True, self._values[key]
+        waiting = asyncio.get_running_loop().create_future()
+        awaited = self._awaited.setdefault(key, [])
+        awaited.append(waiting)
+        try:
+            return True, await asyncio.wait_for(waiting, timeout_s)
+        except TimeoutError:
+            return False, None
+        finally:
+            if waiting in awaited:
+                awaited.remove(waiting)
+            if not awaited and self._awaited.get(key) is awaited:
+                del self._awaited[key]
+
+    async def watch(self) -> int:
+        """Note every change for somebody from now on; return a number to ask for them by."""
+        number = next(self._watcher_ids)
+        self._watchers[number] = Watcher()
+        return number
+
+    async def unwatch(self, number: int) -> None:
+        """Note no more for somebody."""
+        watcher = self._watchers.pop(number, None)
+        if watcher is not None:
+            watcher.rung.set()
+
+    async def changes(self, number: int) -> list[Any] | None:
+        """Return the keys that were put or removed since this was asked last, waiting for one; None after `unwatch`."""
+        watcher = self._watchers.get(number)
+        if watcher is None:
+            return None
+        watcher.is_asking = True
+        await watcher.rung.wait()
+        watcher.is_asking = False
+        watcher.asked_at = time.monotonic()
+        watcher.rung.clear()
+        changed, watcher.changed = watcher.changed, []
+        return changed if changed or number in self._watchers else None
+
+    def _note_change(self, key: Any) -> None:
+        for number, watcher in list(self._watchers.items()):
+            if not watcher.is_asking and time.monotonic() - watcher.asked_at > WATCH_TIMEOUT_S:
+                del self._watchers[number]
+            else:
+                watcher.changed.append(key)
+                watcher.rung.set()
+
+
+class LocalExchange:
+    """An exchange in a thread of this process, for pools whose tasks run here. Values do not travel: they are what they are."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ended: asyncio.Event | None = None
+        self._closed: str | None = None  # why, if it is
+        self._exchange = Exchange(_to_nobody)
+        _all_local.add(self)
+
+    def pack(self, value: Any, what: str) -> Any:
+        """Return the value."""
+        return value
+
+    def unpack(self, packed: Any) -> Any:
+        """Return the value."""
+        return packed
+
+    def ask(self, method: str, *args: Any) -> Any:
+        """Call a method of the exchange, and wait for its answer.
+
+        Raises:
+            PoolClosedError: The pool was shut down.
+        """
+        future = self._call(getattr(self._exchange, method)(*args))
+        try:
+            while not concurrent.futures.wait([future], LOOK_AGAIN_S).done:
+                pass
+            return future.result()
+        except concurrent.futures.CancelledError:
+            raise PoolClosedError(self._closed or POOL_ENDED) from None
+        finally:
+            future.cancel()
+
+    def _call(self, call: Coroutine[Any, Any, Any]) -> concurrent.futures.Future[Any]:
+        with self._lock:
+            if self._closed is not None:
+                call.close()
+                raise PoolClosedError(self._closed)
+            if self._loop is None:
+                self._start()
+            assert self._loop is not None
+            return asyncio.run_coroutine_threadsafe(call, self._loop)
+
+    def _start(self) -> None:
+        started = threading.Event()
+
+        async def live() -> None:
+            self._loop, self._ended = asyncio.get_running_loop(), asyncio.Event()
+            started.set()
+            await self._ended.wait()
+
+        threading.Thread(target=asyncio.run, args=(live(),), name="raypool-exchange", daemon=True).start()
+        started.wait()
+
+    def close(self) -> None:
+        """End it; whoever waits gets `PoolClosedError`."""
+        with self._lock:
+            self._closed = POOL_ENDED
+            if self._loop is not None and self._ended is not None:
+                self._loop.call_soon_threadsafe(self._ended.set)
+                self._loop = None
+
+    def leave(self) -> None:
+        """Answer nobody: this is a forked child, and the thread has not come along."""
+        self._lock = threading.Lock()
+        self._closed = "A forked child process (of a DataLoader, say) cannot use the store of a pool. Use it in the task itself."
+
+
+def _to_nobody(queue: str, ticket: int, value: bytes) -> None:
+    """In one process queues need nobody between."""
+
+
+_all_local: weakref.WeakSet[LocalExchange] = weakref.WeakSet()
+
+
+def _leave_all() -> None:
+    for exchange in list(_all_local):
+        exchange.leave()
+
+
+os.register_at_fork(after_in_child=_leave_all)

@@ -1,0 +1,49 @@
+"""Calls to actors whose answers are waited for in other ways than Ray's own."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from ray import exceptions as rx
+
+from raypool.engine.exchange import POOL_ENDED
+from raypool.errors import PoolClosedError
+
+LOOK_AGAIN_S = 1.0
+"""How soon whoever waits for an answer notices that Ray has ended [s]."""
+
+
+def when_done(ref: Any, callback: Callable[[Any], None]) -> None:
+    """Call back, in a thread of Ray's, with the object or Ray's exception.
+
+    What `ObjectRef.future()` is made of, without the future: 4 % of a round trip. Private, checked on Ray 2.60. The reference has
+    to live until then, or Ray forgets the object that it is to call back about.
+    """
+    ref._on_completed(lambda answer, _ref=ref: callback(answer))
+
+
+def ask(agent: Any, method: str, *args: Any) -> Any:
+    """Call a method of the exchange in an agent, and wait for its answer, at which signals can interrupt this.
+
+    (Ray's own `get` looks for signals once a second.)
+
+    Raises:
+        PoolClosedError: The agent has gone, and the pool with it.
+    """
+    answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    when_done(agent.exchange.remote(method, *args), answers.put)
+    while True:
+        try:
+            answer = answers.get(timeout=LOOK_AGAIN_S)
+        except queue.Empty:
+            if not ray.is_initialized():
+                raise PoolClosedError(POOL_ENDED) from None
+            continue
+        if isinstance(answer, rx.RayTaskError):
+            raise answer.as_instanceof_cause()
+        if isinstance(answer, rx.RayError):
+            raise PoolClosedError(POOL_ENDED) from answer
+        return answer

@@ -1,0 +1,281 @@
+"""Values by name that all of a pool may put and read while tasks run."""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+from raypool.errors import InvalidTypeError, InvalidValueError, PoolClosedError
+from raypool.queue_sides import Listener
+from raypool.queues import DataQueue, check_timeout
+from raypool.task import link, note_here
+
+
+class Way(Protocol):
+    """A way to a pool's `Exchange`."""
+
+    def ask(self, method: str, *args: Any) -> Any:
+        """Call a method of it, and wait for its answer."""
+
+    def pack(self, value: Any, what: str) -> Any:
+        """Make a value ready to be kept there."""
+
+    def unpack(self, packed: Any) -> Any:
+        """Return the value that was packed."""
+
+
+FindWay = Callable[[], Way]
+
+
+class ValueStore:
+    """Values by name, of one pool: `pool.store`, and in its tasks `current_task().store`.
+
+    Every task, and whoever has opened the pool, may put, read and remove at any time; the last one who puts wins. On Ray, what is
+    kept is what the value is at `put`, and who reads gets a copy; in pools of this process it is the value itself. The values
+    are in the memory of one process beside the workers, and go with the pool. Outside a pool `current_task().store` is a
+    store of this process, so that a function runs unchanged by itself.
+
+    Keys are texts, whole numbers, or tuples of them. Every method may raise `PoolClosedError`: the pool has ended.
+
+    Source:
+        MATLAB R2025b, ValueStore.
+
+    Example:
+        >>> from raypool import current_task, parpool
+        >>> def train(config):
+        ...     current_task().store[config] = {"weights": [config] * 2}
+        >>> with parpool(2, profile="threads", quiet=True) as pool:
+        ...     results = pool.parfor(train, ["a", "b"])
+        ...     sorted(pool.store.keys())
+        ...     pool.store["b"]
+        ['a', 'b']
+        {'weights': ['b', 'b']}
+    """
+
+    def __init__(self, way: Way, key: str | None = None) -> None:
+        self._way = way
+        self._key = key  # by which the store is known, where it matters; None: whatever store there is
+        self._changes: DataQueue[Any] | None = None  # for those who want to know
+        self._watcher: int | None = None
+        self._num_listeners = 0
+        self._lock = threading.Lock()
+
+    # --- one value ----------------------------------------------------------------------------------------------------
+
+    def put(self, key: Any, value: Any) -> None:
+        """Put a value in, instead of any that was there. `store[key] = value` does the same.
+
+        Raises:
+            SerializationError: The value cannot be sent; it names the variable.
+            InvalidTypeError: The key is of another kind than keys are.
+        """
+        _check_key(key)
+        self._ask("put", key, self._way.pack(value, f"the value {key!r} of the store"))
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """Return the value under this key; the default, if there is none.
+
+        Example:
+            >>> from raypool import current_task
+            >>> current_task().store.get("none such", default=0)
+            0
+        """
+        _check_key(key)
+        is_there, packed = self._ask("get", key)
+        return self._way.unpack(packed) if is_there else default
+
+    def __getitem__(self, key: Any) -> Any:
+        _check_key(key)
+        is_there, packed = self._ask("get", key)
+        if not is_there:
+            raise KeyError(key)
+        return self._way.unpack(packed)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.put(key, value)
+
+    def remove(self, key: Any) -> None:
+        """Remove a key and its value. `del store[key]` does the same.
+
+        Raises:
+            KeyError: There is no such key.
+        """
+        _check_key(key)
+        if not self._ask("remove", key):
+            raise KeyError(key)
+
+    def __delitem__(self, key: Any) -> None:
+        self.remove(key)
+
+    def wait(self, key: Any, timeout_s: float | None = None) -> Any:
+        """Return the value under this key, waiting until somebody has put it.
+
+        Args:
+            key: The key.
+            timeout_s: How long to wait [s]; None waits for ever.
+
+        Raises:
+            TimeoutError: Nobody has in this time.
+
+        Example:
+            >>> from raypool import parpool
+            >>> with parpool(2, profile="threads", quiet=True) as pool:
+            ...     store = pool.store
+            ...     future = pool.parfeval(lambda: store.wait("start", timeout_s=10))
+            ...     store["start"] = "now"
+            ...     future.result()
+            'now'
+        """
+        _check_key(key)
+        check_timeout(timeout_s)
+        is_there, packed = self._ask("wait", key, timeout_s)
+        if not is_there:
+            raise TimeoutError(f"Nobody has put {key!r} into the store within {timeout_s:g} s.")
+        return self._way.unpack(packed)
+
+    # --- all of them --------------------------------------------------------------------------------------------------
+
+    def keys(self) -> list[Any]:
+        """Return the keys that there are, in the order in which they were put first."""
+        return list(self._ask("keys"))
+
+    def __contains__(self, key: Any) -> bool:
+        _check_key(key)
+        return bool(self._ask("has", key))
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.keys())
+
+    def __len__(self) -> int:
+        return len(self.keys())
+
+    def __repr__(self) -> str:
+        try:
+            return f"<ValueStore: {len(self)} values>"
+        except PoolClosedError:
+            return "<ValueStore: closed>"
+
+    # --- what happens to them -----------------------------------------------------------------------------------------
+
+    def on_change(self, fn: Callable[[ValueStore, Any], object]) -> Listener:
+        """Call `fn(store, key)` here after each time that anybody puts or removes a value: `key in store` tells which.
+
+        It is called in a thread of its own, in the order of the changes; a value may have changed again by then. What it
+        raises is logged and stops nothing.
+
+        Returns:
+            The listener; call its `remove()` when it is to hear of no more. The end of the pool ends it too.
+
+        Raises:
+            InvalidTypeError: `fn` cannot be called.
+
+        Source:
+            MATLAB R2025b, ValueStore, KeyUpdatedFcn and KeyRemovedFcn.
+
+        Example:
+            >>> from raypool import parpool
+            >>> with parpool(profile="inline", quiet=True) as pool:
+            ...     changes = DataQueue()
+            ...     listener = pool.store.on_change(lambda store, key: changes.put((key, key in store)))
+            ...     pool.store["model"] = 1
+            ...     changes.get()
+            ...     listener.remove()
+            ('model', True)
+        """
+        if not callable(fn):
+            raise InvalidTypeError(f"{fn!r} is not callable. Give a function of the store and a key.")
+        with self._lock:
+            if self._changes is None:
+                self._watcher = self._ask("watch")
+                self._changes = DataQueue()
+                watch = (self._watcher, self._changes)
+                threading.Thread(target=self._pass_on, args=watch, name="raypool-store", daemon=True).start()
+            self._num_listeners += 1
+            inner = self._changes.after_each(functools.partial(fn, self))
+        return Listener(inner.call, functools.partial(self._unlisten, inner))
+
+    def _pass_on(self, watcher: int, changes: DataQueue[Any]) -> None:
+        """Pass on what has changed, until nobody wants to know or the pool has ended."""
+        try:
+            while (keys := self._ask("changes", watcher)) is not None:
+                for key in keys:
+                    changes.put(key)
+        except Exception:  # the pool has ended, or the process is about to
+            return
+
+    def _unlisten(self, inner: Listener, listener: Listener) -> None:
+        with self._lock:
+            if inner.is_removed:
+                return
+            inner.remove()
+            self._num_listeners -= 1
+            if self._num_listeners == 0:
+                watcher, self._watcher, self._changes = self._watcher, None, None
+                try:
+                    self._ask("unwatch", watcher)
+                except PoolClosedError:
+                    return
+
+    # --- the way there ------------------------------------------------------------------------------------------------
+
+    def _ask(self, verb: str, *args: Any) -> Any:
+        answer = self._way.ask("store", self._key, verb, *args)
+        if answer is None:
+            raise InvalidValueError(
+                "This is the store of another pool than the one whose task this is. Use current_task().store, or send the value."
+            )
+        return answer[0]
+
+    def __reduce__(self) -> Any:
+        """Let it travel to the tasks of its pool, as a key."""
+        if self._key is None:
+            self._key = self._ask("identify")
+        _known[self._key] = self
+        return _arrived, (self._key,)
+
+
+_known: weakref.WeakValueDictionary[str, ValueStore] = weakref.WeakValueDictionary()
+"""Those that have left this process."""
+
+
+def _arrived(key: str) -> ValueStore:
+    known = _known.get(key)
+    if known is not None:
+        return known
+    return ValueStore(way_finder_here()(), key)
+
+
+def store_here() -> ValueStore:
+    """Return the store of the pool whose task this is; outside a pool, one of this process."""
+    return ValueStore(way_finder_here()())
+
+
+def way_finder_here() -> FindWay:
+    """Return what finds the exchange of the pool whose task this is; outside a pool, one of this process."""
+    note = note_here()
+    return _link_or_own if note is None or note.find_way is None else note.find_way
+
+
+def _link_or_own() -> Way:
+    return link() or _own_exchange()
+
+
+@functools.cache
+def _own_exchange() -> Way:
+    from raypool.engine.exchange import LocalExchange
+
+    return LocalExchange()
+
+
+os.register_at_fork(after_in_child=_own_exchange.cache_clear)
+
+
+def _check_key(key: Any) -> None:
+    parts = key if type(key) is tuple else (key,)
+    for part in parts:
+        if not isinstance(part, (str, int)):
+            raise InvalidTypeError(f"The key {key!r} is neither a text nor a whole number, nor a tuple of them.")
