@@ -6,7 +6,7 @@ from collections import deque
 from heapq import heappop, heappush
 
 from raypool.core import policy
-from raypool.core.model import Attempt, Order, Slice, Task, TaskSpec
+from raypool.core.model import Attempt, Flight, Order, Slice, Task, TaskSpec
 from raypool.core.policy import Pace
 
 MAX_IDLE_PACES = 256
@@ -72,12 +72,12 @@ class Backlog:
         task.is_queued = False
         return task
 
-    def land(self, piece: Slice) -> Task | None:
-        """Take a slice out of flight; return its task, or None if that has ended meanwhile."""
+    def land(self, piece: Slice, attempt_id: int) -> Task | None:
+        """Take a slice out of flight; return its task, or None if nobody waits for it: that has ended, or its time was over."""
         task = self.tasks.get(piece.task_id)
-        if task is not None:
-            task.in_flight -= 1
-            task.items_in_flight -= piece.stop - piece.start
+        if task is None or not task.flights or task.flights.pop(attempt_id, None) is None:
+            return None
+        task.items_in_flight -= piece.stop - piece.start
         return task
 
     def run_again(self, task: Task, pieces: list[Slice]) -> None:
@@ -88,45 +88,49 @@ class Backlog:
         task.pace.waiting += sum(piece.stop - piece.start for piece in pieces)
 
     def give_up(self, task: Task) -> list[Slice]:
-        """Return all that waits of a task that is about to end."""
+        """Take all that waits of a task out of it."""
+        task.pace.waiting -= task.waiting
         pieces = list(task.again or ())
         if task.cursor < task.size:
             pieces.append(Slice(task.spec.task_id, task.cursor, task.size, 1))
-        task.pace.waiting -= task.waiting
+        task.again, task.cursor = None, task.size
         return pieces
 
     def wants_look_ahead(self, task: Task, num_workers: int) -> bool:
         """Whether the next slice of a task may queue up behind a running call."""
         spec = task.spec
-        if spec.retries == 0 or spec.max_workers is not None or task.is_suspect:
+        if spec.runs_alone or spec.max_workers is not None or task.is_suspect:
             return False
         return policy.should_look_ahead(task.pace, num_workers)
 
-    def take(self, heap: list[Order], num_workers: int) -> Attempt:
-        """Cut the next call from the head of a heap.
+    def take(self, heap: list[Order], flight: Flight, num_workers: int, before: Order | None = None) -> Attempt:
+        """Cut the next call from the head of a heap, for one of so many workers.
 
-        Short tasks of one function share the call, as long as they stand one after the other.
+        Short tasks of one function share the call, each with one slice, as long as they stand one after the other; and `before`
+        something else, where the worker has to look elsewhere too.
         """
         task = self.tasks[heap[0][1]]
         if task.is_suspect:
-            return Attempt((self._cut(task, heap, room=task.size),), task.pace, runs_alone=True)
-        runs_alone = task.spec.retries == 0
+            return Attempt((self._cut(task, heap, flight, room=task.size),), task.pace, runs_alone=True)
+        runs_alone = task.spec.runs_alone
         room = 1 if runs_alone else task.spec.chunk_size or policy.chunk_size(task.pace, num_workers)
-        piece = self._cut(task, heap, room)
+        piece = self._cut(task, heap, flight, room)
         slices = [piece]
         while room := room - (piece.stop - piece.start):
             following = self.head(heap)
-            if following is None or not _may_share(task, following):
+            if following is None or following.spec.task_id == piece.task_id or not _may_share(task, following):
                 break
-            piece = self._cut(following, heap, room)
+            if before is not None and before < heap[0]:
+                break
+            piece = self._cut(following, heap, flight, room)
             slices.append(piece)
         return Attempt(tuple(slices), task.pace, runs_alone)
 
-    def take_rank(self, gang: Task) -> Attempt:
+    def take_rank(self, gang: Task, flight: Flight) -> Attempt:
         """Cut the next rank from a gang."""
-        return Attempt((self._cut(gang, None, room=1),), gang.pace, runs_alone=True)
+        return Attempt((self._cut(gang, None, flight, room=1),), gang.pace, runs_alone=True)
 
-    def _cut(self, task: Task, heap: list[Order] | None, room: int) -> Slice:
+    def _cut(self, task: Task, heap: list[Order] | None, flight: Flight, room: int) -> Slice:
         """Cut a slice of at most `room` items; a task that has no more to give leaves its heap."""
         if task.again:
             piece = task.again.popleft()
@@ -139,8 +143,10 @@ class Backlog:
             piece = Slice(task.spec.task_id, start, task.cursor, 1)
         count = piece.stop - piece.start
         task.pace.waiting -= count
-        task.in_flight += 1
         task.items_in_flight += count
+        if task.flights is None:
+            task.flights = {}
+        task.flights[flight[0]] = flight[1]
         if heap is not None and not task.is_ready:
             self.pop(heap)
         return piece
@@ -154,7 +160,7 @@ def _may_share(task: Task, following: Task) -> bool:
         and spec.max_workers is None
         and other.max_workers is None
         and spec.chunk_size == other.chunk_size
-        and other.retries > 0
+        and not other.runs_alone
         and not other.is_gang
         and not following.is_suspect
     )

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from heapq import heappop, heappush
 
 from raypool.core import policy
-from raypool.core.messages import Command, DropPlace, SetTimer, StartWorker, Vacate
-from raypool.core.model import Attempt, Place, Task, Worker, WorkerState
+from raypool.core.messages import Command, DropPlace, ParkWorker, SetTimer, StartWorker, Vacate
+from raypool.core.model import Attempt, Bench, Flight, Lane, Place, Task, TaskSpec, Worker, WorkerState
 from raypool.errors import LossReason
 
 
@@ -22,16 +21,20 @@ class Crew:
         self.places: dict[int, Place] = {}
         self.workers: dict[int, Worker] = {}
         self.idle: dict[int, None] = {}  # free for any task
-        self.torn: dict[int, None] = {}  # free, but tasks bound to them may come first
+        self.torn: dict[int, None] = {}  # free, but something in the lanes of their place may come first
         self.ahead: OrderedDict[int, None] = OrderedDict()  # running one call, could take the next
         self.retiring: dict[int, None] = {}  # end after what they are running
+        self.parked: dict[int, None] = {}  # without a process, until there is work
         self.gang: Task | None = None  # the one that collects its workers
         self.members: dict[int, None] = {}  # free, and held for it
         self.wanted: dict[int, None] | None = None  # the places that it may use; None means all
+        self.lanes: dict[tuple[int, ...] | int, Lane] = {}  # that have places, by key
+        self.calling: dict[tuple[int, ...] | int, Lane] = {}  # those that may have work for somebody idle
+        self.deserted: list[Lane] = []  # those that have lost their last place, until somebody looks after their tasks
+        self.bench = Bench()  # of all idle workers
         self.next_worker_id = 0
         self.next_attempt_id = 0
         self._start_timeout_s = start_timeout_s
-        self._idle_heap: list[tuple[int, int]] = []  # (place, worker id); an entry that is not in `idle` is stale
 
     @property
     def size(self) -> int:
@@ -43,7 +46,10 @@ class Crew:
     def open_place(self, place_id: int, now: float) -> list[Command]:
         """Take in a new place and start a worker there."""
         place = self.places[place_id] = Place(place_id)
-        return self._hire(place, 0.0, now)
+        for lane in self.lanes.values():
+            if isinstance(lane.key, tuple) and place_id in lane.key:
+                self._join_lane(lane, place)
+        return self.launch(self._hire(place), now)
 
     def launch(self, worker: Worker, now: float) -> list[Command]:
         """Start a worker's process, and give it its time."""
@@ -56,39 +62,44 @@ class Crew:
         is_retiring = worker.worker_id in self.retiring
         if worker.state is WorkerState.STARTING:
             place.failed_starts += 1
+        elif reason is LossReason.STOPPED:
+            place.losses = 0  # it was raypool that ended it
         else:
             place.losses = 1 if worker.has_delivered else place.losses + 1
         self._dismiss(worker, WorkerState.LOST)
         if is_retiring:
-            return [self._vacate(place)]
+            return [self._vacate(place, reason)]
         if place.failed_starts >= policy.MAX_FAILED_STARTS:
-            return [self._vacate(place), DropPlace(place.place, reason)]
-        return self._hire(place, policy.restart_delay_s(place.failed_starts + place.losses), now)
+            return [self._vacate(place, reason), DropPlace(place.place, reason)]
+        if worker.worker_id in self.lanes:
+            self._leave_lane(self.lanes[worker.worker_id], place, reason)
+        successor = self._hire(place)
+        delay_s = policy.restart_delay_s(place.failed_starts + place.losses)
+        return [SetTimer(now + delay_s, "start", successor.worker_id)] if delay_s > 0 else self.launch(successor, now)
 
     def retire(self, worker: Worker) -> None:
         """Let a worker take nothing more."""
         self._set_aside(worker)
         self.retiring[worker.worker_id] = None
-        if self.wanted is not None:
-            self.wanted.pop(worker.place, None)
+        self._withdraw(self.places[worker.place], LossReason.EXIT)
 
     def stop(self, worker: Worker) -> Vacate:
         """End a worker, and give its place back."""
         self._dismiss(worker, WorkerState.STOPPED)
-        return self._vacate(self.places[worker.place])
+        return self._vacate(self.places[worker.place], LossReason.EXIT)
 
     def least_needed(self, count: int) -> list[Worker]:
         """Return the workers to part with: first those that nothing is bound to, then the free ones, then by place."""
         staying = [worker for worker in self.workers.values() if worker.worker_id not in self.retiring]
-        staying.sort(key=lambda worker: (bool(worker.bound), bool(worker.attempts), -worker.place))
+        staying.sort(key=lambda worker: (worker.worker_id in self.lanes, bool(worker.attempts), -worker.place))
         return staying[:count]
 
-    def _hire(self, place: Place, delay_s: float, now: float) -> list[Command]:
+    def _hire(self, place: Place) -> Worker:
         worker = Worker(self.next_worker_id, place.place)
         self.next_worker_id += 1
         self.workers[worker.worker_id] = worker
         place.worker_id = worker.worker_id
-        return [SetTimer(now + delay_s, "start", worker.worker_id)] if delay_s > 0 else self.launch(worker, now)
+        return worker
 
     def _dismiss(self, worker: Worker, state: WorkerState) -> None:
         worker.state = state
@@ -97,70 +108,149 @@ class Crew:
         self.retiring.pop(worker.worker_id, None)
 
     def _set_aside(self, worker: Worker) -> None:
-        for group in (self.idle, self.torn, self.ahead, self.members):
+        for group in (self.idle, self.torn, self.ahead, self.members, self.parked):
             group.pop(worker.worker_id, None)
 
-    def _vacate(self, place: Place) -> Vacate:
+    def _vacate(self, place: Place, reason: LossReason) -> Vacate:
+        self._withdraw(place, reason)
         del self.places[place.place]
+        return Vacate(place.place)
+
+    def _withdraw(self, place: Place, reason: LossReason) -> None:
+        """Let nobody wait for this place any more."""
         if self.wanted is not None:
             self.wanted.pop(place.place, None)
-        return Vacate(place.place)
+        for lane in list(place.lanes.values()):
+            self._leave_lane(lane, place, reason)
+
+    # --- parking ------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_awake(self) -> bool:
+        """Whether any worker is not parked."""
+        return len(self.parked) < len(self.workers)
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether nobody is busy, or about to come up."""
+        return all(worker.state in (WorkerState.IDLE, WorkerState.PARKED) for worker in self.workers.values())
+
+    def park(self) -> list[Command]:
+        """End all workers, and keep their places."""
+        awake = [worker for worker in self.workers.values() if worker.worker_id not in self.parked]
+        for worker in awake:
+            self._dismiss(worker, WorkerState.STOPPED)
+            successor = self._hire(self.places[worker.place])
+            successor.state = WorkerState.PARKED
+            self.parked[successor.worker_id] = None
+        return [ParkWorker(worker.place) for worker in awake]
+
+    def wake(self, now: float) -> list[Command]:
+        """Start all workers that are parked."""
+        commands: list[Command] = []
+        for number in self.parked:
+            self.workers[number].state = WorkerState.STARTING
+            commands += self.launch(self.workers[number], now)
+        self.parked.clear()
+        return commands
 
     # --- busy and free ------------------------------------------------------------------------------------------------
 
-    def first_idle(self) -> Worker:
+    def first_idle(self, bench: Bench) -> Worker:
         """Return the idle worker in the lowest place.
 
         A pool that has little to do so keeps to the same few warm workers, and the others stay together for a gang.
         """
-        heap = self._idle_heap
-        while heap[0][1] not in self.idle:
-            self._drop_stale()
-        return self.workers[heap[0][1]]
+        number = bench.first(self.idle)
+        assert number is not None
+        return self.workers[number]
 
     def free(self, worker: Worker) -> None:
         """Note that a worker has nothing in flight any more."""
         worker.state = WorkerState.IDLE
         self.ahead.pop(worker.worker_id, None)
-        if worker.own:
+        lanes = self.places[worker.place].lanes.values() if self.lanes else ()
+        if lanes and any(lane.heap for lane in lanes):
             self.torn[worker.worker_id] = None
         elif self.gang is not None and self.may_join(worker):
             self.members[worker.worker_id] = None
         else:
             self.idle[worker.worker_id] = None
-            if not worker.is_listed:
-                worker.is_listed = True
-                heappush(self._idle_heap, (worker.place, worker.worker_id))
+            self.bench.seat(worker)
+            for lane in lanes:
+                lane.bench.seat(worker)
 
-    def claim(self, worker: Worker) -> None:
-        """Note that a task is bound to this worker and could be dispatched."""
-        self.ahead.pop(worker.worker_id, None)
-        if worker.worker_id in self.idle:
-            del self.idle[worker.worker_id]
-            self.torn[worker.worker_id] = None
-
-    def engage(self, worker: Worker, attempt: Attempt) -> int:
-        """Note that a worker is sent a call; return the number of the attempt."""
-        attempt_id = self.next_attempt_id
+    def board(self, worker: Worker) -> Flight:
+        """Return the number of the next attempt, which this worker is to run."""
         self.next_attempt_id += 1
+        return self.next_attempt_id - 1, worker.worker_id
+
+    def engage(self, worker: Worker, attempt_id: int, attempt: Attempt) -> None:
+        """Note that a worker is sent a call."""
         worker.attempts[attempt_id] = attempt
         worker.state = WorkerState.BUSY
         self.idle.pop(worker.worker_id, None)
         self.offer_ahead(worker, attempt)
-        return attempt_id
 
     def offer_ahead(self, worker: Worker, last: Attempt) -> None:
         """Let a busy worker take one more call or not, now that `last` is the last that it has."""
         is_short = last.pace.is_short and not last.runs_alone  # nothing is to wait behind something long
-        if is_short and len(worker.attempts) < policy.MAX_IN_FLIGHT and not worker.own and worker.worker_id not in self.retiring:
+        if is_short and len(worker.attempts) < policy.MAX_IN_FLIGHT and self._is_for_all(worker):
             self.ahead[worker.worker_id] = None
         else:
             self.ahead.pop(worker.worker_id, None)
 
-    def _drop_stale(self) -> None:
-        _, worker_id = heappop(self._idle_heap)
-        if worker_id in self.workers:
-            self.workers[worker_id].is_listed = False
+    def _is_for_all(self, worker: Worker) -> bool:
+        """Whether nothing could keep a worker from what comes next in the pool's queue."""
+        return worker.worker_id not in self.retiring and not (self.lanes and self.places[worker.place].lanes)
+
+    # --- lanes --------------------------------------------------------------------------------------------------------
+
+    def lane_for(self, spec: TaskSpec) -> Lane:
+        """Return the lane of a task that may not run just anywhere; if there is no such place, one that is lost already."""
+        places = spec.places or ()
+        key: tuple[int, ...] | int = places
+        if spec.place is not None:
+            places = (spec.place,)
+            key = self.places[spec.place].worker_id if spec.place in self.places else -1
+        lane = self.lanes.get(key)
+        if lane is None:
+            lane = Lane(key)
+            for place in filter(self._stays, places):
+                self._join_lane(lane, self.places[place])
+            if lane.places:
+                self.lanes[key] = lane
+            else:
+                lane.lost = LossReason.UNKNOWN
+        return lane
+
+    def leave(self, task: Task) -> None:
+        """Let a task that has ended leave its lane, and close that if it was the last."""
+        lane = task.lane
+        assert lane is not None
+        del lane.tasks[task.spec.task_id]
+        if not lane.tasks and lane.lost is None:
+            for place in lane.places:
+                del self.places[place].lanes[lane.key]
+            self._close_lane(lane)
+
+    def _join_lane(self, lane: Lane, place: Place) -> None:
+        lane.places[place.place] = None
+        place.lanes[lane.key] = lane
+        self.ahead.pop(place.worker_id, None)
+        if place.worker_id in self.idle:
+            lane.bench.seat(self.workers[place.worker_id])
+
+    def _leave_lane(self, lane: Lane, place: Place, reason: LossReason) -> None:
+        del lane.places[place.place], place.lanes[lane.key]
+        if not lane.places:
+            lane.lost = reason
+            self.deserted.append(lane)
+            self._close_lane(lane)
+
+    def _close_lane(self, lane: Lane) -> None:
+        del self.lanes[lane.key]
+        self.calling.pop(lane.key, None)
 
     # --- gangs --------------------------------------------------------------------------------------------------------
 
@@ -181,7 +271,7 @@ class Crew:
         if places is None:
             self.wanted = None
             while self.idle and len(self.members) < gang.size:
-                self.join(self.first_idle())
+                self.join(self.first_idle(self.bench))
             return
         self.wanted = {place: None for place in sorted(places) if self._stays(place)}
         for place in self.wanted:

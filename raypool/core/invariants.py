@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from itertools import pairwise
 
-from raypool.core.model import PoolState, Slice, Task, Worker, WorkerState
+from raypool.core.model import Lane, PoolState, Slice, Task, Worker, WorkerState
 from raypool.core.policy import MAX_IN_FLIGHT
 from raypool.core.scheduler import Scheduler
 
@@ -14,7 +14,7 @@ def check_invariants(scheduler: Scheduler) -> None:
     """Raise `AssertionError` naming the first rule that is broken."""
     _check_pool(scheduler)
     _check_groups(scheduler)
-    _check_bindings(scheduler)
+    _check_lanes(scheduler)
     for worker in scheduler.crew.workers.values():
         _check_worker(scheduler, worker)
     flying = _in_flight(scheduler)
@@ -45,54 +45,88 @@ def _check_groups(scheduler: Scheduler) -> None:
     crew = scheduler.crew
     occupied = {place.worker_id: place.place for place in crew.places.values()}
     assert occupied == {w.worker_id: w.place for w in crew.workers.values()}, "not one live worker in each place"
-    for group in (crew.idle, crew.ahead, crew.members, crew.retiring):
+    for group in (crew.idle, crew.ahead, crew.members, crew.retiring, crew.parked):
         assert group.keys() <= crew.workers.keys(), "a group names a worker that is gone"
-    assert not crew.torn, "a free worker with tasks of its own was not asked"
+    assert not crew.torn, "a free worker whose lanes may have work was not asked"
+    assert not crew.calling, "a lane that may have work for somebody was not asked"
+    assert not crew.deserted, "nobody has looked after the tasks of a lane without places"
     assert crew.gang is not None or not crew.members, "workers are held for no gang"
-    listed = Counter(worker_id for _, worker_id in crew._idle_heap if worker_id in crew.workers)
-    assert not listed or max(listed.values()) == 1, "a worker is listed twice as idle"
-    assert listed.keys() == {w.worker_id for w in crew.workers.values() if w.is_listed}, "wrong mark of being listed"
-    assert crew.idle.keys() <= listed.keys(), "an idle worker can't be found"
+    assert not crew.parked or not scheduler.backlog.tasks, "workers are parked although there is work"
+    for bench, workers in [
+        (crew.bench, list(crew.idle)),
+        *((lane.bench, _idle_in(scheduler, lane)) for lane in crew.lanes.values()),
+    ]:
+        assert all(number in bench for number in workers), "an idle worker can't be found"
+        listed = Counter(number for _, number in bench._heap)
+        assert listed == dict.fromkeys(bench._seated, 1), "a bench has two workers on one seat"
 
 
-def _check_bindings(scheduler: Scheduler) -> None:
-    workers, tasks = scheduler.crew.workers, scheduler.backlog.tasks
-    bound = {(number, worker.worker_id) for worker in workers.values() for number in worker.bound}
-    binding = {(number, task.worker_id) for number, task in tasks.items() if task.worker_id is not None}
-    assert bound == binding, "a task and its worker do not know of each other"
+def _idle_in(scheduler: Scheduler, lane: Lane) -> list[int]:
+    places = scheduler.crew.places
+    return [places[place].worker_id for place in lane.places if places[place].worker_id in scheduler.crew.idle]
+
+
+def _check_lanes(scheduler: Scheduler) -> None:
+    crew, tasks = scheduler.crew, scheduler.backlog.tasks
+    for key, lane in crew.lanes.items():
+        wanted = key if isinstance(key, tuple) else tuple(place.place for place in crew.places.values() if place.worker_id == key)
+        there = {number for number in wanted if number in crew.places and crew.places[number].worker_id not in crew.retiring}
+        assert lane.key == key, f"lane {key}: under a wrong key"
+        assert lane.places.keys() == there, f"lane {key}: wrong places"
+        assert lane.places, f"lane {key}: without places"
+        assert lane.lost is None, f"lane {key}: lost, but has places"
+        assert lane.tasks, f"lane {key}: without tasks"
+    for number, place in crew.places.items():
+        lanes = {key: lane for key, lane in crew.lanes.items() if number in lane.places}
+        assert place.lanes == lanes, f"place {number}: does not know its lanes"
+    for number, task in tasks.items():
+        is_special = task.spec.place is not None or (task.spec.places is not None and not task.spec.is_gang)
+        assert is_special == (task.lane is not None), f"task {number}: in a wrong queue"
+        if task.lane is not None:
+            assert number in task.lane.tasks, f"task {number}: its lane does not know it"
+            assert (task.lane.lost is None) == (crew.lanes.get(task.lane.key) is task.lane), f"task {number}: lane not known"
+            assert task.lane.lost is None or not task.lane.places, f"task {number}: lane lost, but has places"
+            assert task.lane.tasks.keys() <= tasks.keys(), f"lane {task.lane.key}: keeps a task that has ended"
 
 
 def _check_worker(scheduler: Scheduler, worker: Worker) -> None:
     crew, number = scheduler.crew, worker.worker_id
-    is_idle, is_member, is_ahead, is_retiring = (
-        number in group for group in (crew.idle, crew.members, crew.ahead, crew.retiring)
+    is_idle, is_member, is_ahead, is_retiring, is_parked = (
+        number in group for group in (crew.idle, crew.members, crew.ahead, crew.retiring, crew.parked)
     )
     assert (worker.state is WorkerState.BUSY) == bool(worker.attempts), f"worker {number}: busy without an attempt"
     assert is_idle + is_member == (worker.state is WorkerState.IDLE), f"worker {number}: in a wrong group"
-    assert not is_idle or not worker.own, f"worker {number}: idle, but has tasks of its own"
+    assert is_parked == (worker.state is WorkerState.PARKED), f"worker {number}: parked, or not"
     assert not is_retiring or worker.attempts, f"worker {number}: stays without an attempt"
     assert not (is_retiring and is_ahead), f"worker {number}: is to take one more, and to go"
+    assert not (is_ahead and crew.places[worker.place].lanes), f"worker {number}: look-ahead past its lanes"
     assert len(worker.attempts) <= MAX_IN_FLIGHT, f"worker {number}: more than one call of look-ahead"
     assert not is_ahead or len(worker.attempts) == 1, f"worker {number}: look-ahead without a call that runs"
     if is_ahead or len(worker.attempts) == MAX_IN_FLIGHT:
         assert not any(attempt.runs_alone for attempt in worker.attempts.values()), f"worker {number}: not alone"
 
 
-def _in_flight(scheduler: Scheduler) -> dict[int, list[Slice]]:
-    flying: dict[int, list[Slice]] = {}
+def _in_flight(scheduler: Scheduler) -> dict[int, list[tuple[int, int, Slice]]]:
+    """Return what is in flight of each task: attempt, worker and slice. What was given up for its time is not."""
+    flying: dict[int, list[tuple[int, int, Slice]]] = {}
     for worker in scheduler.crew.workers.values():
-        for attempt in worker.attempts.values():
+        for attempt_id, attempt in worker.attempts.items():
             for piece in attempt.slices:
-                flying.setdefault(piece.task_id, []).append(piece)
+                task = scheduler.backlog.tasks.get(piece.task_id)
+                if task is None or (task.spec.timeout_s is not None and attempt_id not in (task.flights or ())):
+                    continue
+                flying.setdefault(piece.task_id, []).append((attempt_id, worker.worker_id, piece))
     return flying
 
 
-def _check_task(task: Task, flying: list[Slice]) -> None:
+def _check_task(task: Task, flights: list[tuple[int, int, Slice]]) -> None:
     name, spec, again = f"task {task.spec.task_id}", task.spec, list(task.again or ())
+    flying = [piece for _, _, piece in flights]
     assert task.is_open or task.settled < task.size, f"{name} is complete and has not ended"
-    assert task.in_flight == len(flying), f"{name}: wrong count of slices in flight"
+    assert (task.flights or {}) == {number: worker for number, worker, _ in flights}, f"{name}: wrong attempts in flight"
+    assert len(task.flights or ()) == len(flying), f"{name}: two slices in one call"
     assert task.items_in_flight == sum(p.stop - p.start for p in flying), f"{name}: wrong count of items in flight"
-    assert spec.max_workers is None or task.in_flight <= spec.max_workers, f"{name}: too wide"
+    assert spec.max_workers is None or len(flying) <= spec.max_workers, f"{name}: too wide"
     edges = sorted((piece.start, piece.stop) for piece in flying + again)
     assert all(start < stop <= task.cursor for start, stop in edges), f"{name}: a slice that cannot be"
     assert all(one[1] <= two[0] for one, two in pairwise(edges)), f"{name}: an item is doubled"
@@ -117,19 +151,25 @@ def _check_attempts(scheduler: Scheduler) -> None:
                 is_single = len(attempt.slices) == 1 and attempt.runs_alone
                 is_last = piece.attempt > task.spec.retries
                 assert is_single or piece.attempt == 1, f"attempt {attempt_id}: a suspect in company"
-                assert not is_last or (is_single and piece.stop - piece.start == 1), f"{attempt_id}: last, not alone"
-                assert task.worker_id in (None, worker.worker_id), f"attempt {attempt_id}: on the wrong worker"
+                is_delicate = is_last or task.spec.runs_alone
+                assert not is_delicate or (is_single and piece.stop - piece.start == 1), f"{attempt_id}: last, not alone"
+                has_lost_its_lane = task.lane is not None and task.lane.lost is not None
+                may_run = task.lane is None or has_lost_its_lane or worker.place in task.lane.places
+                assert may_run or worker.worker_id in scheduler.crew.retiring, f"attempt {attempt_id}: in a wrong place"
 
 
 def _check_queue(scheduler: Scheduler) -> None:
     crew, backlog = scheduler.crew, scheduler.backlog
-    entries: Counter[tuple[int, int | None]] = Counter((task_id, None) for _, task_id in backlog.heap)
-    for worker in crew.workers.values():
-        entries.update((task_id, worker.worker_id) for _, task_id in worker.own)
+    queues = [(None, backlog.heap), *((lane, lane.heap) for lane in crew.lanes.values())]
+    entries = Counter((task_id, id(lane)) for lane, heap in queues for _, task_id in heap)
     assert not entries or max(entries.values()) == 1, "a task stands twice in a heap"
     for task_id, task in backlog.tasks.items():
-        assert task.is_queued == ((task_id, task.worker_id) in entries), f"task {task_id}: wrong mark of being queued"
-        assert task.is_queued == (task.is_ready and task is not crew.gang), f"task {task_id}: waits in no queue"
+        is_here = (task_id, id(task.lane)) in entries
+        if task.lane is not None and task.lane.lost is not None:
+            assert task.waiting == task.is_open == 0, f"task {task_id}: waits for nobody"
+        else:
+            assert task.is_queued == is_here, f"task {task_id}: wrong mark of being queued"
+            assert is_here == (task.is_ready and task is not crew.gang), f"task {task_id}: waits in no queue"
 
 
 def _check_paces(scheduler: Scheduler) -> None:
@@ -152,6 +192,9 @@ def _check_work_conserving(scheduler: Scheduler) -> None:
         assert crew.gang is not None, "a gang waits that nobody collects for"
     elif head is not None:
         assert not crew.idle, f"task {head.spec.task_id} waits although workers are free"
+    for lane in crew.lanes.values():
+        waiting = backlog.head(lane.heap)
+        assert waiting is None or not _idle_in(scheduler, lane), f"lane {lane.key} waits although workers are free"
     if crew.gang is not None:
         assert len(crew.members) < crew.gang.size, "a gang is complete and has not started"
         assert crew.has_enough, "a gang waits for workers that there are not"

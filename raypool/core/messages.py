@@ -162,6 +162,7 @@ class TimeOutItems(NamedTuple):
     """These items have run longer than they may; they have failed, whatever still comes of them."""
 
     items: Slice
+    timeout_s: float
 
 
 class EndTask(NamedTuple):

@@ -11,13 +11,18 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
+from heapq import heappop, heappush
 from itertools import pairwise
 from typing import NamedTuple
 
 from raypool.core.policy import Pace
+from raypool.errors import LossReason
 
 Order = tuple[int, int]
 """(-priority, task id): tasks start in ascending order of this."""
+
+Flight = tuple[int, int]
+"""(attempt id, worker id) of a call that is on its way."""
 
 
 class TaskState(Enum):
@@ -88,10 +93,16 @@ class TaskSpec(NamedTuple):
     @property
     def is_sound(self) -> bool:
         """Whether these wishes have a meaning, and go together."""
-        if self.is_gang and (self.is_open or self.place is not None):
+        if self.place is not None and (self.is_gang or self.places is not None):
             return False
-        may_start = (self.max_workers is None or self.max_workers > 0) and (self.chunk_size is None or self.chunk_size > 0)
+        limits = (self.max_workers, self.chunk_size, self.timeout_s)
+        may_start = all(limit is None or limit > 0 for limit in limits) and not (self.is_gang and self.is_open)
         return may_start and self.size >= 0 and self.retries >= 0
+
+    @property
+    def runs_alone(self) -> bool:
+        """Whether an item of it never shares a call, and nothing is queued behind it."""
+        return self.retries == 0 or self.timeout_s is not None or self.is_fresh
 
 
 class Slice(NamedTuple):
@@ -143,6 +154,51 @@ class Report(NamedTuple):
         return ascends and stop <= piece.stop and len(self.retry) <= self.failed <= self.done
 
 
+class Bench:
+    """Free workers, the one in the lowest place first.
+
+    A worker that was taken from elsewhere keeps its seat until it would be its turn: it may be free again by then.
+    """
+
+    __slots__ = ("_heap", "_seated")
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int]] = []  # (place, worker id)
+        self._seated: set[int] = set()  # the workers in the heap
+
+    def seat(self, worker: Worker) -> None:
+        """Note that a worker has become free."""
+        if worker.worker_id not in self._seated:
+            self._seated.add(worker.worker_id)
+            heappush(self._heap, (worker.place, worker.worker_id))
+
+    def first(self, idle: dict[int, None]) -> int | None:
+        """Return the first of those workers that are really idle."""
+        heap = self._heap
+        while heap and heap[0][1] not in idle:
+            self._seated.remove(heappop(heap)[1])
+        return heap[0][1] if heap else None
+
+    def __contains__(self, worker_id: int) -> bool:
+        return worker_id in self._seated
+
+
+@dataclass(slots=True, eq=False)
+class Lane:
+    """A queue beside the pool's, for tasks that may run in certain places only, or on one particular worker only.
+
+    It lasts as long as it has tasks. A place leaves it when its worker is to take nothing more, and the lane of one worker is
+    left when that worker is lost. With the last place goes all hope for what waits: `lost` says why.
+    """
+
+    key: tuple[int, ...] | int  # the places that were asked for, or the worker
+    heap: list[Order] = field(default_factory=list)  # those of its tasks that could be dispatched
+    tasks: dict[int, None] = field(default_factory=dict)  # all that have not ended
+    places: dict[int, None] = field(default_factory=dict)
+    bench: Bench = field(default_factory=Bench)  # of the workers in these
+    lost: LossReason | None = None
+
+
 @dataclass(slots=True)
 class Task:
     """A task and how far it is. Every item is queued, in flight or settled: `check_invariants` counts them."""
@@ -151,10 +207,10 @@ class Task:
     pace: Pace  # of its function
     size: int
     is_open: bool
-    worker_id: int | None = None  # the worker it is bound to (spec.place)
+    lane: Lane | None = None  # where it waits; None: in the pool's queue
     cursor: int = 0  # the first item that was never dispatched
     again: deque[Slice] | None = None  # to run before the cursor goes on; None is much smaller than an empty deque
-    in_flight: int = 0  # slices
+    flights: dict[int, int] | None = None  # attempt -> worker, of what is in flight and still counts; None is smaller
     items_in_flight: int = 0
     settled: int = 0
     is_queued: bool = False  # stands in a heap
@@ -173,7 +229,7 @@ class Task:
     def is_ready(self) -> bool:
         """Whether one more slice could be dispatched."""
         limit = self.spec.max_workers
-        return self.settled + self.items_in_flight < self.size and (limit is None or self.in_flight < limit)
+        return self.settled + self.items_in_flight < self.size and (limit is None or len(self.flights or ()) < limit)
 
     @property
     def is_suspect(self) -> bool:
@@ -197,9 +253,6 @@ class Worker:
     place: int
     state: WorkerState = WorkerState.STARTING
     attempts: dict[int, Attempt] = field(default_factory=dict)
-    bound: dict[int, None] = field(default_factory=dict)  # tasks that run here or not at all
-    own: list[Order] = field(default_factory=list)  # those of them that could be dispatched
-    is_listed: bool = False  # stands in the crew's heap of idle workers
     has_delivered: bool = False  # an attempt has come back from it
 
 
@@ -211,6 +264,7 @@ class Place:
     worker_id: int = -1
     failed_starts: int = 0
     losses: int = 0  # since the last worker here that has delivered
+    lanes: dict[tuple[int, ...] | int, Lane] = field(default_factory=dict)  # whose tasks may run here, by key
 
 
 @dataclass(slots=True)

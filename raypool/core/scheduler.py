@@ -13,10 +13,12 @@ from collections import deque
 from typing import Any, NoReturn
 
 from raypool.core import messages as m
-from raypool.core import policy
 from raypool.core.backlog import Backlog
 from raypool.core.crew import Crew
-from raypool.core.model import Attempt, Counts, PoolState, Report, Slice, Task, TaskState, Worker, WorkerState
+from raypool.core.dispatch import Dispatcher
+from raypool.core.idleness import Idleness
+from raypool.core.ledger import Ledger
+from raypool.core.model import PoolState, Report, Task, TaskState, Worker, WorkerState
 from raypool.errors import InternalError, LossReason
 
 STORY_LENGTH = 200
@@ -30,22 +32,27 @@ class Scheduler:
 
     Args:
         start_timeout_s: A worker that has not come up after this time [s] is lost.
+        idle_timeout_s: After so long without a task [s] the workers end, until there is one; None: never.
     """
 
-    def __init__(self, start_timeout_s: float = DEFAULT_START_TIMEOUT_S) -> None:
+    def __init__(self, start_timeout_s: float = DEFAULT_START_TIMEOUT_S, idle_timeout_s: float | None = None) -> None:
         self.state = PoolState.OPEN
-        self.counts = Counts()
         self.backlog = Backlog()
         self.crew = Crew(start_timeout_s)
+        self.ledger = Ledger(self.backlog, self.crew)
+        self.counts = self.ledger.counts
+        self._dispatcher = Dispatcher(self.backlog, self.crew, self.ledger)
+        self._idleness = Idleness(idle_timeout_s) if idle_timeout_s is not None else None
         self._last_task_id = -1
         self._is_close_told = False
         self._story: deque[tuple[float, m.Event]] = deque(maxlen=STORY_LENGTH)
         self._now = 0.0
-        self._out: list[m.Command] = []
+        self._out = self.ledger.out
         self._handlers: dict[type[Any], Any] = {
             m.TaskSubmitted: self._on_submitted,
             m.ItemsAdded: self._on_items_added,
             m.CancelRequested: self._on_cancel_requested,
+            m.StopRequested: self._on_stop_requested,
             m.WorkerReady: self._on_worker_ready,
             m.WorkerLost: self._on_worker_lost,
             m.AttemptFinished: self._on_attempt_finished,
@@ -62,15 +69,14 @@ class Scheduler:
         """
         self._story.append((now, event))
         self._now = now
-        results = self._out = []
+        self._out.clear()
         self._handlers[type(event)](event)
-        work: list[m.Command] = []
-        self._out = work
-        self._dispatch()
-        self._out = results
+        work = self._dispatcher.give_out(now)
         self._close_if_done()
+        if self._idleness is not None:
+            self._look_whether_idle(self._idleness)
         # Workers are fed before anybody is told about results: they need not wait for the driver's book-keeping.
-        return work + results if work else results
+        return work + self._out
 
     def story(self, task_id: int | None = None, worker_id: int | None = None) -> tuple[str, ...]:
         """Return the last events that name this task or worker (all, without either)."""
@@ -88,15 +94,14 @@ class Scheduler:
         self.counts.submitted += spec.size
         task = self.backlog.admit(spec)
         if self.state is not PoolState.OPEN:
-            self._end(task, TaskState.FAILED if self.state is PoolState.BROKEN else TaskState.CANCELLED)
-        elif spec.place is None:
-            self._go_on(task)
-        elif spec.place in self.crew.places:
-            task.worker_id = self.crew.places[spec.place].worker_id
-            self.crew.workers[task.worker_id].bound[spec.task_id] = None
-            self._go_on(task)
-        else:
-            self._fail_waiting(task, LossReason.UNKNOWN)
+            self.ledger.end(task, TaskState.FAILED if self.state is PoolState.BROKEN else TaskState.CANCELLED)
+            return
+        if spec.place is not None or (spec.places is not None and not spec.is_gang):
+            task.lane = self.crew.lane_for(spec)
+            task.lane.tasks[spec.task_id] = None
+        self.ledger.go_on(task)
+        if self.crew.parked and self.backlog.tasks:
+            self._out += self.crew.wake(self._now)
 
     def _on_items_added(self, event: m.ItemsAdded) -> None:
         task = self.backlog.tasks.get(event.task_id)
@@ -106,51 +111,22 @@ class Scheduler:
             self.counts.submitted += event.count
             self.backlog.extend(task, event.count)
             task.is_open = event.is_open
-            self._go_on(task)
+            self.ledger.go_on(task)
 
     def _on_cancel_requested(self, event: m.CancelRequested) -> None:
+        task = self._task(event)
+        if task is not None:
+            self.ledger.end(task, TaskState.CANCELLED)
+
+    def _on_stop_requested(self, event: m.StopRequested) -> None:
+        task = self._task(event)
+        if task is not None:
+            self.ledger.signal(task, m.Signal.STOP)
+
+    def _task(self, event: m.CancelRequested | m.StopRequested) -> Task | None:
         if event.task_id > self._last_task_id:
             self._impossible(event, task_id=event.task_id)
-        task = self.backlog.tasks.get(event.task_id)
-        if task is not None:
-            self._end(task, TaskState.CANCELLED)
-
-    def _go_on(self, task: Task) -> None:
-        """Queue what a task still has to run, or end it."""
-        if task.settled == task.size and not task.is_open:
-            self._end(task, TaskState.FINISHED)
-        elif task.worker_id is None:
-            self.backlog.push(task, self.backlog.heap)
-        else:
-            worker = self.crew.workers[task.worker_id]
-            self.backlog.push(task, worker.own)
-            if worker.own:
-                self.crew.claim(worker)
-
-    def _end(self, task: Task, state: TaskState) -> None:
-        self.backlog.discard(task)
-        self.counts.cancelled += task.size - task.settled
-        if task.worker_id in self.crew.workers:
-            del self.crew.workers[task.worker_id].bound[task.spec.task_id]
-        if self.crew.gang is task:
-            self.crew.release_gang()
-        self._out.append(m.EndTask(task.spec.task_id, state))
-
-    def _fail_items(self, task: Task, items: Slice, reason: LossReason) -> None:
-        count = items.stop - items.start
-        self._count_settled(task, count, count)
-        self._out.append(m.FailItems(items, reason))
-
-    def _fail_waiting(self, task: Task, reason: LossReason) -> None:
-        """Fail all that waits of a task that has nothing in flight, and so end it."""
-        for piece in self.backlog.give_up(task):
-            self._fail_items(task, piece, reason)
-        self._end(task, TaskState.FAILED)
-
-    def _count_settled(self, task: Task, settled: int, failed: int) -> None:
-        task.settled += settled
-        self.counts.finished += settled - failed
-        self.counts.failed += failed
+        return self.backlog.tasks.get(event.task_id)
 
     # --- what comes back ----------------------------------------------------------------------------------------------
 
@@ -171,50 +147,19 @@ class Scheduler:
         for piece, report in zip(slices, reports, strict=True):
             done += report.done
             busy_s += report.busy_s
-            task = self.backlog.land(piece)
+            task = self.backlog.land(piece, attempt_id)
             if task is not None:
-                self._settle(task, piece, report, attempt_id)
+                self.ledger.settle(task, piece, report, attempt_id)
         if done:
             pace.observe(done, busy_s)
         self._freed(worker)
-
-    def _settle(self, task: Task, piece: Slice, report: Report, attempt_id: int) -> None:
-        """Take in what a worker says of a slice; queue what it handed back, or what may run again."""
-        done, failed, retry, _ = report
-        stop = piece.start + done
-        if stop == piece.stop and not retry:  # nearly always
-            self._out.append(m.SettleItems(attempt_id, piece))
-            self._count_settled(task, done, failed)
-            self._after_landing(task, [], failed > 0)
-            return
-        if task.spec.is_gang or piece.attempt > task.spec.retries:
-            retry = ()
-        self._out += [m.SettleItems(attempt_id, run) for run in piece._replace(stop=stop).without(retry)]
-        failed -= len(retry)
-        self._count_settled(task, done - len(retry), failed)
-        again = [Slice(piece.task_id, index, index + 1, piece.attempt + 1) for index in retry]
-        if stop < piece.stop:
-            again.append(piece._replace(start=stop))
-        if again and task.spec.is_gang:  # the other ranks have begun: it can't follow them
-            self._fail_items(task, again.pop(), LossReason.UNKNOWN)
-            failed += 1
-        self._after_landing(task, again, failed > 0)
-
-    def _after_landing(self, task: Task, again: list[Slice], has_failed: bool) -> None:
-        """Queue what has to run again, and end the task if that was all or if one failure is enough."""
-        if again:
-            self.backlog.run_again(task, again)
-        if has_failed and task.spec.fail_fast:
-            self._end(task, TaskState.FAILED)
-        else:
-            self._go_on(task)
 
     def _freed(self, worker: Worker) -> None:
         """Note that a call has come back from a worker."""
         if worker.attempts:
             self.crew.offer_ahead(worker, next(iter(worker.attempts.values())))
         elif worker.worker_id in self.crew.retiring:
-            self._stop(worker)
+            self._out.append(self.crew.stop(worker))
         else:
             self.crew.free(worker)
 
@@ -231,9 +176,14 @@ class Scheduler:
 
     def _on_timer_fired(self, event: m.TimerFired) -> None:
         worker = self._worker(event)
-        if worker is None or worker.state is not WorkerState.STARTING:
-            return  # ready in time, or given up
-        if event.kind == "start":
+        if worker is None:
+            if event.kind == "idle":
+                self._park_if_idle()
+        elif event.kind == "timeout":
+            self._time_out(worker, event.attempt_id)
+        elif worker.state is not WorkerState.STARTING:
+            pass  # ready in time
+        elif event.kind == "start":
             self._out += self.crew.launch(worker, self._now)
         else:
             self._lose(worker, LossReason.START, was_idle=False)
@@ -245,9 +195,18 @@ class Scheduler:
             self._lose(worker, event.reason, event.was_idle)
 
     def _worker(self, event: m.WorkerReady | m.WorkerLost | m.TimerFired) -> Worker | None:
+        """Return the worker that an event is about, unless it was given up."""
         if event.worker_id >= self.crew.next_worker_id:
             self._impossible(event, worker_id=event.worker_id)
         return self.crew.workers.get(event.worker_id)
+
+    def _time_out(self, worker: Worker, attempt_id: int) -> None:
+        """Fail what has run for too long. Its worker stays busy until the call has come back."""
+        attempt = worker.attempts.get(attempt_id)
+        for piece in attempt.slices if attempt is not None else ():
+            task = self.backlog.land(piece, attempt_id)
+            if task is not None:
+                self.ledger.time_out(task, piece, attempt_id, worker.worker_id)
 
     def _lose(self, worker: Worker, reason: LossReason, was_idle: bool) -> None:
         """Replace a worker, and see to what it was running and to what was bound to it."""
@@ -255,32 +214,35 @@ class Scheduler:
         self._out += self.crew.replace(worker, reason, self._now)
         # The first attempt was running, or it had ended, its answer died with the process, and the one behind it was running.
         # So both are charged: an innocent item has attempts left, alone, but a culprit never runs once too often.
-        for attempt in worker.attempts.values():
+        for attempt_id, attempt in worker.attempts.items():
             for piece in attempt.slices:
-                task = self.backlog.land(piece)
+                task = self.backlog.land(piece, attempt_id)
                 if task is not None:
-                    self._lost(task, piece, reason, is_charged=not was_idle)
-        self._fail_bound(worker, reason)
+                    self.ledger.lose(task, piece, reason, was_idle)
+        self._fail_deserted()
         if has_future and not self.crew.places:
             self._break()
 
-    def _lost(self, task: Task, piece: Slice, reason: LossReason, is_charged: bool) -> None:
-        retries = task.spec.retries
-        if task.worker_id is not None:
-            self._fail_items(task, piece, reason)  # `_fail_bound` ends it
-        elif task.spec.is_gang or (is_charged and piece.attempt > retries):
-            self._fail_items(task, piece, reason)
-            self._after_landing(task, [], has_failed=True)
-        elif is_charged:
-            size = policy.piece_size(piece.stop - piece.start, attempts_left=retries + 1 - piece.attempt)
-            self._after_landing(task, piece.for_next_attempt(size), has_failed=False)
-        else:
-            self._after_landing(task, [piece], has_failed=False)
+    def _fail_deserted(self) -> None:
+        """See to the tasks of which nobody is left who may run them."""
+        for lane in self.crew.deserted:
+            for task_id in list(lane.tasks):
+                self.ledger.go_on(self.backlog.tasks[task_id])
+        self.crew.deserted.clear()
 
-    def _fail_bound(self, worker: Worker, reason: LossReason) -> None:
-        """Fail the tasks that are bound to a worker that is gone: what they wanted there is gone too."""
-        for task_id in worker.bound:
-            self._fail_waiting(self.backlog.tasks[task_id], reason)
+    def _park_if_idle(self) -> None:
+        """End the workers if there was nothing to do for long enough; those that are about to come up are waited for."""
+        if self._idleness is None or not self._idleness.has_lasted(self._now):
+            return
+        self._idleness.end()
+        if self.crew.is_at_rest:
+            self._out += self.crew.park()
+
+    def _look_whether_idle(self, idleness: Idleness) -> None:
+        if self.backlog.tasks or self.state is not PoolState.OPEN or not self.crew.is_awake:
+            idleness.end()
+        else:
+            self._out += idleness.begin(self._now)
 
     # --- the size of the pool and its end -----------------------------------------------------------------------------
 
@@ -296,11 +258,8 @@ class Scheduler:
         for worker in self.crew.least_needed(event.remove):
             self.crew.retire(worker)
             if not worker.attempts:
-                self._stop(worker)
-
-    def _stop(self, worker: Worker) -> None:
-        self._out.append(self.crew.stop(worker))
-        self._fail_bound(worker, LossReason.EXIT)
+                self._out.append(self.crew.stop(worker))
+        self._fail_deserted()
 
     def _on_shutdown_requested(self, event: m.ShutdownRequested) -> None:
         if self.state is PoolState.BROKEN:
@@ -310,11 +269,12 @@ class Scheduler:
         self.state = PoolState.CLOSING
         for task in list(self.backlog.tasks.values()):
             if event.cancel_running or (event.cancel_queued and (task.waiting or task.is_open)):
-                self._end(task, TaskState.CANCELLED)
+                self.ledger.end(task, TaskState.CANCELLED)
 
     def _close_if_done(self) -> None:
         if self.state is PoolState.CLOSING and not self.backlog.tasks:
             self.state = PoolState.CLOSED
+            self._out[:] = [command for command in self._out if not isinstance(command, m.SignalTask)]  # all end anyway
             self._out += [self.crew.stop(worker) for worker in list(self.crew.workers.values())]
             self._tell_closed()
         elif not self.crew.places and self.backlog.tasks:
@@ -325,7 +285,7 @@ class Scheduler:
         self.state = PoolState.BROKEN
         self._out.append(m.BreakPool())
         for task in list(self.backlog.tasks.values()):
-            self._end(task, TaskState.FAILED)
+            self.ledger.end(task, TaskState.FAILED)
         if is_closing:
             self._tell_closed()
 
@@ -333,58 +293,6 @@ class Scheduler:
         if not self._is_close_told:
             self._is_close_told = True
             self._out.append(m.ClosePool())
-
-    # --- who gets what ------------------------------------------------------------------------------------------------
-
-    def _dispatch(self) -> None:
-        """Give out work until nobody is free or nothing is left that may start.
-
-        One gang collects at a time: two could each hold what the other needs. The next one holds up what stands behind it.
-        """
-        backlog, crew, heap = self.backlog, self.crew, self.backlog.heap
-        while True:
-            if crew.gang is not None:
-                self._try_gang(crew.gang)
-            head = backlog.head(heap)
-            if head is not None and head.spec.is_gang:
-                if crew.gang is None:
-                    crew.collect(backlog.pop(heap))
-                    continue
-                head = None
-            if head is not None and crew.idle:
-                self._send(crew.first_idle(), backlog.take(heap, crew.size))
-            elif crew.torn:
-                self._offer_own(crew.workers[next(iter(crew.torn))], head)
-            elif head is not None and crew.ahead and crew.gang is None and backlog.wants_look_ahead(head, crew.size):
-                self._send(crew.workers[next(iter(crew.ahead))], backlog.take(heap, crew.size))
-            else:
-                return
-
-    def _offer_own(self, worker: Worker, head: Task | None) -> None:
-        """Let a free worker do what comes first: a task bound to it, the pool's next, or the gang that collects."""
-        backlog, crew = self.backlog, self.crew
-        own = backlog.head(worker.own)
-        del crew.torn[worker.worker_id]
-        if own is None:
-            crew.free(worker)
-        elif crew.gang is not None and crew.gang.order < own.order and crew.may_join(worker):
-            crew.join(worker)
-        else:
-            is_first = head is None or own.order < head.order
-            self._send(worker, backlog.take(worker.own if is_first else backlog.heap, crew.size))
-
-    def _send(self, worker: Worker, attempt: Attempt) -> None:
-        attempt_id = self.crew.engage(worker, attempt)
-        self.counts.attempts += 1
-        self._out.append(m.RunTasks(worker.worker_id, attempt_id, attempt.slices))
-
-    def _try_gang(self, gang: Task) -> None:
-        """Let a gang go if it has all its workers, and give it up if it never can."""
-        if not self.crew.has_enough:
-            self._end(gang, TaskState.FAILED)
-        elif len(self.crew.members) == gang.size:
-            for worker in self.crew.start_gang():
-                self._send(worker, self.backlog.take_rank(gang))
 
     def _impossible(self, event: m.Event, task_id: int | None = None, worker_id: int | None = None) -> NoReturn:
         story = self.story(task_id, worker_id)

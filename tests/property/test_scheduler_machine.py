@@ -21,6 +21,9 @@ from raypool.core.scheduler import Scheduler
 from raypool.errors import LossReason
 
 PICK = st.integers(0, 1000)
+PLACES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
+TIMEOUTS = st.sampled_from([None, None, None, 5.0])
+IDLE_S = 40.0
 
 
 @dataclass
@@ -37,6 +40,15 @@ class Job:
     calls: int = 0  # slices in flight
     end: TaskState | None = None
     is_cancelled: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it waits in the pool's queue, and not for several workers."""
+        return self.spec.place is None and self.spec.places is None and not self.spec.is_gang
+
+    def may_run_on(self, worker_id: int, place: int) -> bool:
+        """Whether a worker may run it."""
+        return self.worker_id in (None, worker_id) and (self.spec.places is None or place in self.spec.places)
 
     @property
     def has_more(self) -> bool:
@@ -61,13 +73,18 @@ class World(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.scheduler = Scheduler(start_timeout_s=60.0)
+        self.scheduler = Scheduler()
+        self.idle_timeout_s: float | None = None
+        self.used_at = 0.0  # when there was a task for the last time
         self.now = 0.0
         self.jobs: dict[int, Job] = {}
         self.hands: dict[int, Hand] = {}  # workers that are there, or about to be
-        self.places: dict[int, int] = {}  # place -> worker
+        self.places: dict[int, int | None] = {}  # place -> worker; None: it is parked
         self.calls: dict[int, m.RunTasks] = {}  # in flight, as far as anybody can tell
         self.past: list[tuple[int, int, tuple[Report, ...]]] = []  # answers that nobody waits for any more
+        self.timed_out: set[int] = set()  # calls that run on, although their time is over
+        self.signals: set[tuple[int, int]] = set()  # (attempt, task) that were told to end
+        self.pardoned: dict[tuple[int, int], int] = {}  # (task, item) -> attempt, that was lost for no fault of its own
         self.timers: list[m.SetTimer] = []
         self.shutdown_asked = False
         self.cancels_queued = False
@@ -76,8 +93,10 @@ class World(RuleBasedStateMachine):
 
     # --- what users do ------------------------------------------------------------------------------------------------
 
-    @initialize(num_places=st.integers(1, 4), num_ready=st.integers(0, 4))
-    def open_pool(self, num_places: int, num_ready: int) -> None:
+    @initialize(num_places=st.integers(1, 4), num_ready=st.integers(0, 4), idle_timeout_s=st.sampled_from([None, IDLE_S]))
+    def open_pool(self, num_places: int, num_ready: int, idle_timeout_s: float | None) -> None:
+        self.idle_timeout_s = idle_timeout_s
+        self.scheduler = Scheduler(start_timeout_s=60.0, idle_timeout_s=idle_timeout_s)
         self.tell(m.ResizeRequested(add=tuple(range(num_places))))
         for _ in range(min(num_ready, num_places)):
             self.come_up(0)
@@ -91,14 +110,12 @@ class World(RuleBasedStateMachine):
         max_workers=st.sampled_from([None, None, None, 1, 2]),
         chunk_size=st.sampled_from([None, None, None, None, 1, 7]),
         fail_fast=st.sampled_from([False, False, True]),
+        places=st.none() | PLACES,
+        timeout_s=TIMEOUTS,
     )
-    def submit(self, fn_id, size, is_open, priority, retries, max_workers, chunk_size, fail_fast) -> None:
+    def submit(self, fn_id, size, is_open, priority, retries, max_workers, **wishes) -> None:
         is_open = is_open and size in (0, 2)
-        self.submit_spec(
-            TaskSpec(
-                len(self.jobs), fn_id, size, is_open, priority, retries, max_workers, fail_fast=fail_fast, chunk_size=chunk_size
-            )
-        )
+        self.submit_spec(TaskSpec(len(self.jobs), fn_id, size, is_open, priority, retries, max_workers, **wishes))
 
     @rule(
         fn_id=st.integers(0, 2),
@@ -108,29 +125,40 @@ class World(RuleBasedStateMachine):
         max_workers=st.sampled_from([None, None, 1]),
         retries=st.integers(0, 2),
         priority=st.sampled_from([0, 0, 1]),
+        fail_fast=st.booleans(),
+        timeout_s=TIMEOUTS,
     )
-    def submit_bound(self, fn_id, size, is_open, place, max_workers, retries, priority) -> None:
-        self.submit_spec(TaskSpec(len(self.jobs), fn_id, size, is_open and size < 2, priority, retries, max_workers, place))
+    def submit_bound(self, fn_id, size, is_open, priority, retries, max_workers, **wishes) -> None:
+        self.submit_spec(TaskSpec(len(self.jobs), fn_id, size, is_open and size < 2, priority, retries, max_workers, **wishes))
 
     @rule(
         fn_id=st.integers(2, 3),
         size=st.integers(0, 4),
-        places=st.none() | st.lists(st.integers(0, 5), max_size=5).map(tuple),
+        places=st.none() | PLACES,
         priority=st.sampled_from([0, 0, 1]),
         fail_fast=st.booleans(),
+        timeout_s=TIMEOUTS,
     )
-    def submit_gang(self, fn_id, size, places, priority, fail_fast) -> None:
-        self.submit_spec(TaskSpec(len(self.jobs), fn_id, size, False, priority, is_gang=True, places=places, fail_fast=fail_fast))
+    def submit_gang(self, fn_id, size, places, priority, fail_fast, timeout_s) -> None:
+        wishes = {"places": places, "fail_fast": fail_fast, "timeout_s": timeout_s}
+        self.submit_spec(TaskSpec(len(self.jobs), fn_id, size, False, priority, is_gang=True, **wishes))
 
-    @rule(fn_id=st.integers(0, 1), count=st.integers(1, 12), retries=st.sampled_from([0, 1, 2, 2, 2]))
-    def submit_calls(self, fn_id: int, count: int, retries: int) -> None:
+    @rule(
+        fn_id=st.integers(0, 1),
+        count=st.integers(1, 12),
+        retries=st.sampled_from([0, 1, 2, 2, 2]),
+        places=st.sampled_from([None, None, (0, 1), (1, 2, 3)]),
+    )
+    def submit_calls(self, fn_id: int, count: int, retries: int, places: tuple[int, ...] | None) -> None:
         for _ in range(count):
-            self.submit_spec(TaskSpec(len(self.jobs), fn_id, retries=retries))
+            self.submit_spec(TaskSpec(len(self.jobs), fn_id, retries=retries, places=places))
 
     def submit_spec(self, spec: TaskSpec) -> None:
         worker_id = self.places.get(spec.place) if spec.place is not None else None
-        self.jobs[spec.task_id] = Job(spec, spec.size, spec.is_open, worker_id)
+        job = self.jobs[spec.task_id] = Job(spec, spec.size, spec.is_open, worker_id)
         self.tell(m.TaskSubmitted(spec))
+        if spec.place is not None and worker_id is None:  # it was parked, and is starting now
+            job.worker_id = self.places.get(spec.place)
 
     @precondition(lambda self: any(job.is_open for job in self.jobs.values()))
     @rule(pick=PICK, count=st.integers(0, 8), stays_open=st.booleans())
@@ -147,6 +175,19 @@ class World(RuleBasedStateMachine):
         job.is_cancelled = True
         self.tell(m.CancelRequested(job.spec.task_id))
         assert job.end is not None
+
+    @precondition(lambda self: self.jobs)
+    @rule(pick=PICK)
+    def ask_to_stop(self, pick: int) -> None:
+        task_id = picked(list(self.jobs), pick)
+        running = [call for call in self.calls.values() if self.counts(call, task_id)]
+        told = [m.SignalTask(call.worker_id, call.attempt_id, task_id, m.Signal.STOP) for call in running]
+        is_over = self.jobs[task_id].end is not None
+        assert sorted(self.tell(m.StopRequested(task_id)), key=str) == ([] if is_over else sorted(told, key=str))
+
+    def counts(self, call: m.RunTasks, task_id: int) -> bool:
+        """Whether a call has something of a task in it, and time left for it."""
+        return call.attempt_id not in self.timed_out and any(piece.task_id == task_id for piece in call.slices)
 
     @rule(places=st.lists(st.integers(0, 5), max_size=2, unique=True), count=st.sampled_from([0, 0, 0, 1, 2]))
     def resize(self, places: list[int], count: int) -> None:
@@ -215,8 +256,25 @@ class World(RuleBasedStateMachine):
     @rule(pick=PICK, reason=st.sampled_from(LossReason), was_idle=st.booleans())
     def die(self, pick: int, reason: LossReason, was_idle: bool) -> None:
         worker_id = picked(list(self.hands), pick)
-        self.bury(worker_id)
-        self.tell(m.WorkerLost(worker_id, reason, was_idle))
+        is_ready = self.hands[worker_id].is_ready
+        self.bury(worker_id, is_pardoned=was_idle or reason is LossReason.STOPPED, was_idle=was_idle)
+        commands = self.tell(m.WorkerLost(worker_id, reason, was_idle))
+        is_held_against_it = any(isinstance(command, m.SetTimer) and command.kind == "start" for command in commands)
+        assert not (is_ready and reason is LossReason.STOPPED and is_held_against_it)
+
+    @precondition(lambda self: self.stubborn())
+    @rule(pick=PICK)
+    def be_killed(self, pick: int) -> None:
+        """Not do what one is told."""
+        worker_id = picked(self.stubborn(), pick)
+        self.bury(worker_id, is_pardoned=True)
+        self.tell(m.WorkerLost(worker_id, LossReason.STOPPED))
+        if self.starting():
+            self.come_up(-1)
+
+    def stubborn(self) -> list[int]:
+        told = {attempt_id for attempt_id, _ in self.signals}
+        return [call.worker_id for call in self.running() if call.attempt_id in told]
 
     @precondition(lambda self: self.running())
     @rule(pick=PICK)
@@ -228,19 +286,28 @@ class World(RuleBasedStateMachine):
         if self.starting():
             self.come_up(-1)
 
-    def bury(self, worker_id: int) -> None:
+    def bury(self, worker_id: int, is_pardoned: bool = False, was_idle: bool = False) -> None:
         hand = self.hands.pop(worker_id)
         for attempt_id in hand.calls:
-            call = self.land(attempt_id)
+            call = self.calls[attempt_id]
+            for piece in call.slices if is_pardoned else ():
+                job = self.jobs[piece.task_id]
+                if self.counts(call, piece.task_id) and job.end is None and (was_idle or job.spec.retries > 0):
+                    self.pardoned |= {(piece.task_id, item): piece.attempt for item in range(piece.start, piece.stop)}
+            self.land(attempt_id)
             self.past.append((worker_id, attempt_id, tuple(Report(p.stop - p.start) for p in call.slices)))
 
     def land(self, attempt_id: int) -> m.RunTasks:
         call = self.calls.pop(attempt_id)
+        if attempt_id not in self.timed_out:
+            self.take_out(call)
+        return call
+
+    def take_out(self, call: m.RunTasks) -> None:
         for piece in call.slices:
             job = self.jobs[piece.task_id]
             job.calls -= 1
             job.flying.subtract(range(piece.start, piece.stop))
-        return call
 
     # --- what time does -----------------------------------------------------------------------------------------------
 
@@ -253,24 +320,39 @@ class World(RuleBasedStateMachine):
         hand = self.hands.get(timer.worker_id)
         if hand is not None and timer.kind == "ready" and not hand.is_ready:
             del self.hands[timer.worker_id]
-        self.tell(m.TimerFired(timer.kind, timer.worker_id))
+        self.tell(m.TimerFired(timer.kind, timer.worker_id, timer.attempt_id))
+
+    @rule()
+    def pass_time(self) -> None:
+        """Let nothing happen for a while, as long as no timer is due."""
+        self.now = min([self.now + IDLE_S / 4, *(timer.at for timer in self.timers)])
 
     # --- what the scheduler says --------------------------------------------------------------------------------------
 
     def tell(self, event: m.Event, answered: m.RunTasks | None = None) -> list[m.Command]:
         was_over = self.is_closed or self.is_broken
+        new_spec = event.spec if isinstance(event, m.TaskSubmitted) else None
+        was_used = any(job.end is None for job in self.jobs.values() if job.spec is not new_spec)
         commands = self.scheduler.handle(event, self.now)
         for command in commands:
             if isinstance(command, m.SettleItems):
                 self.on_settle(command, answered)
             elif isinstance(command, m.Vacate):
                 self.on_vacate(command, event)
+            elif isinstance(command, m.SignalTask):
+                self.on_signal(command, event)
             else:
                 getattr(self, f"on_{type(command).__name__}")(command)
         runs = [command for command in commands if isinstance(command, m.RunTasks)]
         assert not (runs and was_over)
         self.check_gangs(runs)
         self.check_order(runs)
+        self.check_signals(commands)
+        if any(job.end is None for job in self.jobs.values()):
+            self.used_at = self.now
+            assert None not in self.places.values(), "workers are parked although there is work"
+        elif was_used:
+            self.used_at = self.now
         return commands
 
     def on_RunTasks(self, call: m.RunTasks) -> None:
@@ -283,7 +365,8 @@ class World(RuleBasedStateMachine):
         self.calls[call.attempt_id] = call
         for piece in call.slices:
             self.check_piece(piece, call, hand)
-        is_precious = [self.jobs[p.task_id].spec.retries == 0 or p.attempt > 1 for c in hand.calls for p in self.calls[c].slices]
+        pieces = [piece for attempt_id in hand.calls for piece in self.calls[attempt_id].slices]
+        is_precious = [self.jobs[piece.task_id].spec.runs_alone or piece.attempt > 1 for piece in pieces]
         assert not any(is_precious) or len(is_precious) == 1, "what can't run again shares its worker"
 
     def check_piece(self, piece: Slice, call: m.RunTasks, hand: Hand) -> None:
@@ -294,8 +377,9 @@ class World(RuleBasedStateMachine):
         assert not any(item in job.outcomes or job.flying[item] > 0 for item in items), "an item runs twice"
         assert all(job.attempts.get(item, 1) <= piece.attempt <= job.spec.retries + 1 for item in items)
         assert piece.attempt <= job.spec.retries or len(items) == 1, "the last attempt is made alone"
-        assert job.worker_id in (None, call.worker_id)
-        assert job.spec.places is None or hand.place in job.spec.places
+        assert all(self.pardoned.pop((piece.task_id, item), piece.attempt) == piece.attempt for item in items), "wrongly charged"
+        assert not job.spec.runs_alone or len(items) == 1
+        assert job.may_run_on(call.worker_id, hand.place)
         job.attempts.update(dict.fromkeys(items, piece.attempt))
         job.flying.update(items)
         job.calls += 1
@@ -309,11 +393,41 @@ class World(RuleBasedStateMachine):
             assert places == sorted(set(places)), "ranks are not on distinct workers, in the order of their places"
 
     def check_order(self, runs: list[m.RunTasks]) -> None:
-        """No task of the pool's starts before an older one that could."""
-        started = [self.jobs[piece.task_id] for call in runs for piece in call.slices]
-        waiting = [order_of(job) for job in self.jobs.values() if is_plain(job) and job.has_more]
-        if waiting:
-            assert all(order_of(job) <= min(waiting) for job in started if is_plain(job))
+        """Nobody starts a task while an older one waits that he could take, unless that one waits behind a gang."""
+        waiting = [job for job in self.jobs.values() if job.has_more]
+        gangs = [order_of(job) for job in waiting if job.spec.is_gang]
+        for call in runs:
+            started, place = self.jobs[call.slices[0].task_id], self.hands[call.worker_id].place
+            for job in waiting:
+                is_held_up = job.is_plain and any(order < order_of(job) for order in gangs)
+                if job.spec.is_gang or started.spec.is_gang or is_held_up or not job.may_run_on(call.worker_id, place):
+                    continue
+                assert all(order_of(self.jobs[piece.task_id]) <= order_of(job) for piece in call.slices), "out of turn"
+
+    def check_signals(self, commands: list[m.Command]) -> None:
+        """What runs of a task that has ended was told so, unless its worker ends anyway."""
+        ended = {command.task_id for command in commands if isinstance(command, m.EndTask)}
+        running = {(call.attempt_id, p.task_id) for call in self.calls.values() for p in call.slices if p.task_id in ended}
+        assert running <= self.signals
+
+    def on_signal(self, command: m.SignalTask, event: m.Event) -> None:
+        call = self.calls[command.attempt_id]
+        assert call.worker_id == command.worker_id
+        assert self.counts(call, command.task_id)
+        assert self.jobs[command.task_id].end is None
+        if command.signal is m.Signal.STOP:
+            assert isinstance(event, m.StopRequested)
+        else:
+            assert (call.attempt_id, command.task_id) not in self.signals, "told twice"
+            self.signals.add((call.attempt_id, command.task_id))
+
+    def on_TimeOutItems(self, command: m.TimeOutItems) -> None:
+        (call,) = (call for call in self.calls.values() if command.items in call.slices and call.attempt_id not in self.timed_out)
+        assert command.timeout_s == self.jobs[command.items.task_id].spec.timeout_s
+        self.take_out(call)
+        self.timed_out.add(call.attempt_id)
+        assert (call.attempt_id, command.items.task_id) in self.signals, "nobody has stopped it"
+        self.note_outcome(command.items, "timed out")
 
     def on_settle(self, command: m.SettleItems, answered: m.RunTasks | None) -> None:
         assert answered is not None
@@ -348,10 +462,8 @@ class World(RuleBasedStateMachine):
         elif command.state is TaskState.CANCELLED:
             assert job.is_cancelled or self.cancels_queued or self.shutdown_asked
         else:
-            is_bound = job.spec.place is not None
-            assert job.spec.fail_fast or job.spec.is_gang or is_bound or self.is_broken
-            if is_bound and not self.is_broken:
-                assert sorted(job.outcomes) == list(range(job.size)), "an item of a bound task is forgotten"
+            has_lost_its_places = job.is_open and not job.is_plain
+            assert job.spec.fail_fast or job.spec.is_gang or has_lost_its_places or self.is_broken
 
     def on_StartWorker(self, command: m.StartWorker) -> None:
         place = self.places.get(command.place)
@@ -364,7 +476,12 @@ class World(RuleBasedStateMachine):
 
     def on_SetTimer(self, command: m.SetTimer) -> None:
         assert command.at > self.now
+        assert command.kind != "idle" or all(timer.kind != "idle" for timer in self.timers), "two idle timers"
         self.timers.append(command)
+        if command.kind == "timeout":
+            (piece,) = self.calls[command.attempt_id].slices
+            assert command.worker_id == self.calls[command.attempt_id].worker_id
+            assert command.at == self.now + self.jobs[piece.task_id].spec.timeout_s
         if command.kind == "start":
             place = next(place for place, worker_id in self.places.items() if worker_id not in self.hands)
             self.places[place] = command.worker_id
@@ -377,6 +494,14 @@ class World(RuleBasedStateMachine):
         worker_id = self.places.pop(command.place)
         if worker_id in self.hands:
             self.bury(worker_id)
+
+    def on_ParkWorker(self, command: m.ParkWorker) -> None:
+        assert self.idle_timeout_s is not None
+        assert self.now >= self.used_at + self.idle_timeout_s, "too early"
+        worker_id = self.places[command.place]
+        assert self.hands[worker_id].is_ready
+        assert not self.hands.pop(worker_id).calls
+        self.places[command.place] = None
 
     def on_DropPlace(self, command: m.DropPlace) -> None:
         assert command.place not in self.places
@@ -397,7 +522,8 @@ class World(RuleBasedStateMachine):
     @invariant()
     def all_is_well_inside(self) -> None:
         check_invariants(self.scheduler)
-        assert {w.worker_id: w.place for w in self.scheduler.crew.workers.values()} == {
+        crew = self.scheduler.crew
+        assert {number: w.place for number, w in crew.workers.items() if number not in crew.parked} == {
             worker_id: hand.place for worker_id, hand in self.hands.items()
         }
         counts = self.scheduler.counts
@@ -429,11 +555,6 @@ class World(RuleBasedStateMachine):
 def picked(options: list, pick: int):
     """Return one of several."""
     return options[pick % len(options)]
-
-
-def is_plain(job: Job) -> bool:
-    """Whether any worker may run it, by itself."""
-    return job.spec.place is None and not job.spec.is_gang
 
 
 def order_of(job: Job) -> tuple[int, int]:

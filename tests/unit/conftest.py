@@ -16,8 +16,8 @@ from raypool.errors import LossReason
 class Pool:
     """A scheduler with places 0 to n - 1, in which the workers 0 to n - 1 are ready. Every word returns the commands."""
 
-    def __init__(self, num_workers: int) -> None:
-        self.scheduler = Scheduler(start_timeout_s=60.0)
+    def __init__(self, num_workers: int, idle_timeout_s: float | None = None) -> None:
+        self.scheduler = Scheduler(start_timeout_s=60.0, idle_timeout_s=idle_timeout_s)
         self.now = 0.0
         self.calls: dict[int, m.RunTasks] = {}  # by attempt
         if num_workers:
@@ -60,9 +60,13 @@ class Pool:
         """Let a worker die."""
         return self.tell(m.WorkerLost(worker_id, reason, was_idle))
 
-    def fire(self, kind: str, worker_id: int) -> list[m.Command]:
+    def stop(self, task_id: int) -> list[m.Command]:
+        """Ask a task to end by itself."""
+        return self.tell(m.StopRequested(task_id))
+
+    def fire(self, kind: str, worker_id: int = -1, attempt_id: int = -1) -> list[m.Command]:
         """Let a timer run out."""
-        return self.tell(m.TimerFired(kind, worker_id))
+        return self.tell(m.TimerFired(kind, worker_id, attempt_id))
 
     def resize(self, add: Any = (), remove: int = 0) -> list[m.Command]:
         """Add places, take away workers."""
@@ -94,6 +98,11 @@ class Pool:
     def fails(piece: tuple[int, ...], reason: LossReason = LossReason.EXIT) -> m.FailItems:
         """Expect items to be given up."""
         return m.FailItems(as_slice(piece), reason)
+
+    @staticmethod
+    def signals(worker_id: int, attempt_id: int, task_id: int, signal: m.Signal = m.Signal.CANCEL) -> m.SignalTask:
+        """Expect a task to be told to stop."""
+        return m.SignalTask(worker_id, attempt_id, task_id, signal)
 
     def starts(self, worker_id: int, place: int) -> list[m.Command]:
         """Expect a worker to be started."""

@@ -1,9 +1,12 @@
 """`check_invariants` notices when the scheduler's books do not agree."""
 
+from dataclasses import replace
+
 import pytest
 
 from raypool.core.invariants import check_invariants
 from raypool.core.model import PoolState, Slice, WorkerState
+from raypool.errors import LossReason
 
 
 @pytest.fixture
@@ -20,10 +23,11 @@ def pool(pool_of):
 
 
 def fly(scheduler, piece):
-    """Put a slice into a call that is in flight."""
+    """Put a slice into a call that is in flight, and into the books."""
     attempts = scheduler.crew.workers[2].attempts
     attempt_id, attempt = next(iter(attempts.items()))
     attempts[attempt_id] = attempt._replace(slices=(*attempt.slices, piece))
+    scheduler.backlog.tasks[piece.task_id].flights = {attempt_id: 2}
 
 
 def settle(scheduler, count):
@@ -36,25 +40,37 @@ def settle(scheduler, count):
     [
         ("lost or doubled", lambda s: setattr(s.backlog.tasks[0], "cursor", 5)),
         ("wrong count of items in flight", lambda s: setattr(s.backlog.tasks[0], "items_in_flight", 3)),
-        ("wrong count of slices in flight", lambda s: setattr(s.backlog.tasks[0], "in_flight", 1)),
+        ("wrong attempts in flight", lambda s: s.backlog.tasks[0].flights.popitem()),
         ("an item is doubled", lambda s: s.backlog.run_again(s.backlog.tasks[0], [Slice(0, 1, 2, 1)])),
         ("a slice that cannot be", lambda s: s.backlog.run_again(s.backlog.tasks[0], [Slice(0, 4, 4, 1)])),
         ("complete and has not ended", lambda s: settle(s, 5)),
-        ("started by half", lambda s: s.backlog.take_rank(s.backlog.tasks[2]) and fly(s, Slice(2, 0, 1, 1))),
+        ("started by half", lambda s: s.backlog.take_rank(s.backlog.tasks[2], (1, 2)) and fly(s, Slice(2, 0, 1, 1))),
         ("wrong mark of being queued", lambda s: setattr(s.backlog.tasks[3], "is_queued", False)),
         ("waits in no queue", lambda s: s.backlog.pop(s.backlog.heap)),
         ("twice in a heap", lambda s: s.backlog.heap.append(s.backlog.heap[0])),
         ("wrong count of what waits", lambda s: setattr(s.backlog.paces[0], "waiting", 0)),
         ("wrong count of tasks", lambda s: setattr(s.backlog.paces[0], "num_tasks", 9)),
         ("not known as such", lambda s: s.backlog.paces.pop(0)),
-        ("do not know of each other", lambda s: s.crew.workers[2].bound.pop(4)),
+        ("its lane does not know it", lambda s: s.crew.lanes[2].tasks.pop(4)),
+        ("keeps a task that has ended", lambda s: s.crew.lanes[2].tasks.setdefault(9)),
+        ("does not know its lanes", lambda s: s.crew.places[2].lanes.clear()),
+        ("wrong places", lambda s: s.crew.lanes[2].places.setdefault(1)),
+        ("under a wrong key", lambda s: setattr(s.crew.lanes[2], "key", 3)),
+        ("lost, but has places", lambda s: setattr(s.crew.lanes[2], "lost", LossReason.EXIT)),
+        ("lane not known", lambda s: setattr(s.backlog.tasks[4], "lane", replace(s.crew.lanes[2]))),
+        ("in a wrong queue", lambda s: setattr(s.backlog.tasks[4], "lane", None)),
+        ("waits in no queue", lambda s: s.crew.lanes[2].heap.clear() or setattr(s.backlog.tasks[4], "is_queued", False)),
+        ("was not asked", lambda s: s.crew.calling.setdefault(2, s.crew.lanes[2])),
+        ("nobody has looked after", lambda s: s.crew.deserted.append(s.crew.lanes[2])),
+        ("parked although there is work", lambda s: s.crew.parked.setdefault(3)),
+        ("look-ahead past its lanes", lambda s: s.crew.ahead.setdefault(2)),
+        ("two workers on one seat", lambda s: s.crew.bench._seated.add(99)),
         ("busy without an attempt", lambda s: s.crew.workers[0].attempts.clear()),
         ("in a wrong group", lambda s: setattr(s.crew.workers[3], "state", WorkerState.STARTING)),
         ("in a wrong group", lambda s: s.crew.members.clear()),
         ("a worker that is gone", lambda s: s.crew.idle.setdefault(9)),
         ("not asked", lambda s: s.crew.torn.setdefault(3)),
         ("held for no gang", lambda s: setattr(s.crew, "gang", None)),
-        ("wrong mark of being listed", lambda s: setattr(s.crew.workers[3], "is_listed", False)),
         ("not one live worker", lambda s: setattr(s.crew.places[0], "worker_id", 1)),
         ("stays without an attempt", lambda s: s.crew.retiring.setdefault(3)),
         ("look-ahead without a call", lambda s: s.crew.ahead.setdefault(3)),

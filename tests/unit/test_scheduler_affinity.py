@@ -87,9 +87,9 @@ def test_when_its_worker_is_lost_the_running_and_the_waiting_fail(pool_of):
         *pool.starts(2, place=0),
         pool.fails((0, 0, 1), LossReason.NODE),
         pool.fails((0, 1, 3), LossReason.NODE),
-        EndTask(0, FAILED),
+        EndTask(0, FINISHED),
         pool.fails((1, 0, 1), LossReason.NODE),
-        EndTask(1, FAILED),
+        EndTask(1, FINISHED),
     ]
     assert pool.finish(2 - 1) == [pool.settles(1, (2, 0, 1)), EndTask(2, FINISHED)]
     assert pool.ready(2) == []
@@ -98,13 +98,13 @@ def test_when_its_worker_is_lost_the_running_and_the_waiting_fail(pool_of):
 def test_it_fails_even_if_nothing_of_it_was_begun(pool_of):
     pool = pool_of(1)
     pool.submit(0, place=0)
-    assert pool.lose(0, was_idle=True)[-2:] == [pool.fails((0, 0, 1)), EndTask(0, FAILED)]
+    assert pool.lose(0, was_idle=True)[-2:] == [pool.fails((0, 0, 1)), EndTask(0, FINISHED)]
 
 
 def test_what_its_limit_of_workers_holds_back_fails_too(pool_of):
     pool = pool_of(1)
     pool.submit(0, place=0, size=4, max_workers=1)
-    assert pool.lose(0)[-3:] == [pool.fails((0, 0, 1)), pool.fails((0, 1, 4)), EndTask(0, FAILED)]
+    assert pool.lose(0)[-3:] == [pool.fails((0, 0, 1)), pool.fails((0, 1, 4)), EndTask(0, FINISHED)]
 
 
 def test_what_it_has_handed_back_fails_too(pool_of):
@@ -114,10 +114,10 @@ def test_what_it_has_handed_back_fails_too(pool_of):
     assert pool.finish(0, Report(2, busy_s=2.0))[0] == pool.runs(0, 1, (1, 0, 1))
     assert pool.lose(0)[2:] == [
         pool.fails((1, 0, 1)),
+        EndTask(1, FINISHED),
         pool.fails((0, 2, 4)),
         pool.fails((0, 4, 6)),
-        EndTask(0, FAILED),
-        EndTask(1, FAILED),
+        EndTask(0, FINISHED),
     ]
 
 
@@ -139,13 +139,14 @@ def test_it_fails_if_its_worker_does_not_come_up(pool_of):
     pool = pool_of(0)
     pool.resize(add=[0])
     pool.submit(0, place=0)
-    assert pool.fire("ready", 0)[-2:] == [pool.fails((0, 0, 1), LossReason.START), EndTask(0, FAILED)]
+    assert pool.fire("ready", 0)[-2:] == [pool.fails((0, 0, 1), LossReason.START), EndTask(0, FINISHED)]
 
 
 def test_a_place_that_the_pool_does_not_have_fails_it_at_once(pool_of):
     pool = pool_of(1)
-    assert pool.submit(0, place=7, size=2) == [pool.fails((0, 0, 2), LossReason.UNKNOWN), EndTask(0, FAILED)]
-    assert pool.submit(1, place=7, size=0) == [EndTask(1, FAILED)]
+    assert pool.submit(0, place=7, size=2) == [pool.fails((0, 0, 2), LossReason.UNKNOWN), EndTask(0, FINISHED)]
+    assert pool.submit(1, place=7, size=0) == [EndTask(1, FINISHED)]
+    assert pool.submit(2, place=7, size=0, is_open=True) == [EndTask(2, FAILED)]
 
 
 def test_items_handed_back_wait_for_the_same_worker(pool_of):
@@ -163,20 +164,38 @@ def test_it_can_be_cancelled_while_it_waits(pool_of):
     assert pool.submit(2) == [pool.runs(0, 1, (2, 0, 1))]
 
 
-def test_a_worker_that_ends_fails_what_still_waits_for_it(pool_of):
+def test_a_worker_that_is_to_end_fails_what_still_waits_for_it_and_finishes_what_it_runs(pool_of):
     pool = pool_of(2)
     pool.submit(0, place=1)
     pool.submit(1, place=1)
     pool.submit(2, place=0)
     pool.submit(3, place=0)
+    assert pool.resize(remove=1) == [pool.fails((1, 0, 1), LossReason.EXIT), EndTask(1, FINISHED)]
+    assert pool.submit(4, place=1) == [pool.fails((4, 0, 1), LossReason.UNKNOWN), EndTask(4, FINISHED)]
+    assert pool.finish(0) == [pool.settles(0, (0, 0, 1)), EndTask(0, FINISHED), Vacate(1)]
+
+
+def test_what_a_worker_that_is_to_end_hands_back_fails(pool_of):
+    pool = pool_of(2)
+    pool.submit(0, place=1, size=3, chunk_size=3)
+    pool.submit(1, place=0)
     pool.resize(remove=1)
-    assert pool.finish(0) == [
-        pool.settles(0, (0, 0, 1)),
-        EndTask(0, FINISHED),
-        Vacate(1),
-        pool.fails((1, 0, 1), LossReason.EXIT),
-        EndTask(1, FAILED),
-    ]
+    assert pool.finish(0, Report(2))[-3:] == [pool.fails((0, 2, 3)), EndTask(0, FINISHED), Vacate(1)]
+
+
+def test_what_a_worker_that_is_to_end_takes_with_it_fails(pool_of):
+    pool = pool_of(2)
+    pool.submit(0, place=1, size=3, chunk_size=3)
+    pool.submit(1, place=0)
+    pool.resize(remove=1)
+    assert pool.lose(1, LossReason.NODE) == [Vacate(1), pool.fails((0, 0, 3), LossReason.NODE), EndTask(0, FINISHED)]
+
+
+def test_a_failure_of_what_waits_is_enough_for_a_task_that_fails_fast(pool_of):
+    pool = pool_of(2)
+    pool.submit(0, place=1, size=2, fail_fast=True)
+    pool.submit(1, place=0)
+    assert pool.resize(remove=1) == [pool.fails((0, 1, 2)), pool.signals(1, 0, 0), EndTask(0, FAILED)]
 
 
 # --- with gangs -------------------------------------------------------------------------------------------------------

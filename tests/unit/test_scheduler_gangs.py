@@ -149,7 +149,7 @@ def test_a_gang_fails_when_the_pool_gets_too_small_for_it(pool_of):
     pool.submit(0)
     pool.submit(1, size=2, is_gang=True)
     pool.submit(2)
-    assert pool.resize(remove=1) == [EndTask(1, FAILED), Vacate(1)]
+    assert pool.resize(remove=1) == [Vacate(1), EndTask(1, FAILED)]
     assert workers(pool.finish(0)) == [0]
 
 
@@ -222,7 +222,7 @@ def test_a_gang_fails_when_one_of_its_places_goes_while_it_collects(pool_of):
     pool = pool_of(3)
     pool.submit(0, size=2)
     pool.submit(1, size=2, is_gang=True, places=(1, 2))
-    assert pool.resize(remove=1) == [EndTask(1, FAILED), Vacate(2)]
+    assert pool.resize(remove=1) == [Vacate(2), EndTask(1, FAILED)]
 
 
 def test_a_gang_fails_as_soon_as_one_of_its_places_is_to_go(pool_of):
@@ -246,7 +246,7 @@ def test_a_lost_rank_fails_and_is_never_run_by_itself(pool_of):
 def test_a_lost_rank_ends_a_gang_that_fails_fast(pool_of):
     pool = pool_of(2)
     pool.submit(0, size=2, is_gang=True, fail_fast=True)
-    assert pool.lose(0, was_idle=True)[-2:] == [pool.fails((0, 0, 1)), EndTask(0, FAILED)]
+    assert pool.lose(0, was_idle=True)[-3:] == [pool.fails((0, 0, 1)), pool.signals(1, 1, 0), EndTask(0, FAILED)]
     assert pool.finish(1) == []
 
 
@@ -259,4 +259,5 @@ def test_a_rank_that_fails_is_not_retried(pool_of):
 def test_a_rank_that_was_not_begun_has_failed(pool_of):
     pool = pool_of(2)
     pool.submit(0, size=2, is_gang=True, fail_fast=True)
-    assert pool.finish(0, Report(0)) == [pool.fails((0, 0, 1), LossReason.UNKNOWN), EndTask(0, FAILED)]
+    failed = pool.fails((0, 0, 1), LossReason.UNKNOWN)
+    assert pool.finish(0, Report(0)) == [failed, pool.signals(1, 1, 0), EndTask(0, FAILED)]

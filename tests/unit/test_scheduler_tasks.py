@@ -106,7 +106,7 @@ def test_failures_do_not_stop_a_task_that_collects_them(pool_of):
 def test_the_first_failure_ends_a_task_that_fails_fast(pool_of):
     pool = pool_of(2)
     pool.submit(0, size=4, fail_fast=True)
-    assert pool.finish(1, Report(1, failed=1)) == [pool.settles(1, (0, 1, 2)), EndTask(0, FAILED)]
+    assert pool.finish(1, Report(1, failed=1)) == [pool.settles(1, (0, 1, 2)), pool.signals(0, 0, 0), EndTask(0, FAILED)]
     assert pool.finish(0) == [], "what was running of it is dropped"
     assert pool.submit(1) == [pool.runs(0, 2, (1, 0, 1))], "and its workers are free"
 
@@ -162,7 +162,7 @@ def test_a_queued_task_that_is_cancelled_never_runs(pool_of):
 def test_the_answer_of_a_cancelled_task_is_dropped_and_its_worker_is_busy_until_then(pool_of):
     pool = pool_of(1)
     pool.submit(0)
-    assert pool.cancel(0) == [EndTask(0, CANCELLED)]
+    assert pool.cancel(0) == [pool.signals(0, 0, 0), EndTask(0, CANCELLED)]
     assert pool.submit(1) == []
     assert pool.finish(0) == [pool.runs(0, 1, (1, 0, 1))]
 
@@ -171,7 +171,7 @@ def test_a_half_finished_loop_can_be_cancelled(pool_of):
     pool = pool_of(1)
     pool.submit(0, size=3)
     pool.finish(0)
-    assert pool.cancel(0) == [EndTask(0, CANCELLED)]
+    assert pool.cancel(0) == [pool.signals(0, 1, 0), EndTask(0, CANCELLED)]
     assert pool.finish(1) == []
     counts = pool.scheduler.counts
     assert (counts.submitted, counts.finished, counts.failed, counts.cancelled) == (3, 1, 0, 2)

@@ -1,0 +1,128 @@
+"""What becomes of tasks: which outcomes count, what runs again, what has failed, and when a task ends."""
+
+from __future__ import annotations
+
+from raypool.core import messages as m
+from raypool.core import policy
+from raypool.core.backlog import Backlog
+from raypool.core.crew import Crew
+from raypool.core.model import Counts, Report, Slice, Task, TaskState
+from raypool.errors import LossReason
+
+
+class Ledger:
+    """Writes down what has become of items, and says so in `out`."""
+
+    def __init__(self, backlog: Backlog, crew: Crew) -> None:
+        self.counts = Counts()
+        self.out: list[m.Command] = []
+        self._backlog = backlog
+        self._crew = crew
+
+    def go_on(self, task: Task) -> None:
+        """Queue what a task still has to run, or end it."""
+        lane = task.lane
+        if task.settled == task.size and not task.is_open:
+            self.end(task, TaskState.FINISHED)
+        elif lane is None:
+            self._backlog.push(task, self._backlog.heap)
+        elif lane.lost is None:
+            self._backlog.push(task, lane.heap)
+            self._crew.calling[lane.key] = lane
+        else:
+            self._fail_waiting(task, lane.lost)
+
+    def end(self, task: Task, state: TaskState) -> None:
+        """End a task; what runs of it now runs in vain, and is told to stop."""
+        if task.flights:
+            self.signal(task, m.Signal.CANCEL)
+        self._backlog.discard(task)
+        self.counts.cancelled += task.size - task.settled
+        if task.lane is not None:
+            self._crew.leave(task)
+        if self._crew.gang is task:
+            self._crew.release_gang()
+        self.out.append(m.EndTask(task.spec.task_id, state))
+
+    def signal(self, task: Task, signal: m.Signal) -> None:
+        """Tell whatever runs of a task now."""
+        for attempt_id, worker_id in (task.flights or {}).items():
+            if worker_id in self._crew.workers:  # else it is the one that was lost just now
+                self.out.append(m.SignalTask(worker_id, attempt_id, task.spec.task_id, signal))
+
+    def settle(self, task: Task, piece: Slice, report: Report, attempt_id: int) -> None:
+        """Take in what a worker says of a slice; queue what it handed back, or what may run again."""
+        done, failed, retry, _ = report
+        stop = piece.start + done
+        if stop == piece.stop and not retry:  # nearly always
+            self.out.append(m.SettleItems(attempt_id, piece))
+            self._count_settled(task, done, failed)
+            self._after_landing(task, [], failed > 0)
+            return
+        if task.spec.is_gang or piece.attempt > task.spec.retries:
+            retry = ()
+        self.out += [m.SettleItems(attempt_id, run) for run in piece._replace(stop=stop).without(retry)]
+        failed -= len(retry)
+        self._count_settled(task, done - len(retry), failed)
+        again = [Slice(piece.task_id, index, index + 1, piece.attempt + 1) for index in retry]
+        if stop < piece.stop:
+            again.append(piece._replace(start=stop))
+        if again and task.spec.is_gang:  # the other ranks have begun: it can't follow them
+            self._fail_items(task, again.pop(), LossReason.UNKNOWN)
+            failed += 1
+        self._after_landing(task, again, failed > 0)
+
+    def lose(self, task: Task, piece: Slice, reason: LossReason, was_idle: bool) -> None:
+        """Take in that a slice was lost with its worker; queue it for another try, or fail it.
+
+        It is charged an attempt, unless it was not begun, or the worker was ended because of something else.
+        """
+        retries, lane = task.spec.retries, task.lane
+        is_charged = not was_idle and (reason is not LossReason.STOPPED or retries == 0)  # that never runs twice, ever
+        is_last = is_charged and piece.attempt > retries
+        if is_last or task.spec.is_gang or (lane is not None and lane.lost is not None):
+            self._fail_items(task, piece, reason)
+            self._after_landing(task, [], has_failed=True)
+        elif is_charged:
+            size = policy.piece_size(piece.stop - piece.start, attempts_left=retries + 1 - piece.attempt)
+            self._after_landing(task, piece.for_next_attempt(size), has_failed=False)
+        else:
+            self._after_landing(task, [piece], has_failed=False)
+
+    def time_out(self, task: Task, piece: Slice, attempt_id: int, worker_id: int) -> None:
+        """Fail a slice that has taken too long; it was taken out of flight, but runs on until it is stopped."""
+        assert task.spec.timeout_s is not None
+        self.out.append(m.SignalTask(worker_id, attempt_id, piece.task_id, m.Signal.CANCEL))
+        self.out.append(m.TimeOutItems(piece, task.spec.timeout_s))
+        count = piece.stop - piece.start
+        self._count_settled(task, count, count)
+        self._after_landing(task, [], has_failed=True)
+
+    def _after_landing(self, task: Task, again: list[Slice], has_failed: bool) -> None:
+        """Queue what has to run again, and end the task if that was all or if one failure is enough."""
+        if again:
+            self._backlog.run_again(task, again)
+        if has_failed and task.spec.fail_fast:
+            self.end(task, TaskState.FAILED)
+        else:
+            self.go_on(task)
+
+    def _fail_waiting(self, task: Task, reason: LossReason) -> None:
+        """Fail all that waits of a task that nobody may run any more; what still runs of it may come back."""
+        pieces = self._backlog.give_up(task)
+        for piece in pieces:
+            self._fail_items(task, piece, reason)
+        if task.is_open or (pieces and task.spec.fail_fast):
+            self.end(task, TaskState.FAILED)
+        elif task.settled == task.size:
+            self.end(task, TaskState.FINISHED)
+
+    def _fail_items(self, task: Task, items: Slice, reason: LossReason) -> None:
+        count = items.stop - items.start
+        self._count_settled(task, count, count)
+        self.out.append(m.FailItems(items, reason))
+
+    def _count_settled(self, task: Task, settled: int, failed: int) -> None:
+        task.settled += settled
+        self.counts.finished += settled - failed
+        self.counts.failed += failed
