@@ -1,6 +1,9 @@
 """What the workers run: importable functions, so that every pool sends a name and no pool sends code."""
 
+import queue
 import time
+
+from raypool import report
 
 
 def nothing(_item=None):
@@ -9,6 +12,70 @@ def nothing(_item=None):
 
 def rest(seconds):
     time.sleep(seconds)
+
+
+def reports(count):
+    """Report as fast as possible; return the cost of a call [us]."""
+    started = time.perf_counter()
+    for step in range(count):
+        report(step=step, loss=0.5)
+    return (time.perf_counter() - started) / count * 1e6
+
+
+def steps_with_reports(count, step_s):
+    """Do something for a while, and report, again and again; return the cost of each report [us]."""
+    costs = []
+    for step in range(count):
+        until = time.perf_counter() + step_s
+        while (now := time.perf_counter()) < until:
+            pass
+        report(step=step, loss=0.5)
+        costs.append((time.perf_counter() - now) * 1e6)
+    return costs
+
+
+def puts(count):
+    """Put the same into a queue of this process; return the cost of a call [us]."""
+    entries = queue.Queue()
+    started = time.perf_counter()
+    for step in range(count):
+        entries.put((time.time(), {"step": step, "loss": 0.5}))
+    return (time.perf_counter() - started) / count * 1e6
+
+
+def train_reports(count):
+    """Report by Ray Train, in its local mode; return the cost of a call [us]."""
+    import logging
+
+    import ray.train
+    from ray.train import ScalingConfig
+    from ray.train.torch import TorchTrainer
+
+    logging.getLogger("ray.train").setLevel("WARNING")
+
+    def loop(config):
+        started = time.perf_counter()
+        for step in range(config["count"]):
+            ray.train.report({"step": step, "loss": 0.5})
+        ray.train.report({"took_s": time.perf_counter() - started})
+
+    run = TorchTrainer(loop, train_loop_config={"count": count}, scaling_config=ScalingConfig(num_workers=0)).fit()
+    return run.metrics["took_s"] / count * 1e6
+
+
+def now():
+    """Return when it runs (Unix time [s])."""
+    return time.time()
+
+
+def count_for_ever():
+    number = 0
+    while True:
+        number += 1
+
+
+def first_of(array, _item=None):
+    return int(array[0])
 
 
 class Bare:
