@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
+import numbers
 import time
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from raypool.core.messages import CancelRequested, ItemsAdded
@@ -59,6 +61,42 @@ def listed(items: Any) -> Sequence[Any] | Iterator[Any]:
             f"items={items!r} is not iterable. Give a list, a DataFrame, a generator or a number of items."
         ) from None
     return list(iterator) if hasattr(items, "__len__") else iterator
+
+
+def longest_first(items: Sequence[Any] | Iterator[Any], cost: Any) -> list[int] | None:
+    """Return the numbers of the items, the one that costs most first, equal ones as they are; None if they are in that order.
+
+    Raises:
+        InvalidValueError: The items come from a generator; there are not as many numbers as items, or one is NaN.
+        InvalidTypeError: `cost` is neither numbers nor a function that gives them.
+        Exception: What a function has raised, with a note of the item.
+    """
+    if isinstance(items, Iterator):
+        raise InvalidValueError("cost= needs to know all items before the first one runs: give a list instead of a generator.")
+    costs = [_cost(cost, index, item) for index, item in enumerate(items)] if callable(cost) else _listed_costs(cost)
+    if len(costs) != len(items):
+        raise InvalidValueError(f"cost= has {len(costs)} numbers for {len(items)} items. Give one for each.")
+    for index, value in enumerate(costs):
+        if not isinstance(value, numbers.Real):
+            raise InvalidTypeError(f"The cost of item {index} is {value!r}, which is not a number.")
+        if not value <= math.inf:
+            raise InvalidValueError(f"The cost of item {index} is NaN, which is neither more nor less than others.")
+    order = sorted(range(len(costs)), key=costs.__getitem__, reverse=True)
+    return None if order == list(range(len(costs))) else order
+
+
+def _cost(cost: Callable[[Any], Any], index: int, item: Any) -> Any:
+    try:
+        return cost(item)
+    except Exception as error:
+        error.add_note(f"raypool: cost= was asked for item {index}")
+        raise
+
+
+def _listed_costs(cost: Any) -> list[Any]:
+    if isinstance(cost, (str, bytes, Mapping)) or not (hasattr(cost, "__len__") and hasattr(cost, "__getitem__")):
+        raise InvalidTypeError(f"cost={cost!r} is neither a number for each item nor a function that returns one.")
+    return list(cost)
 
 
 def check_travels(items: Sequence[Any], backend: Backend, label: str, first: int = 0) -> None:
@@ -170,10 +208,16 @@ class LoopRun:
         values: list[Any] = [None] * len(items)
         for piece, result, _ in segments:
             first = result.offset + piece.start - result.start
-            values[piece.start : piece.stop] = result.values.get()[first : first + piece.stop - piece.start]
+            arrived = result.values.get()[first : first + piece.stop - piece.start]
+            indices = work.numbers(piece)
+            if isinstance(indices, range):
+                values[piece.start : piece.stop] = arrived
+            else:
+                for index, value in zip(indices, arrived, strict=True):
+                    values[index] = value
         if any(type(value) is Missing for value in values):
             _move_missing(values, errors)
-        return Results(items, values, lambda: _rows(len(items), segments, lost, errors), errors, work.caught_up)
+        return Results(items, values, lambda: _rows(work, segments, lost, errors), errors, work.caught_up)
 
 
 def _move_missing(values: list[Any], errors: dict[int, BaseException]) -> None:
@@ -183,18 +227,19 @@ def _move_missing(values: list[Any], errors: dict[int, BaseException]) -> None:
             errors[index] = value.error
 
 
-def _rows(count: int, segments: list[Segment], lost: list[tuple[Slice, TaskError]], errors: Container[int]) -> list[Row]:
+def _rows(work: LoopWork, segments: list[Segment], lost: list[tuple[Slice, TaskError]], errors: Container[int]) -> list[Row]:
     """Tell what is known of each item. Made only when somebody looks: for short items it costs more than they do."""
-    rows = [Row() for _ in range(count)]
+    rows = [Row() for _ in work.items]
     for piece, result, worker in segments:
         starts = list(itertools.accumulate(result.durations_s, initial=result.started_at))
-        for index in range(piece.start, piece.stop):
-            row, position = rows[index], index - result.start
+        for position, index in enumerate(work.numbers(piece), piece.start - result.start):
+            row = rows[index]
             row.status = "failed" if index in errors else "finished"
             row.duration_s, row.started_at = result.durations_s[position], starts[position]
             row.worker, row.gpu, row.attempts = worker.index, worker.gpu, piece.attempt
     for piece, _ in lost:
-        for row in rows[piece.start : piece.stop]:
+        for index in work.numbers(piece):
+            row = rows[index]
             row.status, row.attempts = "failed", piece.attempt
     return rows
 

@@ -7,7 +7,7 @@ import contextlib
 import functools
 import sys
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
@@ -17,11 +17,12 @@ from raypool.engine.engine import Engine, function_name, open_engine
 from raypool.engine.work import CallWork, LoopOptions, LoopWork
 from raypool.errors import InvalidTypeError, InvalidValueError, ResourceError, SerializationError
 from raypool.futures import Future, gather
-from raypool.loop import LoopRun, Watcher, attach, listed
+from raypool.loop import LoopRun, Watcher, attach, listed, longest_first
 from raypool.options import Options, check_callable, check_count
 from raypool.profiles import Profile
 from raypool.results import Results
 from raypool.shared import call_once
+from raypool.store import FindWay
 from raypool.task import current_task, in_task
 
 T = TypeVar("T")
@@ -79,6 +80,7 @@ class PoolView(concurrent.futures.Executor):
         on_error: Literal["raise", "collect"] = "raise",
         reduce: Callable[[Any, Any], Any] | None = None,
         init: Any = None,
+        cost: Sequence[float] | Callable[[Any], float] | None = None,
         max_workers: int | None = None,
         chunk_size: int | None = None,
         seed: int | None = None,
@@ -100,6 +102,9 @@ class PoolView(concurrent.futures.Executor):
             reduce: Fold the values with this function of two arguments, in the order of the items, and return what comes out
                 instead: the same on any number of workers, to the last bit.
             init: The first operand of `reduce`; None begins with the first value.
+            cost: How long each item will take, roughly and in any unit: a number for each, or a function of the item. Those with
+                the largest go first, so that no long one begins when the others are done; nothing else changes.
+                It takes a list of items, not a generator.
             max_workers: Use at most so many workers; 0 runs serially in this process.
             chunk_size: Send so many items in a call, whatever they take. None: by measured time.
             seed: Give every item its own random numbers (Python's, NumPy's and torch's global generators, and
@@ -137,14 +142,15 @@ class PoolView(concurrent.futures.Executor):
         if reduce is not None and not callable(reduce):
             raise InvalidTypeError(f"reduce={reduce!r} is not callable. Give a function of two values.")
         sequence = listed(items)
+        order = None if cost is None else longest_first(sequence, cost)
         if max_workers == 0:
-            engine, max_workers = serial_engine(), None
+            engine, max_workers = serial_engine(self._engine.find_way), None
         else:
             engine = self._engine_here()
         function = engine.function(fn)
         label = name or self._options.name or function.name
         fixed = chunk_size is not None
-        work = LoopWork(function, (), LoopOptions(label, self._options.retry_on, seed, on_error == "raise", fixed))
+        work = LoopWork(function, (), LoopOptions(label, self._options.retry_on, seed, on_error == "raise", fixed, order))
         options, (place, places) = self._options, self._where(engine)
 
         def make_spec(task_id: int, size: int, is_open: bool) -> TaskSpec:
@@ -191,9 +197,10 @@ class PoolView(concurrent.futures.Executor):
             self._engine.check_open()
 
     def _numbers(self) -> list[int]:
-        """Return the numbers of the workers that this view is of, in order."""
-        there = self._engine.driver.scheduler.crew.places
-        return sorted(there) if self._places is None else [place for place in self._places if place in there]
+        """Return the numbers of the workers that this view is of, in order, without those that are to end."""
+        crew = self._engine.driver.scheduler.crew
+        there = [place.place for place in list(crew.places.values()) if place.worker_id not in crew.retiring]
+        return sorted(there if self._places is None else set(there).intersection(self._places))
 
     def _workers(self) -> list[WorkerInfo]:
         """Return the workers that this view is of, in order."""
@@ -300,9 +307,12 @@ def _call_in(places: tuple[int, ...], fn: Callable[..., T], *args: Any, **kwargs
     return fn(*args, **kwargs) if current_task().worker in places else None
 
 
-def serial_engine() -> Engine:
-    """Return an engine that runs everything at once, here: for work that a task calls for, and for `max_workers=0`."""
-    engine = open_engine(Profile(backend="inline"))
+def serial_engine(find_way: FindWay | None = None) -> Engine:
+    """Return an engine that runs everything at once, here: for work that a task calls for, and for `max_workers=0`.
+
+    Its store is that of the task, or the one that `find_way` leads to.
+    """
+    engine = open_engine(Profile(backend="inline"), find_way)
     engine.add_workers(1, 1)
     return engine
 

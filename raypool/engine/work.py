@@ -151,7 +151,7 @@ class CallWork:
 
 
 class Segment(NamedTuple):
-    """Outcomes of consecutive items of a loop, as they came back together."""
+    """Outcomes of a slice of a loop, as they came back together."""
 
     items: Slice
     result: SliceResult
@@ -159,17 +159,25 @@ class Segment(NamedTuple):
 
 
 class LoopOptions(NamedTuple):
-    """How a loop is run. `is_fixed`: the user has said how many items a call takes."""
+    """How a loop is run.
+
+    `is_fixed`: the user has said how many items a call takes. `order`: the numbers of the items in the order in which they are
+    handed out; None: as they are.
+    """
 
     label: str
     retry_on: tuple[type[BaseException], ...] = ()
     seed: int | None = None
     stops_on_error: bool = False
     is_fixed: bool = False
+    order: Sequence[int] | None = None
 
 
 class LoopWork:
-    """The items of one `parfor`; its outcomes are collected in segments, for whoever waits to put together."""
+    """The items of one `parfor`; its outcomes are collected in segments, for whoever waits to put together.
+
+    Slices are cut from the order in which the items are handed out; to the user they are always called by their own numbers.
+    """
 
     def __init__(self, function: Function, items: Sequence[Any], options: LoopOptions) -> None:
         self.function = function
@@ -204,6 +212,11 @@ class LoopWork:
         """The loop itself."""
         return self
 
+    def numbers(self, piece: Slice) -> Sequence[int]:
+        """Return the numbers of the items of a slice. From any thread."""
+        order = self._options.order
+        return range(piece.start, piece.stop) if order is None else order[piece.start : piece.stop]
+
     def begin(self, piece: Slice, worker: WorkerInfo) -> bool:
         """Note what the worker runs now."""
         self.state = TaskState.RUNNING
@@ -213,7 +226,8 @@ class LoopWork:
 
     def part(self, piece: Slice, pack: Pack) -> Part:
         """Return these items, packed."""
-        items = self.items[piece.start : piece.stop]
+        numbers = None if self._options.order is None else self.numbers(piece)
+        items = self.items[piece.start : piece.stop] if numbers is None else [self.items[index] for index in numbers]
         packed = pack(items, self.describe(piece))
         return Part(
             piece.task_id,
@@ -227,6 +241,7 @@ class LoopWork:
             name=self.label,
             stops_on_error=self._options.stops_on_error and not self._options.retry_on,
             is_fixed=self._options.is_fixed,
+            numbers=numbers,
         )
 
     def wants_retry(self, error: BaseException) -> bool:
@@ -235,14 +250,14 @@ class LoopWork:
 
     def describe(self, piece: Slice) -> str:
         """Return the numbers of the items, and the name of the loop."""
-        if piece.stop == piece.start + 1:
-            return f"item {piece.start} of {self.label}"
-        return f"items {piece.start} to {piece.stop - 1} of {self.label}"
+        return f"{named(self.numbers(piece))} of {self.label}"
 
     def settle(self, piece: Slice, result: SliceResult, worker: WorkerInfo) -> None:
         """Keep the outcomes."""
-        for index, failure in result.failures.items():
-            if piece.start <= index < piece.stop:
+        numbers = self.numbers(piece)
+        for position, failure in result.failures.items():
+            if piece.start <= position < piece.stop:
+                index = numbers[position - piece.start]
                 self._note_error(index, described(failure, f"item {index} of {self.label}", piece, worker))
         if result.catch_up is not None:
             self._catch_ups[worker.index] = result.catch_up
@@ -251,7 +266,7 @@ class LoopWork:
 
     def fail(self, piece: Slice, error: TaskError) -> None:
         """Keep the error for each of these items."""
-        for index in range(piece.start, piece.stop):
+        for index in self.numbers(piece):
             self._note_error(index, error)
         self.lost.append((piece, error))
         self._note_settled(piece)
@@ -278,3 +293,18 @@ class LoopWork:
         with self.changed:
             self.num_settled += piece.stop - piece.start
             self.changed.notify_all()
+
+
+def named(numbers: Sequence[int]) -> str:
+    """Return what to call these items.
+
+    Example:
+        >>> named([3]), named(range(3, 6)), named([9, 2]), named([9, 2, 7, 5, 1])
+        ('item 3', 'items 3 to 5', 'items 9 and 2', 'items 9, 2 and 3 more')
+    """
+    first, last = numbers[0], numbers[-1]
+    if len(numbers) == 1:
+        return f"item {first}"
+    if isinstance(numbers, range):
+        return f"items {first} to {last}"
+    return f"items {first} and {last}" if len(numbers) == 2 else f"items {first}, {numbers[1]} and {len(numbers) - 2:,} more"

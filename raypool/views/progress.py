@@ -28,6 +28,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from raypool.engine import diary
+from raypool.engine.work import named
 
 if TYPE_CHECKING:
     from raypool.core.model import Slice
@@ -155,7 +156,7 @@ class LiveProgress:
         if entry is None:
             return row.append("     idle", style="dim")
         piece, since = entry
-        row.append(f"  {duration(self._clock() - since, 1):>7}  {_named(piece)}")
+        row.append(f"  {duration(self._clock() - since, 1):>7}  {_named(work, piece)}")
         values = Text(_reported(work, piece))
         description = Text(self._tally.described(work, piece), style="dim")
         description.truncate(max(self._console.width - row.cell_len - values.cell_len, MIN_DESCRIPTION), overflow="ellipsis")
@@ -181,20 +182,21 @@ class Tally:
         """Return what the item is, if it is one and more than its number. Made once only: it may take long."""
         if piece.stop - piece.start > 1:
             return ""
-        if piece.start not in self._descriptions:
+        (index,) = work.numbers(piece)
+        if index not in self._descriptions:
             if len(self._descriptions) > 10 * MAX_ROWS:
                 self._descriptions.clear()
-            text = describe_item(work.items[piece.start])
-            self._descriptions[piece.start] = "" if text == str(piece.start) else f"  {text}"
-        return self._descriptions[piece.start]
+            text = describe_item(work.items[index])
+            self._descriptions[index] = "" if text == str(index) else f"  {text}"
+        return self._descriptions[index]
 
 
 def _line(text: str, style: str = "") -> Text:
     return Text(text, style, no_wrap=True, overflow="ellipsis")
 
 
-def _named(piece: Slice) -> str:
-    items = f"item {piece.start}" if piece.stop - piece.start == 1 else f"items {piece.start} to {piece.stop - 1}"
+def _named(work: LoopWork, piece: Slice) -> str:
+    items = named(work.numbers(piece))
     return f"{items}, attempt {piece.attempt}" if piece.attempt > 1 else items
 
 
@@ -202,7 +204,8 @@ def _reported(work: LoopWork, piece: Slice) -> str:
     """Return the newest values of what is running, if it is one item and has reported any in this attempt."""
     if piece.stop - piece.start > 1:
         return ""
-    values = work.feed.last(piece.start, piece.attempt)
+    (index,) = work.numbers(piece)
+    values = work.feed.last(index, piece.attempt)
     return "  " + ", ".join(f"{_value(name)}={_number(value)}" for name, value in values.items()) if values else ""
 
 
