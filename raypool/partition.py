@@ -79,7 +79,8 @@ class StaffedView(PoolView):
         return self._engine.is_over
 
     def _works(self) -> Works:
-        """Return what has not ended, as far as it is bound to these workers."""
+        """Return what has been handed in and has not ended, as far as it is bound to these workers."""
+        self._engine.driver.barrier()
         works = list(self._engine.driver.works.items())
         if self._places is None:
             return works

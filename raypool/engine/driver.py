@@ -84,6 +84,7 @@ class Driver:
         self._task_ids = itertools.count()
         self._submit_lock = threading.Lock()
         self._drain_lock = threading.Lock()
+        self._drainer: int | None = None  # the thread that has it
         self._changed = threading.Condition()
         self._timers = Timers(self._is_of_use)
         self._sent: dict[int, list[Sent]] = {}  # by attempt
@@ -124,7 +125,7 @@ class Driver:
     @property
     def is_own_thread(self) -> bool:
         """Whether this code runs in the driver's thread (a callback of a future does): waiting here would be for ever."""
-        return threading.current_thread() is self._thread
+        return threading.current_thread() is self._thread or threading.get_ident() == self._drainer
 
     def _ask_call(self, future: Future[Any]) -> None:
         """Pass on what somebody wants of a call: that it ends, or that it ends early by itself."""
@@ -136,7 +137,7 @@ class Driver:
             return
         handled = threading.Event()
         self.post(m.TimerFired("barrier", -1), handled)
-        while not handled.wait(0.1) and not self.closed.is_set():
+        while not self.closed.is_set() and not handled.wait(0.1):
             pass
 
     def wait_ready(self, places: list[int], timeout_s: float) -> dict[int, str]:
@@ -158,10 +159,12 @@ class Driver:
     def _drain(self) -> None:
         """Handle all there is, unless a call further up this stack (or another thread) is at it already."""
         while not self._inbox.is_empty and not self.closed.is_set() and self._drain_lock.acquire(blocking=False):
+            self._drainer = threading.get_ident()
             try:
                 while not self.closed.is_set() and self._step():
                     pass
             finally:
+                self._drainer = None
                 self._drain_lock.release()
 
     def _step(self) -> bool:
