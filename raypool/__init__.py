@@ -15,12 +15,14 @@ from raypool.errors import (
     LossReason,
     PoolBrokenError,
     PoolClosedError,
+    QueueClosedError,
     RaypoolError,
     RemoteTraceback,
     ResourceError,
     SerializationError,
     SpmdError,
     StartupError,
+    TaskCancelled,
     TaskError,
     TaskTimeoutError,
     TrainingError,
@@ -29,8 +31,11 @@ from raypool.errors import (
 from raypool.futures import Future
 from raypool.pool import ParallelPool, Statistics, gcp, parpool
 from raypool.profiles import Profile, WorkerResources
+from raypool.queue_sides import Listener
+from raypool.queues import DataQueue
 from raypool.results import Results
 from raypool.shared import Constant
+from raypool.store import ValueStore
 from raypool.task import CurrentTask, current_task, report
 from raypool.view import PoolView
 from raypool.waiting import after_all, after_each, fetch_next, fetch_outputs, wait
@@ -41,16 +46,19 @@ __all__ = [
     "CloudError",
     "Constant",
     "CurrentTask",
+    "DataQueue",
     "Future",
     "InternalError",
     "InvalidTypeError",
     "InvalidValueError",
+    "Listener",
     "LossReason",
     "ParallelPool",
     "PoolBrokenError",
     "PoolClosedError",
     "PoolView",
     "Profile",
+    "QueueClosedError",
     "RaypoolError",
     "RemoteTraceback",
     "ResourceError",
@@ -59,9 +67,11 @@ __all__ = [
     "SpmdError",
     "StartupError",
     "Statistics",
+    "TaskCancelled",
     "TaskError",
     "TaskTimeoutError",
     "TrainingError",
+    "ValueStore",
     "WorkerInfo",
     "WorkerLostError",
     "WorkerResources",
