@@ -311,3 +311,16 @@ def test_text_of_the_users_is_no_markup() -> None:
         terminal.run(0, 0)
         terminal.run(1, 1)
         assert [line.split("  ")[-1] for line in terminal.at(1)[1:]] == ["'[bold]a[/bold]'", "'[/]'"]
+
+
+def test_items_that_are_not_in_order_are_called_by_their_own_numbers(terminal: Terminal) -> None:
+    order = [1, 3, 2, 0, *range(4, 13)]
+    terminal.work = LoopWork(Function(0, None, "train"), terminal.work.items, LoopOptions("train", order=order))
+    terminal.run(0, 1)
+    terminal.run(1, 2, 5)
+    terminal.report(3, loss=0.5)
+
+    assert [" ".join(line.split()[6:]) for line in terminal.at(1)[1:]] == [
+        "item 3 network=cnn, lr=0.03 loss=0.5",
+        "items 2, 0 and 1 more",
+    ]
