@@ -215,6 +215,19 @@ class Feed:
             self._text.add(text.encode("utf-8", "backslashreplace"))
             self._missing += self._text.forget(TEXT_BYTES)
 
+    def add_all_of(self, other: Feed) -> None:
+        """Take all that another feed has, without the last values."""
+        with other._lock:
+            other._pack_new_rows()
+            rows, text, missing = other._rows.parts(), other._text.parts(), other._missing
+        with self._lock:
+            for data in read(rows):
+                self._rows.add(data)
+            self._missing += missing
+            for data in read(text):
+                self._text.add(data)
+            self._missing += self._text.forget(TEXT_BYTES)
+
     def last(self, item: int, attempt: int) -> dict[str, Any]:
         """Return the newest value of each metric of an item in this attempt, empty if it has reported nothing (lately)."""
         with self._lock:
@@ -261,15 +274,15 @@ class Feed:
     def __reduce__(self) -> Any:
         with self._lock:
             self._pack_new_rows()
-            rows, text, missing, last = self._rows.parts(), self._text.parts(), self._missing, dict(self._last)
-        return _restored, (b"".join(read(rows)), b"".join(read(text)), missing, last)
+            rows, text, missing = self._rows.parts(), self._text.parts(), self._missing
+        return _restored, (b"".join(read(rows)), b"".join(read(text)), missing)
 
 
-def _restored(rows: bytes, text: bytes, missing: int, last: Last) -> Feed:
+def _restored(rows: bytes, text: bytes, missing: int) -> Feed:
     feed = Feed()
     feed._rows.add(rows)
     feed._text.add(text)
-    feed._missing, feed._last = missing, last
+    feed._missing = missing
     return feed
 
 

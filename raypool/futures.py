@@ -66,8 +66,9 @@ class Future(concurrent.futures.Future[T], Generic[T]):
         started_at: When its (last) run began, None before.
         finished_at: When it ended, None before.
         stop_requested: Whether `request_stop` was called.
-        worker_replaced: What its cancellation has cost, if it was running then: False, the task has stopped and the worker goes on;
-            True, it did not stop and was killed with its worker, which is replaced; None while that is not known, or was not asked.
+        worker_replaced: What its cancellation has cost, if it was running then: False, the task has stopped and the worker goes
+            on; True, it did not stop and was killed with its worker, which is replaced; None while that is not known, or was not
+            asked.
         read: Whether `fetch_next` or `fetch_outputs` has delivered it.
     """
 
@@ -87,7 +88,7 @@ class Future(concurrent.futures.Future[T], Generic[T]):
         self.on_ask = on_ask  # the pool's own: told of a cancellation, and of a wish for an early end
         self.task_id = -1  # likewise
         self.feed: Feed | None = None  # likewise: made when the task says something
-        self.catch_up: Callable[[], None] | None = None  # likewise: waits for what it said before it ended
+        self.catch_up: Callable[[], Feed | None] | None = None  # likewise: waits for what it said before it ended
         self._is_notified = False
 
     @property
@@ -151,11 +152,8 @@ class Future(concurrent.futures.Future[T], Generic[T]):
         return self._caught_up().text()
 
     def _caught_up(self) -> Feed:
-        catch_up = self.catch_up
-        if catch_up is not None:
-            catch_up()
-            self.catch_up = None
-        return self.feed or Feed()
+        joined = self.catch_up() if self.catch_up is not None else None
+        return joined or self.feed or Feed()
 
     def result(self, timeout: float | None = None) -> T:
         """Return the value that the task returned, waiting for it at most `timeout` seconds.
@@ -276,8 +274,18 @@ def _error_of(value: Any) -> BaseException | Literal[False]:
     return False
 
 
+def _joined_feed(futures: Sequence[Future[Any]]) -> Feed:
+    feed = Feed()
+    for future in futures:
+        feed.add_all_of(future._caught_up())
+    return feed
+
+
 def gather(futures: Sequence[Future[Any]], name: str) -> Future[list[Any]]:
-    """Return a future of all their results, in this order; it fails with the first of their errors when all have ended."""
+    """Return a future of all their results, in this order; it fails with the first of their errors when all have ended.
+
+    Its metrics and its diary are theirs, those of one after those of the other.
+    """
 
     def ask_parts(whole: Future[list[Any]]) -> None:
         for future in futures:
@@ -286,6 +294,7 @@ def gather(futures: Sequence[Future[Any]], name: str) -> Future[list[Any]]:
             whole.notify_cancelled()
 
     whole: Future[list[Any]] = Future(name, on_ask=ask_parts)
+    whole.catch_up = functools.partial(_joined_feed, futures)
     lock = threading.Lock()
     missing = len(futures)
 

@@ -156,6 +156,34 @@ def test_what_was_said_can_be_read_after_the_pool_has_gone(make_pool: PoolMaker)
     assert results.metrics["x"].tolist() == [0, 1, 2, 3]
 
 
+def test_a_callback_finds_all_of_it(pool: ParallelPool) -> None:
+    seen: list[tuple[int, str]] = []
+    is_seen = threading.Event()
+
+    def look(future: Any) -> None:
+        seen.append((len(future.metrics), future.diary))
+        is_seen.set()
+
+    def work() -> None:
+        train(3000)
+        print("end")
+
+    pool.parfeval(work).add_done_callback(look)
+    assert is_seen.wait(60)
+    assert seen == [(3000, "end\n")]
+
+
+def test_a_call_on_all_workers_has_what_they_all_said(pool: ParallelPool) -> None:
+    def work() -> None:
+        report(worker=current_task().worker)
+        print(current_task().worker)
+
+    future = pool.parfeval_on_all(work)
+    future.result(60)
+    assert future.metrics["worker"].tolist() == [0, 1, 2]
+    assert future.diary == "0\n1\n2\n"
+
+
 # --- loops ------------------------------------------------------------------------------------------------------------
 
 

@@ -221,9 +221,23 @@ def test_travels_with_all_that_is_in_it() -> None:
     other = pickle.loads(pickle.dumps(feed))
     assert other.metrics(has_items=True).equals(feed.metrics(has_items=True))
     assert other.text() == feed.text()
-    assert other.last(1, 1) == {"step": 4999} == feed.last(1, 1)
     other.add_row(row(1, item=9))
     assert len(other.metrics(has_items=True)) == 5001
+
+
+def test_feeds_can_be_put_together() -> None:
+    feeds = [Feed() for _ in range(3)]
+    for number, feed in enumerate(feeds):
+        for step in range(700):
+            feed.add_row(row(step, number=number))
+        feed.add_text(str(number) * 600_000)
+    whole = Feed()
+    for feed in feeds:
+        whole.add_all_of(feed)
+    frame = whole.metrics(has_items=False)
+    assert frame[["number", "step"]].values.tolist() == [[number, step] for number in range(3) for step in range(700)]
+    assert whole.text().splitlines()[1] == "1" * (TEXT_BYTES - 600_000) + "2" * 600_000
+    assert feeds[0].text() == "0" * 600_000
 
 
 def test_a_forked_child_leaves_its_parents_file_alone() -> None:
