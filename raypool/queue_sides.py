@@ -44,7 +44,7 @@ class Source(Protocol):
 class Listener:
     """A function that gets what comes, until `remove` is called."""
 
-    def __init__(self, fn: Callable[[Any], object], on_remove: Callable[[Listener], None]) -> None:
+    def __init__(self, fn: Callable[..., object], on_remove: Callable[[Listener], None]) -> None:
         self._fn = fn
         self._on_remove = on_remove
         self.is_removed = False
@@ -54,12 +54,12 @@ class Listener:
         self.is_removed = True
         self._on_remove(self)
 
-    def call(self, value: Any) -> None:
-        """Hand over a value; what the function raises is logged."""
+    def call(self, *values: Any) -> None:
+        """Hand over what has come; what the function raises is logged."""
         try:
-            self._fn(value)
+            self._fn(*values)
         except BaseException:  # also sys.exit(): the thread has values for others
-            logger.exception("The listener %r has failed; it gets the next value all the same.", self._fn)
+            logger.exception("The listener %r has failed; it is called again all the same.", self._fn)
 
 
 class Packed:

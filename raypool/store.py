@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import logging
 import os
 import threading
 import weakref
@@ -11,8 +13,10 @@ from typing import Any, Protocol
 
 from raypool.errors import InvalidTypeError, InvalidValueError, PoolClosedError
 from raypool.queue_sides import Listener
-from raypool.queues import DataQueue, check_timeout
+from raypool.queues import check_timeout
 from raypool.task import link, note_here
+
+logger = logging.getLogger("raypool")
 
 
 class Way(Protocol):
@@ -59,10 +63,6 @@ class ValueStore:
     def __init__(self, way: Way, key: str | None = None) -> None:
         self._way = way
         self._key = key  # by which the store is known, where it matters; None: whatever store there is
-        self._changes: DataQueue[Any] | None = None  # for those who want to know
-        self._watcher: int | None = None
-        self._num_listeners = 0
-        self._lock = threading.Lock()
 
     # --- one value ----------------------------------------------------------------------------------------------------
 
@@ -177,9 +177,9 @@ class ValueStore:
             MATLAB R2025b, ValueStore, KeyUpdatedFcn and KeyRemovedFcn.
 
         Example:
-            >>> from raypool import parpool
+            >>> from raypool import DataQueue, parpool
+            >>> changes = DataQueue()
             >>> with parpool(profile="inline", quiet=True) as pool:
-            ...     changes = DataQueue()
             ...     listener = pool.store.on_change(lambda store, key: changes.put((key, key in store)))
             ...     pool.store["model"] = 1
             ...     changes.get()
@@ -188,37 +188,25 @@ class ValueStore:
         """
         if not callable(fn):
             raise InvalidTypeError(f"{fn!r} is not callable. Give a function of the store and a key.")
-        with self._lock:
-            if self._changes is None:
-                self._watcher = self._ask("watch")
-                self._changes = DataQueue()
-                watch = (self._watcher, self._changes)
-                threading.Thread(target=self._pass_on, args=watch, name="raypool-store", daemon=True).start()
-            self._num_listeners += 1
-            inner = self._changes.after_each(functools.partial(fn, self))
-        return Listener(inner.call, functools.partial(self._unlisten, inner))
+        number = self._ask("watch")
+        listener = Listener(fn, lambda _: self._unwatch(number))
+        threading.Thread(target=self._pass_on, args=(number, listener), name="raypool-store", daemon=True).start()
+        return listener
 
-    def _pass_on(self, watcher: int, changes: DataQueue[Any]) -> None:
-        """Pass on what has changed, until nobody wants to know or the pool has ended."""
-        try:
-            while (keys := self._ask("changes", watcher)) is not None:
+    def _pass_on(self, number: int, listener: Listener) -> None:
+        """Tell a listener what has changed, until it is removed or the pool has ended."""
+        with contextlib.suppress(PoolClosedError):
+            while (keys := self._ask("changes", number)) is not None:
                 for key in keys:
-                    changes.put(key)
-        except Exception:  # the pool has ended, or the process is about to
-            return
+                    if listener.is_removed:
+                        return
+                    listener.call(self, key)
+            if not listener.is_removed:
+                logger.warning("A listener of a store is too slow: too many changes wait for it. It hears of no more.")
 
-    def _unlisten(self, inner: Listener, listener: Listener) -> None:
-        with self._lock:
-            if inner.is_removed:
-                return
-            inner.remove()
-            self._num_listeners -= 1
-            if self._num_listeners == 0:
-                watcher, self._watcher, self._changes = self._watcher, None, None
-                try:
-                    self._ask("unwatch", watcher)
-                except PoolClosedError:
-                    return
+    def _unwatch(self, number: int) -> None:
+        with contextlib.suppress(PoolClosedError):
+            self._ask("unwatch", number)
 
     # --- the way there ------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,6 @@ import contextlib
 import itertools
 import os
 import threading
-import time
 import uuid
 import weakref
 from collections.abc import Callable, Coroutine
@@ -23,8 +22,8 @@ from raypool.errors import PoolClosedError
 END_TIMEOUT_S = 2.0
 """How long the end of a queue waits for processes to say that they know of it: one that was killed never does [s]."""
 
-WATCH_TIMEOUT_S = 60.0
-"""A listener of the store that has not asked for so long has gone with its process [s]."""
+MAX_CHANGES = 100_000
+"""When so many changes of the store wait for a listener, it has gone with its process."""
 
 POOL_ENDED = "The pool was shut down, and its store has gone with it. Fetch what you need before."
 
@@ -166,8 +165,6 @@ class Watcher:
     def __init__(self) -> None:
         self.changed: list[Any] = []
         self.rung = asyncio.Event()
-        self.is_asking = False
-        self.asked_at = time.monotonic()
 
 
 class Shelf:
@@ -246,32 +243,32 @@ class Shelf:
         watcher = self._watchers.get(number)
         if watcher is None:
             return None
-        watcher.is_asking = True
         await watcher.rung.wait()
-        watcher.is_asking = False
-        watcher.asked_at = time.monotonic()
         watcher.rung.clear()
         changed, watcher.changed = watcher.changed, []
         return changed if changed or number in self._watchers else None
 
     def _note_change(self, key: Any) -> None:
         for number, watcher in list(self._watchers.items()):
-            if not watcher.is_asking and time.monotonic() - watcher.asked_at > WATCH_TIMEOUT_S:
+            watcher.changed.append(key)
+            watcher.rung.set()
+            if len(watcher.changed) > MAX_CHANGES:
                 del self._watchers[number]
-            else:
-                watcher.changed.append(key)
-                watcher.rung.set()
+
+
+def _to_nobody(queue: str, ticket: int, value: bytes) -> None:
+    """In one process queues need nobody between."""
 
 
 class LocalExchange:
     """An exchange in a thread of this process, for pools whose tasks run here. Values do not travel: they are what they are."""
 
-    def __init__(self) -> None:
+    def __init__(self, pass_on: PassOn = _to_nobody) -> None:
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ended: asyncio.Event | None = None
         self._closed: str | None = None  # why, if it is
-        self._exchange = Exchange(_to_nobody)
+        self._exchange = Exchange(pass_on)
         _all_local.add(self)
 
     def pack(self, value: Any, what: str) -> Any:
@@ -331,10 +328,6 @@ class LocalExchange:
         """Answer nobody: this is a forked child, and the thread has not come along."""
         self._lock = threading.Lock()
         self._closed = "A forked child process (of a DataLoader, say) cannot use the store of a pool. Use it in the task itself."
-
-
-def _to_nobody(queue: str, ticket: int, value: bytes) -> None:
-    """In one process queues need nobody between."""
 
 
 _all_local: weakref.WeakSet[LocalExchange] = weakref.WeakSet()
