@@ -82,6 +82,11 @@ def put_on_top() -> None:
             _put_on()
 
 
+def beneath(stream: Any) -> Any:
+    """Return the stream that what is written to this one passes on to."""
+    return stream.original if isinstance(stream, Echo) else stream
+
+
 def _put_on() -> None:
     for name in STREAMS:
         stream = getattr(sys, name)

@@ -59,7 +59,7 @@ class LiveProgress:
 
     def __init__(self, label: str, console: Console | None = None, clock: Callable[[], float] = time.time) -> None:
         self._label = label
-        self._console = console or Console(stderr=True)
+        self._console = console or Console(file=diary.beneath(sys.stderr))  # a task that prints may draw the picture, too
         # What the user prints goes above the picture, but only if it was meant for the same terminal.
         self._live = Live(console=self._console, auto_refresh=False, redirect_stdout=sys.stdout.isatty())
         self._clock = clock

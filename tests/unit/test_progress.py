@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import sys
 from array import array
 from typing import Any
 
@@ -12,7 +13,9 @@ from rich.console import Console
 
 from raypool.core.model import Slice, TaskState
 from raypool.engine.backend import Failure, Function, LocalValues, SliceResult, WorkerInfo
+from raypool.engine.diary import listening
 from raypool.engine.work import LoopOptions, LoopWork
+from raypool.task import Running, running
 from raypool.views.progress import MIN_INTERVAL_S, LiveProgress, describe_item
 
 
@@ -277,6 +280,34 @@ def test_one_terminal_shows_one_loop(terminal: Terminal) -> None:
         second.at(1)
     assert second.stream.getvalue() == ""
     assert terminal.at(1)
+
+
+class Screen(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_what_tasks_print_meanwhile_is_theirs_and_the_picture_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Screen()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setattr(sys, "stderr", screen)
+    said: list[str] = []
+    token = running.set(Running(0, 1, None, 0, None, None, 7, say=lambda note, kind, text: said.append(text)))
+    work = LoopWork(Function(0, None, "train"), range(3), LoopOptions("train"))
+    with listening():
+        print("before")
+        with LiveProgress("train") as view:
+            view.update(work, 3)
+            print("meanwhile")
+            sys.stderr.write("a warning\n")
+        print("after")
+    running.reset(token)
+    assert (sys.stdout, sys.stderr) == (screen, screen)
+    assert "".join(said) == "before\nmeanwhile\na warning\nafter\n"
+    shown = screen.getvalue()
+    assert all(shown.count(text) == 1 for text in ("before", "meanwhile", "a warning", "after"))
+    assert "0 of 3" in shown
 
 
 class Broken:
