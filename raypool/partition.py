@@ -194,14 +194,15 @@ class StaffedView(PoolView):
         check_count("per_gpu", per_gpu, least=1)
         check_count("per_host", per_host, least=1)
         self._check_open()
-        there = self.workers
+        numbers = self._numbers()
+        there = [worker for worker in self.workers if worker.index in numbers]
         if workers is not None:
-            chosen = _named(workers, [worker.index for worker in there])
+            chosen = _named(workers, numbers)
         elif per_gpu is not None:
             chosen = _picked(there, _gpu_names, per_gpu)
         else:
             chosen = _picked(there, lambda worker: [worker.host], per_host or 0)
-        others = [worker.index for worker in there if worker.index not in chosen]
+        others = [number for number in numbers if number not in chosen]
         return PoolPart(self, sorted(chosen)), PoolPart(self, others)
 
 

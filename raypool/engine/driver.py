@@ -28,14 +28,9 @@ from raypool.engine.hub import Hub
 from raypool.engine.inbox import Inbox, Message
 from raypool.engine.timers import Timers
 from raypool.engine.trace import TraceWriter
+from raypool.engine.verdicts import Tell
 from raypool.engine.work import Work
-from raypool.errors import (
-    LossReason,
-    PoolBrokenError,
-    PoolClosedError,
-    SerializationError,
-    TaskError,
-)
+from raypool.errors import LossReason, PoolBrokenError, PoolClosedError, SerializationError, TaskError
 from raypool.futures import Future
 
 
@@ -47,14 +42,6 @@ class Sent(NamedTuple):
 
 
 NOBODY = WorkerInfo(-1, "unknown host", 0)
-
-
-class Tell(NamedTuple):
-    """Whom the driver tells what: `warn` that the pool is smaller for good, `note` that its workers rest, both in a sentence."""
-
-    warn: Callable[[str], None]
-    note: Callable[[str], None]
-    closed: Callable[[], None]  # that the pool has ended
 
 
 class Driver:
@@ -94,6 +81,7 @@ class Driver:
         self._speaker: WorkerInfo = NOBODY  # the worker that the event at hand is about
         self._at_hand: m.Event | None = None
         self._last_words = ""  # what was said of the newest loss
+        self._fallen: list[Slice] = []  # what the worker was running that the event at hand is the loss of
         self._dropped: dict[int, str] = {}  # place -> why
 
     # --- from any thread ----------------------------------------------------------------------------------------------
@@ -231,6 +219,7 @@ class Driver:
     # --- what comes in ------------------------------------------------------------------------------------------------
 
     def _handle(self, event: m.Event, payload: Any) -> None:
+        self._fallen = []
         if isinstance(event, m.AttemptFinished):
             event = self._with_reports(event, payload)
         elif isinstance(event, m.TaskSubmitted):
@@ -248,8 +237,7 @@ class Driver:
             self._record(now, event)
         commands = self.scheduler.handle(event, now)
         if commands and isinstance(commands[0], m.ParkWorker):
-            count = f"{len(commands)} worker" + ("s have" if len(commands) != 1 else " has")
-            self._tell.note(f"idle; {count} ended, and their memory is free; the next call starts them again")
+            self._tell.note(verdicts.parked(len(commands)))
         for command in commands:
             self._carry_out(command)
         if isinstance(payload, threading.Event):
@@ -272,7 +260,7 @@ class Driver:
         self._last_words = words or event.reason.value
         self._hub.forget(event.worker_id)
         for attempt_id in worker.attempts:
-            self._sent.pop(attempt_id, None)
+            self._fallen += (piece for piece, _ in self._sent.pop(attempt_id, ()))
             self._note_stopped(attempt_id, is_replaced=True)
 
     def _note_stopped(self, attempt_id: int, is_replaced: bool) -> None:
@@ -389,7 +377,13 @@ class Driver:
 
     def _fail(self, items: Slice, reason: LossReason) -> None:
         work = self.works[items.task_id]
-        work.fail(items, verdicts.lost(self._speaker, work.describe(items), items.attempt, reason, self._last_words))
+        what = work.describe(items)
+        if any(piece.task_id == items.task_id and piece.start <= items.start < piece.stop for piece in self._fallen):
+            work.fail(items, verdicts.lost(self._speaker, what, items.attempt, reason, self._last_words))
+        else:
+            is_loss = isinstance(self._at_hand, (m.WorkerLost, m.TimerFired))
+            words = self._last_words if is_loss else "the pool was made smaller"
+            work.fail(items, verdicts.stranded(what, items.attempt, reason, words))
 
     def _time_out(self, items: Slice, timeout_s: float) -> None:
         work = self.works[items.task_id]

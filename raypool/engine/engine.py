@@ -18,10 +18,11 @@ from raypool.core.messages import ResizeRequested, ShutdownRequested
 from raypool.core.model import PoolState
 from raypool.core.scheduler import Scheduler
 from raypool.engine.backend import Backend, Function, Post, WorkerInfo
-from raypool.engine.driver import Driver, Tell
+from raypool.engine.driver import Driver
 from raypool.engine.hub import Hub
 from raypool.engine.inbox import Inbox, InlineInbox, ThreadInbox
 from raypool.engine.trace import TraceWriter
+from raypool.engine.verdicts import Tell
 from raypool.errors import InvalidValueError, PoolBrokenError, PoolClosedError, StartupError
 from raypool.profiles import Profile
 from raypool.shared import discard

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 from raypool.engine.backend import WorkerInfo
 from raypool.errors import LossReason, PoolBrokenError, TaskTimeoutError, WorkerLostError
 
@@ -17,6 +20,14 @@ HINTS = {
 """The next step, by what happened."""
 
 
+class Tell(NamedTuple):
+    """Whom the driver tells what: `warn` that the pool is smaller for good, `note` that its workers rest, both in a sentence."""
+
+    warn: Callable[[str], None]
+    note: Callable[[str], None]
+    closed: Callable[[], None]  # that the pool has ended
+
+
 def where(worker: WorkerInfo) -> str:
     """Return the machine of a worker, and its GPU if it has one."""
     return f"{worker.host}, GPU {worker.gpu}" if worker.gpu is not None else worker.host
@@ -29,6 +40,22 @@ def lost(worker: WorkerInfo, what: str, attempt: int, reason: LossReason, words:
         reason=reason,
         attempts=attempt,
     )
+
+
+def stranded(what: str, attempt: int, reason: LossReason, words: str) -> WorkerLostError:
+    """Return the error for items that wait for workers that are gone; `words` say what is known of the last of these."""
+    return WorkerLostError(
+        f"{what} waited to run, attempt {attempt}, and no worker is left that it may run on: {words}. "
+        "Hand it in to the pool, or to a part that has workers.",
+        reason=reason,
+        attempts=attempt - 1,
+    )
+
+
+def parked(num_workers: int) -> str:
+    """Return what to say when workers have ended because there was nothing to do."""
+    count = f"{num_workers} worker" + ("s have" if num_workers != 1 else " has")
+    return f"idle; {count} ended, and their memory is free; the next call starts them again"
 
 
 def timed_out(worker: WorkerInfo, what: str, timeout_s: float) -> TaskTimeoutError:

@@ -11,7 +11,15 @@ from typing import Any
 import pytest
 
 import raypool
-from raypool import InvalidTypeError, InvalidValueError, ParallelPool, PoolClosedError, ResourceError, TaskError, current_task
+from raypool import (
+    InvalidTypeError,
+    InvalidValueError,
+    ParallelPool,
+    PoolClosedError,
+    ResourceError,
+    WorkerLostError,
+    current_task,
+)
 
 beside_each_other = pytest.mark.parametrize("make_pool", ["threads", "local"], indirect=True)
 
@@ -323,7 +331,8 @@ def test_what_waits_for_workers_that_go_fails(make_pool: Any, gate: Any, eventua
         assert eventually(holder.running)
         pool.resize(1)  # the last one goes, after what it runs
         outcomes = [future.exception(60) for future in waiting]
-        assert all(isinstance(error, TaskError) for error in outcomes), outcomes
+        assert all(isinstance(error, WorkerLostError) and error.attempts == 0 for error in outcomes), outcomes
+        assert "no worker is left that it may run on: the pool was made smaller" in str(outcomes[0])
         assert (part.num_workers, rest.num_workers) == (0, 1)
         gate.open()
         assert running.exception(60) is None
