@@ -28,7 +28,8 @@ KEPT_TEXT = MAX_LINES * MAX_LINE
 class Echo:
     """A stream in place of another: it passes everything on, and says what a task writes."""
 
-    def __init__(self, original: Any) -> None:
+    def __init__(self, name: str, original: Any) -> None:
+        self._name = name
         self.original = original
 
     def write(self, text: str) -> int:
@@ -48,6 +49,13 @@ class Echo:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.original, name)
+
+    def __reduce__(self) -> Any:
+        return _stream, (self._name,)  # elsewhere it is the stream of that name there
+
+
+def _stream(name: str) -> Any:
+    return getattr(sys, name)
 
 
 _num_listeners = 0
@@ -91,7 +99,7 @@ def _put_on() -> None:
     for name in STREAMS:
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, Echo):
-            setattr(sys, name, Echo(stream))
+            setattr(sys, name, Echo(name, stream))
 
 
 @contextlib.contextmanager

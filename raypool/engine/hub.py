@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from raypool import queues
 from raypool.errors import InternalError
 from raypool.feed import Feed
 from raypool.task import Running
@@ -129,9 +130,7 @@ class Hub:
 
     def _take(self, kind: str, key: Any, *rest: Any) -> None:
         if kind == "queue":
-            from raypool.queues import deliver
-
-            deliver(key, *rest)
+            queues.deliver(key, *rest)
             return
         feed = self._feed_of(key)
         if kind == "metrics" and feed is not None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import logging
+import pickle
 import sys
 import threading
 from collections.abc import Iterator
@@ -77,6 +79,15 @@ def test_a_stream_is_what_it_was_in_all_else() -> None:
         with pytest.raises(TypeError):
             sys.stdout.write(b"abc")  # type: ignore[arg-type]
         sys.stdout.flush()
+
+
+def test_a_stream_that_travels_is_the_one_of_that_name_there() -> None:
+    before = sys.stderr
+    with listening():
+        packed = pickle.dumps([sys.stdout, sys.stderr])
+        assert pickle.loads(packed) == [sys.stdout, sys.stderr]
+        assert copy.copy(sys.stderr) is sys.stderr
+    assert pickle.loads(packed)[1] is before
 
 
 def test_threads_are_told_apart(listener: Listener) -> None:

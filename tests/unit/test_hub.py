@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from raypool import queues
 from raypool.engine import hub as hub_module
 from raypool.engine.hub import MAX_EARLY, Hub
 from raypool.errors import InternalError
@@ -149,7 +150,6 @@ def test_what_nobody_knows_is_an_error_and_does_not_stop_what_follows(hub: Hub, 
 
 
 def test_values_of_queues_go_to_the_queues(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    queues = pytest.importorskip("raypool.queues")
     delivered: list[Any] = []
     monkeypatch.setattr(queues, "deliver", lambda *entry: delivered.append(entry))
     hub.deliver(0, 1, pickle.dumps([("queue", "key", b"1"), ("queue", "key", b"2")]))
