@@ -335,7 +335,7 @@ class Away:
         self.is_of_task = is_of_task
         self.is_closed = is_closed
         self._waits = waits
-        self._has_joined = False
+        self._joined: Link | None = None
 
     def put(self, value: Any) -> None:
         """Send a value."""
@@ -359,11 +359,11 @@ class Away:
             raise closed_error()
 
     def _join(self, way: Link) -> None:
-        """Make sure, once, that this process hears of the queue's end."""
-        if not self._has_joined:
+        """Make sure, once for each exchange, that this process hears of the queue's end."""
+        if self._joined is not way:
             _hear_of_ends(way)
             self.is_closed = way.ask("join_queue", self.key, way.worker_id)
-            self._has_joined = True
+            self._joined = way
 
 
 away_by_key: weakref.WeakValueDictionary[str, Away] = weakref.WeakValueDictionary()

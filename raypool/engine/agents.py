@@ -181,7 +181,10 @@ class Agents:
         self._workers.pop(worker_id, None)
         if not ray.is_initialized():
             then()
-        elif agent is None:
+            return
+        for other in list(self._agents.values()):  # one of them has the exchange, which may wait for this worker
+            other.exchange.remote("forget", worker_id)
+        if agent is None:
             ray.kill(actor)
             then()
         else:

@@ -56,6 +56,7 @@ class Outbox:
         self._number = 0
         self._taking = threading.Lock()
         self._gets_through = True
+        self._is_sending = False  # the thread
         self._is_here = True  # not in a forked child, which has no such thread
         self._closed = threading.Event()
         _outboxes.add(self)
@@ -111,6 +112,15 @@ class Outbox:
         with self._taking:
             return self._take()
 
+    def drain(self, timeout_s: float) -> None:
+        """Send what waits, now, and wait until nothing is on its way: this process is about to end."""
+        number, batch = self.flush()
+        if batch:
+            self._deliver(number, batch)
+        deadline = time.monotonic() + timeout_s
+        while self._is_sending and time.monotonic() < deadline:
+            time.sleep(LOOK_AGAIN_S)
+
     def close(self) -> None:
         """Send nothing more."""
         self._closed.set()
@@ -139,8 +149,10 @@ class Outbox:
             self._is_resting = False
             with self._taking:
                 number, batch = self._take()
+                self._is_sending = bool(batch)
             if batch:
                 self._deliver(number, batch)
+                self._is_sending = False
                 self._closed.wait(INTERVAL_S)
 
     def _deliver(self, number: int, batch: bytes) -> None:

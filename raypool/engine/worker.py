@@ -27,6 +27,9 @@ from raypool.results import Results
 from raypool.shared import discard_all
 from raypool.task import mark_worker_process, set_link
 
+DRAIN_TIMEOUT_S = 2.0
+"""How long a worker that ends waits until what it has said last is sent [s]."""
+
 Sendable = tuple[int, int, bytes, float, dict[int, bytes]]
 """Of a `RawResult`: start, done, durations, start, errors (each pickled by itself, since each may fail to)."""
 
@@ -150,6 +153,8 @@ class PoolWorker:
             set_up([discard_all, *([unpack(teardown)] if teardown is not None else [])], self._info)
         except Exception as error:
             return "".join(traceback.format_exception(error))
+        finally:
+            self._outbox.drain(DRAIN_TIMEOUT_S)
         return None
 
 
