@@ -36,7 +36,8 @@ class Hub:
 
     def __init__(self) -> None:
         self._holders: weakref.WeakValueDictionary[int, Holder] = weakref.WeakValueDictionary()  # by task
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # by itself it can be taken without leaving it locked when a task is cancelled just then
+        self._changed = threading.Condition(self._lock)
         self._arrived: dict[int, int] = {}  # by worker: the newest batch before which none is missing
         self._early: dict[int, dict[int, bytes]] = {}  # by worker and number: what waits for a batch before it
         self._awaited: dict[int, int] = {}  # by worker: the newest batch that somebody may wait for
@@ -146,6 +147,6 @@ class Hub:
             return None
         feed = holder.feed
         if feed is None:
-            with self._changed:
+            with self._lock:
                 feed = holder.feed = holder.feed or Feed()
         return feed

@@ -131,6 +131,31 @@ def test_a_cancelled_task_has_what_it_had_said(pool: ParallelPool, gate: Gate, e
     assert future.diary == "begun\n"
 
 
+@beside_each_other
+def test_cancelling_tasks_in_the_middle_of_a_report_breaks_nothing(
+    make_pool: PoolMaker, eventually: Callable[..., bool], check_pool: Callable[[ParallelPool], None]
+) -> None:
+    def work() -> None:
+        step = 0
+        while True:
+            report(step=step)
+            print(step)
+            step += 1
+
+    with make_pool(2) as own:
+        for _ in range(15):
+            futures = [own.parfeval(work) for _ in range(2)]
+            assert all(eventually(lambda: len(future.diary) > 0) for future in futures)  # noqa: B023
+            assert all(future.cancel() for future in futures)
+            for future in futures:
+                steps = future.metrics["step"].tolist()
+                assert steps == sorted(set(steps))
+        future = own.parfeval(train, 1000)
+        future.result(60)
+        assert len(future.metrics) == 1000
+        check_pool(own)
+
+
 def test_a_retried_task_has_the_rows_of_both_attempts(pool: ParallelPool) -> None:
     def work() -> str:
         report(attempt_was=current_task().attempt)
@@ -187,8 +212,9 @@ def test_a_call_on_all_workers_has_what_they_all_said(pool: ParallelPool) -> Non
 # --- loops ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_loop_has_what_its_items_have_reported(pool: ParallelPool) -> None:
-    results = pool.parfor(train, [3, 1, 0, 2], progress=False)
+@pytest.mark.parametrize("max_workers", [None, 0, 1])
+def test_a_loop_has_what_its_items_have_reported(pool: ParallelPool, max_workers: int | None) -> None:
+    results = pool.parfor(train, [3, 1, 0, 2], max_workers=max_workers, progress=False)
     frame = results.metrics
     assert list(frame) == ["time", "item", "attempt", "epoch", "loss", "phase"]
     assert frame[["item", "epoch"]].values.tolist() == [[0, 0], [0, 1], [0, 2], [1, 0], [3, 0], [3, 1]]
