@@ -114,6 +114,15 @@ def test_of_too_much_text_the_end_is_sent(held: Outbox) -> None:
     assert entry == ("text", 7, "c" * TEXT_BYTES, 2 * TEXT_BYTES)
 
 
+def test_before_the_end_all_of_it_is_sent(held: Outbox, agent: Agent) -> None:
+    held.send("queue", "key", b"1")
+    opener = threading.Timer(0.05, agent.is_open.set)
+    opener.start()
+    held.drain(30)
+    assert agent.entries() == [("queue", "key", b"0"), ("queue", "key", b"1")]
+    opener.join()
+
+
 @pytest.mark.parametrize("limit", ["MAX_ENTRIES", "MAX_BYTES"])
 def test_whoever_says_far_too_much_waits(
     outbox: Outbox, agent: Agent, eventually: Callable[..., bool], monkeypatch: pytest.MonkeyPatch, limit: str
