@@ -29,9 +29,10 @@ from raypool.errors import (
     WorkerLostError,
 )
 from raypool.futures import Future
+from raypool.partition import PoolPart
 from raypool.pool import ParallelPool, Statistics, gcp, parpool
 from raypool.profiles import Profile, WorkerResources
-from raypool.queue_sides import Listener
+from raypool.queue_home import Listener
 from raypool.queues import DataQueue
 from raypool.results import Results
 from raypool.shared import Constant
@@ -56,6 +57,7 @@ __all__ = [
     "ParallelPool",
     "PoolBrokenError",
     "PoolClosedError",
+    "PoolPart",
     "PoolView",
     "Profile",
     "QueueClosedError",

@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, Generic, Literal, TypeVar
 
 from raypool.errors import InvalidTypeError, InvalidValueError, QueueClosedError
-from raypool.queue_sides import TAKEN, Answer, Away, Home, Listener, Packed, Source, away_by_key, kept, opened, sources
+from raypool.queue_away import Away, away_by_key
+from raypool.queue_home import TAKEN, Answer, Home, Listener, Packed, Source, kept, opened, sources
 from raypool.task import in_task
 
 T = TypeVar("T")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from raypool.errors import InvalidTypeError, InvalidValueError, PoolClosedError
-from raypool.queue_sides import Listener
+from raypool.queue_home import Listener
 from raypool.queues import check_timeout
 from raypool.task import link, note_here
 

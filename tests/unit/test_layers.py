@@ -25,7 +25,7 @@ LAYERS = [
     ["engine"],
     ["profile_files"],
     ["results", "options", "shared", "profiles", "waiting"],
-    ["feed", "futures", "task", "queues", "queue_sides", "store", "engine.exchange"],
+    ["feed", "futures", "task", "queues", "queue_away", "queue_home", "store", "engine.exchange"],
     ["core"],
     ["errors"],
     ["devices"],

@@ -20,6 +20,7 @@ from raypool import (
     PoolClosedError,
     QueueClosedError,
     SerializationError,
+    queue_home,
     queues,
     task,
 )
@@ -173,6 +174,17 @@ def test_who_gives_up_waiting_has_put_nothing(eventually: Any) -> None:
     assert [queue.get(), queue.get(TIMEOUT_S)] == ["first", "other"]
     assert other.result() is None
     assert queue.backlog == 0
+
+
+def test_who_waits_for_room_that_nobody_makes_is_told(monkeypatch: Any, caplog: Any, eventually: Any) -> None:
+    monkeypatch.setattr(queue_home, "PATIENCE_S", 0.05)
+    queue: DataQueue[int] = DataQueue(maxsize=1)
+    queue.put(0)
+    waiting = Aside(lambda: queue.put(1))
+    assert eventually(lambda: "in which nobody has read any" in caplog.text)
+    queue.close()
+    assert isinstance(waiting.result(), QueueClosedError)
+    assert caplog.text.count("nobody has read") == 1
 
 
 def test_the_latest_are_kept() -> None:

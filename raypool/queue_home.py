@@ -1,4 +1,4 @@
-"""The two sides of a queue: `Home`, where it was made and is read, and `Away`, in workers that put into it."""
+"""What a queue is where it was made: there it is read and closed."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ import math
 import pickle
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from raypool.errors import InvalidValueError, PoolClosedError, QueueClosedError, SerializationError
-from raypool.task import Link, in_task, link
+from raypool.task import in_task
 
 Answer = Callable[[str], object]
 """Tells whoever has offered a value what has become of it; it returns at once."""
@@ -27,6 +26,14 @@ LINGER_S = 0.5
 
 LOOK_AGAIN_S = 0.05
 """Who waits looks again so often [s]: a cancelled task in a thread is told only while it runs Python code."""
+
+PATIENCE_S = 10.0
+"""When nobody has read anything for so long, whoever waits for room is told what he waits for [s]."""
+
+NOBODY_READS = (
+    "put() has waited for room in a queue of at most %d values for %g s, in which nobody has read any. Read in another thread "
+    "than the one that puts: with profile='inline', tasks run in the one that asks for them."
+)
 
 logger = logging.getLogger("raypool")
 
@@ -90,14 +97,21 @@ def opened(entry: Any) -> Any:
 
 
 class _Putter:
-    """A value that waits for room. Whoever has put it reads `outcome`, or is told by `answer` if it is elsewhere."""
+    """A value that waits for room. Whoever has put it is woken by `bell` to read `outcome`, or is told by `answer` elsewhere."""
 
-    __slots__ = ("answer", "entry", "outcome")
+    __slots__ = ("answer", "bell", "entry", "outcome")
 
     def __init__(self, entry: Any, answer: Answer | None = None) -> None:
         self.entry = entry
         self.answer = answer
         self.outcome: str | None = None
+        self.bell = threading.Lock()
+        self.bell.acquire()
+
+    def settle(self, outcome: str) -> None:
+        """Note what has become of it."""
+        self.outcome = outcome
+        self.bell.release()
 
 
 kept: dict[str, object] = {}
@@ -117,11 +131,14 @@ class Home:
         self.is_closed = False
         self.has_travelled = False
         self._capacity = math.inf if maxsize is None or keeps_latest else maxsize
+        self._num_taken = 0
         self._putters: deque[_Putter] = deque()
         self._listeners: list[Listener] = []
-        lock = threading.RLock()  # the queue may be collected, and so call `abandon`, at any line
-        self._filled = threading.Condition(lock)  # readers wait for it
-        self._freed = threading.Condition(lock)  # all others
+        # The queue may be collected, and so call `abandon`, at any line of a thread that holds the lock. And whoever takes it may
+        # be interrupted at any line: a lock by itself is not left locked then, a condition would be.
+        self._lock = threading.RLock()
+        self._filled = threading.Condition(self._lock)  # readers wait for it
+        self._emptied = threading.Condition(self._lock)  # whoever closes the queue
         self._is_closing = False  # closed, but something may still be on its way
         self._server: threading.Thread | None = None
         self._is_handing_out = False
@@ -130,40 +147,57 @@ class Home:
 
     def put(self, value: Any) -> None:
         """Put a value in, waiting for room."""
-        with self._freed:
+        with self._lock:
             if self.is_closed:
                 raise closed_error()
             if self._has_room():
                 self._append(value)
                 return
-            putter = _Putter(value)
-            self._putters.append(putter)
-            try:
-                while putter.outcome is None:
-                    self._freed.wait(LOOK_AGAIN_S)
-            except BaseException:  # Ctrl-C, or the task was cancelled
-                with contextlib.suppress(ValueError):
-                    self._putters.remove(putter)
-                raise
+        putter = _Putter(value)
+        try:
+            with self._lock:
+                self._enqueue(putter)
+            self._wait_for(putter)
+        except BaseException:  # Ctrl-C, or the task was cancelled
+            with self._lock, contextlib.suppress(ValueError):
+                self._putters.remove(putter)
+            raise
         if putter.outcome == CLOSED:
             raise closed_error()
 
+    def _enqueue(self, putter: _Putter) -> None:
+        """Let a value in behind those that wait already, now or when there is room."""
+        if self.is_closed:
+            putter.settle(CLOSED)
+        elif self._has_room():
+            self._append(putter.entry)
+            putter.settle(TAKEN)
+        else:
+            self._putters.append(putter)
+
+    def _wait_for(self, putter: _Putter) -> None:
+        num_taken, until = self._num_taken, time.monotonic() + PATIENCE_S
+        while putter.outcome is None:
+            putter.bell.acquire(timeout=LOOK_AGAIN_S)
+            if time.monotonic() > until:
+                until = math.inf
+                if self._num_taken == num_taken:
+                    logger.warning(NOBODY_READS, self._capacity, PATIENCE_S)
+
     def accept(self, entry: Any) -> None:
         """Take what has come from elsewhere; while the queue is being closed, it was put before."""
-        with self._filled:
+        with self._lock:
             if not self.is_closed or self._is_closing:
                 self._append(entry)
 
     def offer(self, entry: Any, answer: Answer) -> None:
         """Take what has come from elsewhere, now or when there is room."""
-        with self._filled:
-            outcome = CLOSED if self.is_closed else TAKEN
-            if outcome == TAKEN:
-                if not self._has_room():
-                    self._putters.append(_Putter(entry, answer))
-                    return
-                self._append(entry)
-        answer(outcome)
+        putter = _Putter(entry, answer)
+        with self._lock:
+            self._enqueue(putter)
+            outcome = putter.outcome
+        if outcome is not None:
+            answer(outcome)
 
     def _has_room(self) -> bool:
         return len(self.values) < self._capacity and not self._putters
@@ -179,7 +213,7 @@ class Home:
     def take(self, timeout_s: float | None, waited_s: float | None = None) -> Any:
         """Return the oldest entry."""
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        with self._filled:
+        with self._lock:
             while True:
                 if self._listeners:
                     raise InvalidValueError(
@@ -201,14 +235,13 @@ class Home:
     def _pop(self) -> tuple[Any, list[_Putter]]:
         """Return the oldest entry, and those who wait no longer since there is room now."""
         entry = self.values.popleft()
+        self._num_taken += 1
         admitted: list[_Putter] = []
         while self._putters and len(self.values) < self._capacity:
             putter = self._putters.popleft()
             self.values.append(putter.entry)
-            putter.outcome = TAKEN
+            putter.settle(TAKEN)
             admitted.append(putter)
-        if admitted:
-            self._freed.notify_all()
         return entry, admitted
 
     # --- listeners ----------------------------------------------------------------------------------------------------
@@ -216,7 +249,7 @@ class Home:
     def listen(self, fn: Callable[[Any], object]) -> Listener:
         """Add a listener."""
         listener = Listener(fn, self._unlisten)
-        with self._filled:
+        with self._lock:
             self._listeners.append(listener)
             if self.values and self._server is None:
                 self._serve()
@@ -224,13 +257,13 @@ class Home:
         return listener
 
     def _unlisten(self, listener: Listener) -> None:
-        with self._filled:
+        with self._lock:
             if listener in self._listeners:
                 self._listeners.remove(listener)
             if not self._listeners:
                 kept.pop(self.key, None)
             self._filled.notify_all()
-            self._freed.notify_all()
+            self._emptied.notify_all()
 
     def _serve(self) -> None:
         self._server = threading.Thread(target=self._hand_out, name=f"raypool-queue-{self.key[:8]}", daemon=True)
@@ -239,10 +272,10 @@ class Home:
     def _hand_out(self) -> None:
         """Give the listeners what there is, one after the other; end after a silence."""
         while True:
-            with self._filled:
+            with self._lock:
                 self._is_handing_out = False
                 if not self.values:
-                    self._freed.notify_all()  # whoever closes it
+                    self._emptied.notify_all()  # whoever closes it
                 self._filled.wait_for(lambda: self.values or not self._listeners or self.is_closed, LINGER_S)
                 if not (self.values and self._listeners):
                     self._server = None
@@ -266,7 +299,7 @@ class Home:
                 is_had = True
                 listener.call(value)
         if not is_had:  # they were removed in this instant: it waits for others
-            with self._filled:
+            with self._lock:
                 if len(self.values) != self.values.maxlen:
                     self.values.appendleft(entry)
                     self._filled.notify()
@@ -284,7 +317,7 @@ class Home:
 
     def close(self) -> None:
         """Let nothing more in; return when everything is here, and the listeners have had it."""
-        with self._filled:
+        with self._lock:
             is_first = not self.is_closed
             self.is_closed = True
             self._is_closing |= is_first
@@ -296,18 +329,18 @@ class Home:
                     with contextlib.suppress(PoolClosedError):
                         source.catch_up(source.ask("end_queue", self.key))
         finally:
-            with self._filled:
+            with self._lock:
                 self._is_closing &= not is_first
                 self._filled.notify_all()
                 is_own = threading.current_thread() is self._server
                 while self._listeners and not is_own and (self.values or self._is_handing_out):
-                    self._freed.wait(LOOK_AGAIN_S)
+                    self._emptied.wait(LOOK_AGAIN_S)
                 if not is_own:
                     kept.pop(self.key, None)
 
     def abandon(self) -> None:
         """Release those elsewhere who wait for room: nobody holds the queue any more."""
-        with self._freed:
+        with self._lock:
             rejected = self._reject(TAKEN)
         _tell(rejected)
 
@@ -316,8 +349,7 @@ class Home:
         rejected = list(self._putters)
         self._putters.clear()
         for putter in rejected:
-            putter.outcome = outcome
-        self._freed.notify_all()
+            putter.settle(outcome)
         return rejected
 
 
@@ -325,74 +357,6 @@ def _tell(putters: list[_Putter]) -> None:
     for putter in putters:
         if putter.answer is not None and putter.outcome is not None:
             putter.answer(putter.outcome)
-
-
-class Away:
-    """What a queue is elsewhere: a key, and a way to where it was made."""
-
-    def __init__(self, key: str, waits: bool, is_of_task: bool, is_closed: bool) -> None:
-        self.key = key
-        self.is_of_task = is_of_task
-        self.is_closed = is_closed
-        self._waits = waits
-        self._joined: Link | None = None
-
-    def put(self, value: Any) -> None:
-        """Send a value."""
-        way = link()
-        if way is None or self.is_of_task:
-            raise InvalidValueError(
-                "This process is neither the one that has made the queue nor a worker of a pool of its own, so nothing can be "
-                "put here. Make the queue where the pool is opened, and put into it in tasks."
-            )
-        if self.is_closed:
-            raise closed_error()
-        pickled = way.pack(value, "a value of a queue")
-        if self._waits:
-            self.is_closed = way.ask("offer", self.key, pickled) == CLOSED
-        else:
-            self._join(way)
-            if not self.is_closed:
-                way.send("queue", self.key, pickled)
-        # It may have been closed in this instant. What was sent before this process has said that it knows still counts.
-        if self.is_closed:
-            raise closed_error()
-
-    def _join(self, way: Link) -> None:
-        """Make sure, once for each exchange, that this process hears of the queue's end."""
-        if self._joined is not way:
-            _hear_of_ends(way)
-            self.is_closed = way.ask("join_queue", self.key, way.worker_id)
-            self._joined = way
-
-
-away_by_key: weakref.WeakValueDictionary[str, Away] = weakref.WeakValueDictionary()
-"""Those in this process."""
-
-_heard: Link | None = None
-
-
-def _hear_of_ends(way: Link) -> None:
-    """Let a thread wait for the ends of queues, for as long as the pool lives."""
-    global _heard
-    if _heard is not way:
-        _heard = way
-        threading.Thread(target=_hear, args=(way,), name="raypool-queue-ends", daemon=True).start()
-
-
-def _hear(way: Link) -> None:
-    ended: list[str] = []
-    number = 0
-    while True:
-        try:
-            ended = way.ask("queue_ends", way.worker_id, ended, number)
-            for key in ended:
-                away = away_by_key.get(key)
-                if away is not None:
-                    away.is_closed = True
-            number = way.flush()
-        except Exception:  # the pool has ended, and soon this process
-            return
 
 
 def closed_error() -> QueueClosedError:
