@@ -144,9 +144,11 @@ class Backlog:
         count = piece.stop - piece.start
         task.pace.waiting -= count
         task.items_in_flight += count
+        attempt_id, worker_id = flight
         if task.flights is None:
-            task.flights = {}
-        task.flights[flight[0]] = flight[1]
+            task.flights = {attempt_id: worker_id}
+        else:
+            task.flights[attempt_id] = worker_id
         if heap is not None and not task.is_ready:
             self.pop(heap)
         return piece

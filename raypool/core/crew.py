@@ -6,7 +6,7 @@ from collections import OrderedDict
 
 from raypool.core import policy
 from raypool.core.messages import Command, DropPlace, ParkWorker, SetTimer, StartWorker, Vacate
-from raypool.core.model import Attempt, Bench, Flight, Lane, Place, Task, TaskSpec, Worker, WorkerState
+from raypool.core.model import Attempt, Bench, Lane, Place, Task, TaskSpec, Worker, WorkerState
 from raypool.errors import LossReason
 
 
@@ -180,14 +180,10 @@ class Crew:
             for lane in lanes:
                 lane.bench.seat(worker)
 
-    def board(self, worker: Worker) -> Flight:
-        """Return the number of the next attempt, which this worker is to run."""
+    def engage(self, worker: Worker, attempt: Attempt) -> None:
+        """Note that a worker is sent a call, under the next number."""
+        worker.attempts[self.next_attempt_id] = attempt
         self.next_attempt_id += 1
-        return self.next_attempt_id - 1, worker.worker_id
-
-    def engage(self, worker: Worker, attempt_id: int, attempt: Attempt) -> None:
-        """Note that a worker is sent a call."""
-        worker.attempts[attempt_id] = attempt
         worker.state = WorkerState.BUSY
         self.idle.pop(worker.worker_id, None)
         self.offer_ahead(worker, attempt)

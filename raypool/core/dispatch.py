@@ -75,7 +75,7 @@ class Dispatcher:
         """Send a worker the next call from a lane, or from the pool's queue."""
         heap, num_workers = (self._backlog.heap, self._crew.size) if lane is None else (lane.heap, len(lane.places))
         before = self._first_elsewhere(worker, heap) if self._crew.lanes else None
-        flight = self._crew.board(worker)
+        flight = (self._crew.next_attempt_id, worker.worker_id)
         self._start(worker, flight, self._backlog.take(heap, flight, num_workers, before))
 
     def _first_elsewhere(self, worker: Worker, heap: list[Order]) -> Order | None:
@@ -89,12 +89,12 @@ class Dispatcher:
             self._ledger.end(gang, TaskState.FAILED)
         elif len(self._crew.members) == gang.size:
             for worker in self._crew.start_gang():
-                flight = self._crew.board(worker)
+                flight = (self._crew.next_attempt_id, worker.worker_id)
                 self._start(worker, flight, self._backlog.take_rank(gang, flight))
 
     def _start(self, worker: Worker, flight: Flight, attempt: Attempt) -> None:
         attempt_id, worker_id = flight
-        self._crew.engage(worker, attempt_id, attempt)
+        self._crew.engage(worker, attempt)
         self._ledger.counts.attempts += 1
         self._out.append(m.RunTasks(worker_id, attempt_id, attempt.slices))
         if attempt.runs_alone:

@@ -47,8 +47,7 @@ class Ledger:
     def signal(self, task: Task, signal: m.Signal) -> None:
         """Tell whatever runs of a task now."""
         for attempt_id, worker_id in (task.flights or {}).items():
-            if worker_id in self._crew.workers:  # else it is the one that was lost just now
-                self.out.append(m.SignalTask(worker_id, attempt_id, task.spec.task_id, signal))
+            self.out.append(m.SignalTask(worker_id, attempt_id, task.spec.task_id, signal))
 
     def settle(self, task: Task, piece: Slice, report: Report, attempt_id: int) -> None:
         """Take in what a worker says of a slice; queue what it handed back, or what may run again."""

@@ -95,9 +95,9 @@ class TaskSpec(NamedTuple):
         """Whether these wishes have a meaning, and go together."""
         if self.place is not None and (self.is_gang or self.places is not None):
             return False
-        limits = (self.max_workers, self.chunk_size, self.timeout_s)
-        may_start = all(limit is None or limit > 0 for limit in limits) and not (self.is_gang and self.is_open)
-        return may_start and self.size >= 0 and self.retries >= 0
+        may_start = (self.max_workers is None or self.max_workers > 0) and (self.chunk_size is None or self.chunk_size > 0)
+        may_last = self.timeout_s is None or self.timeout_s > 0
+        return may_start and may_last and self.size >= 0 and self.retries >= 0 and not (self.is_gang and self.is_open)
 
     @property
     def runs_alone(self) -> bool:

@@ -1,0 +1,165 @@
+"""What runs is asked to end, told to end, or killed because it does not."""
+
+import pytest
+
+from raypool.core.messages import EndTask, SetTimer, Signal, Vacate
+from raypool.core.model import PoolState, Report, TaskState
+from raypool.errors import InternalError, LossReason
+
+FINISHED, FAILED, CANCELLED = TaskState.FINISHED, TaskState.FAILED, TaskState.CANCELLED
+STOPPED = LossReason.STOPPED
+
+
+# --- asked ------------------------------------------------------------------------------------------------------------
+
+
+def test_every_call_that_holds_something_of_the_task_is_asked_to_stop(pool_of):
+    pool = pool_of(3)
+    pool.submit(0, size=2)
+    pool.submit(1)
+    assert pool.stop(0) == [pool.signals(0, 0, 0, Signal.STOP), pool.signals(1, 1, 0, Signal.STOP)]
+
+
+def test_a_task_that_is_asked_to_stop_goes_on_as_before(pool_of):
+    pool = pool_of(1)
+    pool.submit(0, size=2)
+    pool.stop(0)
+    assert pool.finish(0) == [pool.runs(0, 1, (0, 1, 2)), pool.settles(0, (0, 0, 1))]
+    assert pool.finish(1)[-1] == EndTask(0, FINISHED)
+
+
+def test_what_waits_or_has_ended_is_asked_nothing(pool_of):
+    pool = pool_of(1)
+    pool.submit(0)
+    pool.submit(1)
+    assert pool.stop(1) == []
+    pool.finish(0)
+    assert pool.stop(0) == []
+
+
+def test_a_task_that_never_was_cannot_be_asked(pool_of):
+    with pytest.raises(InternalError):
+        pool_of(1).stop(0)
+
+
+def test_a_call_that_holds_the_task_beside_others_is_asked_once_and_by_name(pool_of):
+    pool = pool_of(1)
+    pool.get_used_to(0, task_id=0)
+    pool.submit(1)
+    pool.submit(2)
+    pool.submit(3)
+    pool.finish(1, busy_s=0.001)
+    assert pool.stop(3) == [pool.signals(0, 2, 3, Signal.STOP)]
+
+
+def test_what_has_come_back_or_was_lost_is_asked_no_more(pool_of):
+    pool = pool_of(3)
+    pool.submit(0, size=3)
+    pool.finish(0)
+    pool.lose(1)
+    assert pool.stop(0) == [pool.signals(2, 2, 0, Signal.STOP), pool.signals(0, 3, 0, Signal.STOP)]
+
+
+# --- told -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_task_that_is_cancelled_while_it_runs_is_told_so(pool_of):
+    pool = pool_of(2)
+    pool.submit(0, size=4)
+    assert pool.cancel(0) == [pool.signals(0, 0, 0), pool.signals(1, 1, 0), EndTask(0, CANCELLED)]
+
+
+def test_its_worker_is_busy_until_the_call_has_come_back(pool_of):
+    pool = pool_of(1)
+    pool.submit(0)
+    pool.cancel(0)
+    assert pool.submit(1) == []
+    assert pool.finish(0, Report(0)) == [pool.runs(0, 1, (1, 0, 1))]
+
+
+def test_the_first_failure_of_a_task_that_fails_fast_interrupts_the_rest(pool_of):
+    pool = pool_of(3)
+    pool.submit(0, size=3, fail_fast=True)
+    answer = pool.finish(1, Report(1, failed=1))
+    assert answer[1:] == [pool.signals(0, 0, 0), pool.signals(2, 2, 0), EndTask(0, FAILED)]
+
+
+def test_the_others_in_a_call_are_not_meant(pool_of):
+    pool = pool_of(1)
+    pool.get_used_to(0, task_id=0)
+    pool.submit(1)
+    pool.submit(2)
+    pool.submit(3)
+    pool.finish(1, busy_s=0.001)
+    assert pool.cancel(2) == [pool.signals(0, 2, 2), EndTask(2, CANCELLED)]
+    assert pool.finish(2, Report(0), Report(1))[-2:] == [pool.settles(2, (3, 0, 1)), EndTask(3, FINISHED)]
+
+
+def test_a_pool_that_ends_with_the_task_tells_nobody(pool_of):
+    pool = pool_of(1)
+    pool.submit(0)
+    assert pool.shutdown(cancel_running=True)[:2] == [EndTask(0, CANCELLED), Vacate(0)]
+
+
+def test_a_pool_that_goes_on_tells_what_its_end_cancels(pool_of):
+    pool = pool_of(2)
+    pool.submit(0, size=3)
+    pool.submit(1, fn_id=1, priority=1)
+    pool.finish(0)
+    assert pool.shutdown(cancel_queued=True) == [pool.signals(1, 1, 0), EndTask(0, CANCELLED)]
+    assert pool.scheduler.state is PoolState.CLOSING
+
+
+# --- killed -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_that_was_ended_because_its_task_did_not_stop_is_replaced_at_once(pool_of):
+    pool = pool_of(1)
+    for worker_id in range(4):
+        pool.submit(worker_id)
+        pool.cancel(worker_id)
+        assert pool.lose(worker_id, STOPPED) == pool.starts(worker_id + 1, place=0)
+        pool.ready(worker_id + 1)
+
+
+def test_it_makes_up_for_earlier_losses(pool_of):
+    pool = pool_of(1)
+    for worker_id in range(3):
+        pool.lose(worker_id)
+        pool.fire("start", worker_id + 1)
+        pool.ready(worker_id + 1)
+    assert pool.lose(3, STOPPED) == pool.starts(4, place=0)
+    pool.ready(4)
+    assert pool.lose(4) == pool.starts(5, place=0)
+
+
+def test_a_worker_that_was_stopped_while_it_started_has_failed_to_start(pool_of):
+    pool = pool_of(1)
+    pool.lose(0)
+    assert pool.lose(1, STOPPED) == [SetTimer(0.5, "start", 2)]
+
+
+def test_what_shared_the_call_of_a_stubborn_task_is_charged_nothing(pool_of):
+    pool = pool_of(1)
+    pool.get_used_to(0, task_id=0)
+    pool.submit(1)
+    pool.submit(2, retries=1)
+    pool.submit(3, retries=1)
+    pool.finish(1, busy_s=0.001)
+    pool.cancel(2)
+    pool.lose(0, STOPPED)
+    assert pool.ready(1) == [pool.runs(1, 3, (3, 0, 1))]
+
+
+def test_what_may_never_run_twice_fails_even_so(pool_of):
+    pool = pool_of(1)
+    pool.submit(0, retries=0)
+    assert pool.lose(0, STOPPED)[-2:] == [pool.fails((0, 0, 1), STOPPED), EndTask(0, FINISHED)]
+
+
+def test_what_is_bound_to_it_fails(pool_of):
+    pool = pool_of(1)
+    pool.submit(0)
+    pool.submit(1, place=0)
+    pool.cancel(0)
+    assert pool.lose(0, STOPPED)[-2:] == [pool.fails((1, 0, 1), STOPPED), EndTask(1, FINISHED)]
