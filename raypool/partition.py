@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from raypool.core.messages import CancelRequested
 from raypool.engine.backend import WorkerInfo
+from raypool.engine.traffic import TransferBytes
 from raypool.engine.work import CallWork, Work
 from raypool.errors import InvalidTypeError, InvalidValueError, PoolClosedError
 from raypool.futures import Future
@@ -122,6 +123,35 @@ class StaffedView(PoolView):
         constant: Constant[T] = Constant(self._engine.opener(content_of(source, cleanup), "the constant"))
         self._engine.constants.append(constant.key)
         return constant
+
+    def transfer_bytes(self) -> TransferBytes:
+        """Count what goes to each worker and what comes from it while a `with` block runs.
+
+        What is counted are functions, arguments and results, as they travel (pickled). A large one (from 64 KiB on) goes through
+        Ray's object store: it counts as sent when the worker has opened it, which for a function or a constant is once, and as
+        received when somebody asks for the result, so one that nobody has asked for has not been moved yet. What tasks put into
+        queues and the store goes other ways and is not counted; nor is what Ray itself says to its workers. With "threads" and
+        "inline" nothing is moved.
+
+        Returns:
+            A context manager; what it gives has `to_frame()`, a table with the columns `sent_bytes` and `received_bytes` and a
+            row for each worker, and `total`, the same two numbers for all of them. Both can be read at any time, and stay as
+            they are from the end of the block on.
+
+        Source:
+            MATLAB R2025b, ticBytes, tocBytes.
+
+        Example:
+            >>> from raypool import parpool
+            >>> with parpool(2, profile="threads", quiet=True) as pool:
+            ...     with pool.transfer_bytes() as moved:
+            ...         results = pool.parfor(abs, [-1, -2])
+            >>> moved.total.sent_bytes
+            0
+            >>> moved.to_frame().shape
+            (2, 2)
+        """
+        return TransferBytes(self._engine.traffic, self._numbers)
 
     def cancel_all(self) -> None:
         """Cancel everything that is queued or running, loops included.

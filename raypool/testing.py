@@ -189,7 +189,8 @@ class SimBackend:
 def sim_pool(num_workers: int, plan: FaultPlan | None = None, **changes: Any) -> ParallelPool:
     """Return a pool of simulated workers; `changes` are fields of its profile."""
     clock = VirtualClock()
-    engine = Engine(Profile(backend="inline", **changes), clock, lambda _, hub: SimBackend(clock, plan or FaultPlan(), hub.say))
+    profile = Profile(backend="inline", **changes)
+    engine = Engine(profile, clock, lambda _, hub, __: SimBackend(clock, plan or FaultPlan(), hub.say))
     engine.add_workers(num_workers, num_workers)
     return ParallelPool(engine)
 

@@ -22,6 +22,7 @@ from raypool.engine.driver import Driver
 from raypool.engine.hub import Hub
 from raypool.engine.inbox import Inbox, InlineInbox, ThreadInbox
 from raypool.engine.trace import TraceWriter
+from raypool.engine.traffic import Traffic
 from raypool.engine.verdicts import Tell
 from raypool.errors import InvalidValueError, PoolBrokenError, PoolClosedError, StartupError
 from raypool.profiles import Profile
@@ -48,7 +49,8 @@ class Engine:
     Args:
         profile: Where it runs.
         inbox: Where everything arrives.
-        make_backend: Makes the backend, given how to post to the driver, and where what tasks say comes together.
+        make_backend: Makes the backend, given how to post to the driver, where what tasks say comes together, and who counts
+            what goes to workers and comes from there.
         unpack: Undoes what the backend's `pack` does, on any worker.
     """
 
@@ -56,7 +58,7 @@ class Engine:
         self,
         profile: Profile,
         inbox: Inbox,
-        make_backend: Callable[[Post, Hub], Backend],
+        make_backend: Callable[[Post, Hub, Traffic], Backend],
         unpack: Callable[[Any], Any] = as_is,
     ) -> None:
         self.profile = profile
@@ -67,7 +69,8 @@ class Engine:
         idle_timeout_s = profile.idle_timeout_s if inbox.is_threaded else None  # without a thread, nobody would notice
         scheduler = Scheduler(profile.start_timeout_s, idle_timeout_s)
         self.driver = Driver(scheduler, inbox, self.hub, Tell(logger.warning, self._note, self._clean_up), self._trace)
-        self.backend = make_backend(self.driver.post, self.hub)
+        self.traffic = Traffic()
+        self.backend = make_backend(self.driver.post, self.hub, self.traffic)
         self.find_way: FindWay = self.backend.find_way
         self._functions: OrderedDict[bytes, Function] = OrderedDict()
         self._function_ids = itertools.count()
@@ -230,12 +233,12 @@ def open_engine(profile: Profile, find_way: FindWay | None = None) -> Engine:
     if profile.backend == "inline":
         from raypool.engine.inline import InlineBackend
 
-        return Engine(profile, InlineInbox(), lambda post, hub: InlineBackend(profile, post, hub.say, find_way=find_way))
+        return Engine(profile, InlineInbox(), lambda post, hub, _: InlineBackend(profile, post, hub.say, find_way=find_way))
     if profile.backend == "threads":
         from raypool.devices.inventory import usable_cores
         from raypool.engine.inline import ThreadsBackend
 
-        return Engine(profile, ThreadInbox(), lambda post, hub: ThreadsBackend(profile, post, hub.say, usable_cores()))
+        return Engine(profile, ThreadInbox(), lambda post, hub, _: ThreadsBackend(profile, post, hub.say, usable_cores()))
     from raypool.engine.ray_session import join_ray, leave_ray
 
     join_ray(profile.address)  # before anything imports Ray, which reads its settings then
@@ -245,7 +248,7 @@ def open_engine(profile: Profile, find_way: FindWay | None = None) -> Engine:
 
         atexit.unregister(_end_all)
         atexit.register(_end_all)  # Ray has registered its own end by now; ours has to come before that
-        return Engine(profile, ThreadInbox(), lambda post, hub: RayBackend(profile, post, hub), unpack)
+        return Engine(profile, ThreadInbox(), functools.partial(RayBackend, profile), unpack)
     except BaseException:
         leave_ray(lambda: None)
         raise

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import pickle
 import sys
+import threading
 from collections.abc import Callable
 from contextvars import ContextVar
 from types import FunctionType
@@ -45,6 +46,11 @@ class Parcel(NamedTuple):
     def is_small(self) -> bool:
         """Whether the header alone is the value, and fits into a message."""
         return not self.buffers and not self.refs and len(self.header) < INLINE_BYTES
+
+    @property
+    def num_bytes(self) -> int:
+        """How much travels, without what the references stand for."""
+        return len(self.header) + sum(memoryview(buffer).nbytes for buffer in self.buffers)
 
 
 class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
@@ -241,9 +247,21 @@ def _pickled_by_name(value: Any) -> bytes | None:
     return None
 
 
+class Fetched:
+    """How many bytes this process has got from the object store to open what was packed for it."""
+
+    num_bytes = 0
+    lock = threading.Lock()
+
+
 def unpack(packed: Packed) -> Any:
     """Return the value that was packed."""
-    return pickle.loads(packed) if isinstance(packed, bytes) else load(Parcel(*ray.get(packed)))
+    if isinstance(packed, bytes):
+        return pickle.loads(packed)
+    parcel = Parcel(*ray.get(packed))
+    with Fetched.lock:
+        Fetched.num_bytes += parcel.num_bytes
+    return load(parcel)
 
 
 def unpicklable(value: Any, what: str, error: BaseException) -> SerializationError:

@@ -27,6 +27,7 @@ from raypool.engine.ray_failures import loss_reason, loss_text
 from raypool.engine.ray_session import leave_ray
 from raypool.engine.ray_values import MessageValues, StoredValues, bring_home
 from raypool.engine.seating import Seating
+from raypool.engine.traffic import Traffic
 from raypool.engine.worker import Introduction, PoolWorker, pack_call
 from raypool.errors import LossReason, TaskError
 from raypool.futures import Values
@@ -53,9 +54,10 @@ RAY_ENDED = "Ray was shut down while the pool was open"
 class Seat:
     """A place: a claim, and the actor in it."""
 
-    __slots__ = ("__weakref__", "actor", "calls", "claim", "is_ending", "known", "process", "run", "stale", "worker_id")
+    __slots__ = ("__weakref__", "actor", "calls", "claim", "is_ending", "known", "place", "process", "run", "stale", "worker_id")
 
-    def __init__(self, claim: Claim) -> None:
+    def __init__(self, place: int, claim: Claim) -> None:
+        self.place = place
         self.claim = claim
         self.worker_id = -1
         self.actor: Any = None
@@ -73,10 +75,11 @@ class RayBackend:
     Everything but `claim` is called by the driver's thread; Ray's own threads post what comes back.
     """
 
-    def __init__(self, profile: Profile, post: Post, hub: Hub) -> None:
+    def __init__(self, profile: Profile, post: Post, hub: Hub, traffic: Traffic) -> None:
         self._profile = profile
         self._post = post
         self._hub = hub
+        self._traffic = traffic
         self._seating = Seating(profile)
         self._seats: dict[int, Seat] = {}
         self._by_worker: dict[int, Seat] = {}
@@ -98,7 +101,7 @@ class RayBackend:
     def claim(self, least: int | None, most: int | None) -> list[int]:
         """Claim what so many workers stand on."""
         claims = self._seating.claim(least, most)
-        self._seats.update((place, Seat(claim)) for place, claim in claims.items())
+        self._seats.update((place, Seat(place, claim)) for place, claim in claims.items())
         return list(claims)
 
     def vacate(self, place: int, *, keep: bool = False) -> None:
@@ -234,8 +237,9 @@ class RayBackend:
         stale, seat.stale = seat.stale, []
         seat.known.difference_update(stale)
         call = pack_call(attempt_id, parts, new, stale)
+        self._traffic.add(seat.place, len(call.header), 0)
         status, values = seat.run(call.header, call.refs) if call.refs else seat.run(call.header)
-        self._answered(worker_id, status, functools.partial(self._on_status, worker_id, attempt_id, values))
+        self._answered(worker_id, status, functools.partial(self._on_status, worker_id, seat.place, attempt_id, values))
 
     def signal(self, worker_id: int, attempt_id: int, task_id: int, wish: Signal) -> None:
         """Let the agent of the worker's node interrupt it; if that has not helped in time, the worker is killed."""
@@ -268,17 +272,22 @@ class RayBackend:
         elif seat.calls == 0 and seat.actor is not None and self._is_dead(seat):
             self._lose(worker_id, LossReason.EXIT, "its process ended while it was idle", was_idle=True)
 
-    def _on_status(self, worker_id: int, attempt_id: int, values_ref: Any, answer: Any) -> None:
+    def _on_status(self, worker_id: int, place: int, attempt_id: int, values_ref: Any, answer: Any) -> None:
         seat = self._by_worker.get(worker_id)
         if seat is not None:
             seat.calls -= 1
         if not isinstance(answer, bytes):
             self._lose(worker_id, loss_reason(answer), loss_text(answer))
             return
-        sendables, (number, batch), header = pickle.loads(answer)
+        sendables, (number, batch), fetched_bytes, header = pickle.loads(answer)
+        self._traffic.add(place, fetched_bytes, len(answer))
         self._hub.deliver(worker_id, number, batch)
         catch_up = self._hub.waiter(worker_id, number)
-        values: Values = MessageValues(header) if header is not None else StoredValues(values_ref)
+        values: Values
+        if header is not None:
+            values = MessageValues(header)
+        else:
+            values = StoredValues(values_ref, functools.partial(self._traffic.add, place, 0))
         results = []
         offset = 0
         for start, done, durations, started_at, errors in sendables:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -29,12 +30,16 @@ def bring_home() -> None:
 
 
 class StoredValues:
-    """Values of a call that are too large for a message: they stay in Ray's object store until somebody asks."""
+    """Values of a call that are too large for a message: they stay in Ray's object store until somebody asks.
 
-    __slots__ = ("__weakref__", "_lock", "_ref", "_values")
+    `note_bytes` is told then how many bytes they are.
+    """
 
-    def __init__(self, ref: ray.ObjectRef[Any]) -> None:
+    __slots__ = ("__weakref__", "_lock", "_note_bytes", "_ref", "_values")
+
+    def __init__(self, ref: ray.ObjectRef[Any], note_bytes: Callable[[int], object]) -> None:
         self._ref: ray.ObjectRef[Any] | None = ref
+        self._note_bytes = note_bytes
         self._values: list[Any] = []
         self._lock = threading.Lock()
         with _stored_lock:
@@ -50,6 +55,7 @@ class StoredValues:
                     parcel = packing.Parcel(*ray.get(self._ref))
                 except (rx.RayError, ValueError) as error:
                     raise TaskError(f"A result that was there is lost: {loss_text(error)}.") from error
+                self._note_bytes(parcel.num_bytes)
                 self._values = loaded(parcel)
                 self._ref = None
             return self._values

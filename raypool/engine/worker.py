@@ -20,7 +20,7 @@ from raypool.engine.backend import Part, WorkerInfo
 from raypool.engine.guard import ProcessGuard
 from raypool.engine.node_agent import WorkerProcess
 from raypool.engine.outbox import Outbox
-from raypool.engine.packing import Packed, Parcel, dump, join, keep, load, snapshot, unpack
+from raypool.engine.packing import Fetched, Packed, Parcel, dump, join, keep, load, snapshot, unpack
 from raypool.engine.ray_calls import ask
 from raypool.engine.runner import Surroundings, run_parts, set_up
 from raypool.results import Results
@@ -111,6 +111,7 @@ class PoolWorker:
             A small status (with the values in it, if they are small) and the values, if they are not. They are separate
             objects, so that the driver reads the status only and a large value stays in the object store until somebody asks.
         """
+        fetched_before = Fetched.num_bytes
         attempt_id, fields, functions, stale = load(Parcel(call, [], list(refs)))
         parts = [Part(*entries) for entries in fields]
         self.forget(stale)
@@ -129,10 +130,10 @@ class PoolWorker:
             )
             for result in results
         ]
-        said = self._outbox.flush()
+        said, fetched = self._outbox.flush(), Fetched.num_bytes - fetched_before
         if parcel.is_small:
-            return pickle.dumps((sendables, said, parcel.header), protocol=5), None
-        return pickle.dumps((sendables, said, None), protocol=5), tuple(parcel)
+            return pickle.dumps((sendables, said, fetched, parcel.header), protocol=5), None
+        return pickle.dumps((sendables, said, fetched, None), protocol=5), tuple(parcel)
 
     def _function(self, fn_id: int) -> Callable[..., Any]:
         fn = self._functions.get(fn_id)
