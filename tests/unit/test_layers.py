@@ -32,6 +32,8 @@ LAYERS = [
 ]
 
 RAY_MAY_STAND_IN = {
+    "engine.agents",
+    "engine.node_agent",
     "engine.ray_backend",
     "engine.ray_calls",
     "engine.ray_failures",
