@@ -14,7 +14,7 @@ import hashlib
 import platform
 import random
 from array import array
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -24,13 +24,14 @@ from typing import Any
 from raypool.core import messages as m
 from raypool.core.invariants import check_invariants
 from raypool.core.model import Counts, Report, TaskSpec
+from raypool.core.policy import MAX_IN_FLIGHT
 from raypool.core.scheduler import Scheduler
-from raypool.engine.backend import Failure, Function, LocalValues, Part, SliceResult, WorkerInfo
+from raypool.engine.backend import Failure, Function, LocalValues, Part, SliceResult, WorkerInfo, nothing_done
 from raypool.engine.engine import Engine
 from raypool.engine.guard import Guard
 from raypool.engine.inbox import Message
 from raypool.engine.runner import Surroundings, run_parts
-from raypool.engine.trace import read_trace
+from raypool.engine.trace import read_settings, read_trace
 from raypool.errors import LossReason
 from raypool.pool import ParallelPool
 from raypool.profiles import Profile
@@ -48,6 +49,8 @@ class FaultPlan:
         seed: Of all that follows.
         p_loss: Probability that a call loses its worker: half of the time before the function runs, half of the time after.
         p_failed_start: Probability that a worker does not come up.
+        p_stubborn: Probability that a call that is told to end does not, so that its worker is ended after `grace_s`.
+        grace_s: How long that takes [s].
         p_straggler: Probability that a call takes `straggler_factor` times as long.
         straggler_factor: How much longer.
         start_s: How long a worker takes to come up [s].
@@ -57,6 +60,8 @@ class FaultPlan:
     seed: int = 0
     p_loss: float = 0.0
     p_failed_start: float = 0.0
+    p_stubborn: float = 0.0
+    grace_s: float = 5.0
     p_straggler: float = 0.0
     straggler_factor: float = 10.0
     start_s: float = 1.0
@@ -101,12 +106,26 @@ class VirtualClock:
         return None
 
 
+@dataclass(frozen=True, slots=True)
+class Course:
+    """How a call will go, if nobody stops it."""
+
+    attempt_id: int
+    ends_at: float
+    num_slices: int
+
+
+STOPPING_S = 0.005
+"""How long a call takes to end that is told to [s]."""
+
+
 class Dice:
     """The decisions of a plan, one after the other."""
 
     def __init__(self, plan: FaultPlan) -> None:
         self.plan = plan
         self._random = random.Random(plan.seed)
+        self._courses: defaultdict[int, deque[Course]] = defaultdict(lambda: deque(maxlen=MAX_IN_FLIGHT))  # by worker
 
     def happens(self, probability: float) -> bool:
         """Decide whether something happens."""
@@ -116,6 +135,22 @@ class Dice:
         """Decide how long an item takes [s]."""
         seconds = self.plan.item_s * self._random.uniform(0.5, 1.5)
         return seconds * self.plan.straggler_factor if self.happens(self.plan.p_straggler) else seconds
+
+    def note(self, worker_id: int, course: Course) -> None:
+        """Remember how a call will go."""
+        self._courses[worker_id].append(course)
+
+    def stop(self, worker_id: int, attempt_id: int, now: float) -> tuple[float, m.WorkerLost | m.AttemptFinished] | None:
+        """Decide what becomes of a call that is told to end, after how long [s]; None: it ends before, or goes on for others."""
+        course = next(course for course in self._courses[worker_id] if course.attempt_id == attempt_id)
+        event: m.WorkerLost | m.AttemptFinished
+        if self.happens(self.plan.p_stubborn):
+            seconds, event = self.plan.grace_s, m.WorkerLost(worker_id, LossReason.STOPPED)
+        elif course.num_slices == 1:
+            seconds, event = STOPPING_S, m.AttemptFinished(worker_id, attempt_id, (Report(0),))
+        else:
+            return None
+        return (seconds, event) if now + seconds < course.ends_at else None
 
 
 class SimBackend:
@@ -160,6 +195,8 @@ class SimBackend:
         is_lost = self._dice.happens(self._dice.plan.p_loss)
         seconds = self._dice.item_s()
         lost: Message = (m.WorkerLost(worker_id, LossReason.EXIT), "it was planned that it would die")
+        ends_at = self._clock.now() + seconds * sum(part.num_items for part in parts)
+        self._dice.note(worker_id, Course(attempt_id, ends_at, len(parts)))
         if is_lost and self._dice.happens(0.5):
             self._clock.put_later(seconds, lost)
             return
@@ -180,7 +217,11 @@ class SimBackend:
         self._clock.put_later(seconds * sum(part.done for part in raw), lost if is_lost else answer)
 
     def signal(self, worker_id: int, attempt_id: int, task_id: int, wish: m.Signal) -> None:
-        """Nothing runs between two events."""
+        """Let a call that is told to end come back soon, or lose its worker. The function has run already."""
+        if wish is m.Signal.CANCEL and (ending := self._dice.stop(worker_id, attempt_id, self._clock.now())):
+            seconds, event = ending
+            is_lost = isinstance(event, m.WorkerLost)
+            self._clock.put_later(seconds, (event, "it was planned that it would not end" if is_lost else [nothing_done()]))
 
     def close(self) -> None:
         """Nothing is left."""
@@ -268,13 +309,19 @@ class _Simulation:
     def _carry_out(self, command: m.Command) -> None:
         kind, plan = type(command), self._dice.plan
         if isinstance(command, m.RunTasks):
-            self._later(*self._outcome(command))
+            seconds, event = self._outcome(command)
+            self._dice.note(command.worker_id, Course(command.attempt_id, self._now + seconds, len(command.slices)))
+            self._later(seconds, event)
         elif isinstance(command, m.StartWorker):
             fails = self._dice.happens(plan.p_failed_start)
             lost = m.WorkerLost(command.worker_id, LossReason.START)
             self._later(plan.start_s, lost if fails else m.WorkerReady(command.worker_id))
-        elif isinstance(command, m.SetTimer) and command.kind == "start":
-            self._later(command.at - self._now, m.TimerFired(command.kind, command.worker_id))
+        elif isinstance(command, m.SetTimer) and command.kind != "ready":
+            self._later(command.at - self._now, m.TimerFired(command.kind, command.worker_id, command.attempt_id))
+        elif isinstance(command, m.SignalTask):
+            ending = self._dice.stop(command.worker_id, command.attempt_id, self._now)
+            if ending is not None:
+                self._later(*ending)
         elif kind is m.EndTask:
             self._num_ended += 1
             self._end_s = self._now
@@ -304,7 +351,7 @@ def replay(path: str | Path) -> list[tuple[m.Event, list[m.Command]]]:
         InternalError: The scheduler cannot take an event, as when it was recorded.
         AssertionError: An invariant does not hold.
     """
-    scheduler = Scheduler()
+    scheduler = Scheduler(**read_settings(path))
     course = []
     for now, event in read_trace(path):
         course.append((event, scheduler.handle(event, now)))

@@ -31,10 +31,11 @@ EVENTS: dict[str, Any] = {
 
 
 class TraceWriter:
-    """Appends events to a file, one line each, flushed."""
+    """Appends events to a file, one line each, flushed, after a line with the settings of the scheduler."""
 
-    def __init__(self, path: str | PathLike[str]) -> None:
+    def __init__(self, path: str | PathLike[str], **settings: float | None) -> None:
         self._file = Path(path).open("a", encoding="utf-8")  # noqa: SIM115 - closed with the pool
+        self._file.write(json.dumps({"settings": settings}) + "\n")
 
     def __call__(self, now: float, event: m.Event) -> None:
         """Write one event."""
@@ -80,8 +81,15 @@ def read_trace(path: str | Path) -> Iterator[tuple[float, m.Event]]:
     """Yield the events of a file; a last line that was cut off by a crash is left out."""
     with Path(path).open(encoding="utf-8") as file:
         for line in file:
-            if line.endswith("\n"):
+            if line.endswith("\n") and not line.startswith('{"settings"'):
                 yield decode(line)
+
+
+def read_settings(path: str | Path) -> dict[str, Any]:
+    """Return the settings that stand at the beginning of a file."""
+    with Path(path).open(encoding="utf-8") as file:
+        settings: dict[str, Any] = json.loads(file.readline()).get("settings", {})
+    return settings
 
 
 def _plain(value: Any) -> Any:

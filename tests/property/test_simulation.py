@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raypool.core.model import TaskSpec
+from raypool.errors import TaskTimeoutError
 from raypool.testing import FaultPlan, replay, sim_pool, simulate
 
 plans = st.builds(
@@ -18,22 +20,33 @@ plans = st.builds(
     seed=st.integers(0, 2**32),
     p_loss=st.sampled_from([0.0, 0.05, 0.3]),
     p_failed_start=st.sampled_from([0.0, 0.1]),
+    p_stubborn=st.sampled_from([0.0, 0.5]),
     p_straggler=st.sampled_from([0.0, 0.1]),
     item_s=st.sampled_from([0.001, 0.02, 1.0]),
 )
-kinds = st.tuples(st.integers(0, 3), st.integers(1, 40), st.integers(-2, 2), st.integers(0, 3), st.booleans())
+kinds = st.fixed_dictionaries(
+    {
+        "fn_id": st.integers(0, 3),
+        "size": st.integers(1, 40),
+        "priority": st.integers(-2, 2),
+        "retries": st.integers(0, 3),
+        "is_gang": st.booleans(),
+        "places": st.none() | st.lists(st.integers(0, 7), min_size=1, max_size=4).map(tuple),
+        "timeout_s": st.sampled_from([None, None, 1.0]),
+        "fail_fast": st.sampled_from([False, False, True]),
+    }
+)
+Wishes = list[dict[str, Any]]
 
 
-def specs_of(drawn: list[tuple[int, int, int, int, bool]], num_workers: int) -> list[TaskSpec]:
-    return [
-        TaskSpec(number, fn_id, min(size, num_workers) if is_gang else size, priority=priority, retries=retries, is_gang=is_gang)
-        for number, (fn_id, size, priority, retries, is_gang) in enumerate(drawn)
-    ]
+def specs_of(drawn: Wishes, num_workers: int) -> list[TaskSpec]:
+    specs = [TaskSpec(number, **wishes) for number, wishes in enumerate(drawn)]
+    return [spec._replace(size=min(spec.size, num_workers)) if spec.is_gang else spec for spec in specs]
 
 
 @settings(max_examples=100, deadline=None)
 @given(plan=plans, num_workers=st.integers(1, 8), drawn=st.lists(kinds, max_size=15))
-def test_every_task_ends_exactly_once(plan: FaultPlan, num_workers: int, drawn: list[tuple[int, int, int, int, bool]]) -> None:
+def test_every_task_ends_exactly_once(plan: FaultPlan, num_workers: int, drawn: Wishes) -> None:
     specs = specs_of(drawn, num_workers)
     report = simulate(num_workers, specs, plan, check=True)
     assert report.num_ended == len(specs)
@@ -43,9 +56,7 @@ def test_every_task_ends_exactly_once(plan: FaultPlan, num_workers: int, drawn: 
 
 @settings(max_examples=20, deadline=None)
 @given(plan=plans, num_workers=st.integers(1, 8), drawn=st.lists(kinds, max_size=15))
-def test_the_same_seed_gives_the_same_trace(
-    plan: FaultPlan, num_workers: int, drawn: list[tuple[int, int, int, int, bool]]
-) -> None:
+def test_the_same_seed_gives_the_same_trace(plan: FaultPlan, num_workers: int, drawn: Wishes) -> None:
     specs = specs_of(drawn, num_workers)
     assert simulate(num_workers, specs, plan).trace == simulate(num_workers, specs, plan).trace
 
@@ -112,3 +123,22 @@ def test_ten_thousand_workers() -> None:
     report = simulate(10_000, specs, FaultPlan(seed=1, p_loss=0.02, item_s=1.0))
     assert report.num_ended == len(specs)
     assert report.counts.finished + report.counts.failed == len(specs)
+
+
+@pytest.mark.parametrize("p_stubborn", [0.0, 0.5, 1.0])
+def test_items_of_a_simulated_pool_time_out_and_the_others_do_not(p_stubborn: float) -> None:
+    with sim_pool(3, FaultPlan(seed=2, item_s=1.0, p_straggler=0.3, p_stubborn=p_stubborn)) as pool:
+        results = pool.options(timeout_s=3.0).parfor(lambda x: x, range(60), on_error="collect")
+        assert 5 < len(results.errors) < 40
+        assert all(isinstance(error, TaskTimeoutError) for error in results.errors.values())
+        assert all(results[item] == item for item in range(60) if item not in results.errors)
+        assert (pool.statistics().workers_lost > 0) == (p_stubborn > 0)
+
+
+def test_a_simulation_kills_what_does_not_stop() -> None:
+    specs = [TaskSpec(number, 0, size=20, timeout_s=1.0) for number in range(3)]
+    gentle = simulate(3, specs, FaultPlan(seed=1, item_s=1.0, p_straggler=0.3), check=True).counts
+    stubborn = simulate(3, specs, FaultPlan(seed=1, item_s=1.0, p_straggler=0.3, p_stubborn=1.0), check=True).counts
+    assert (gentle.workers_lost, gentle.finished + gentle.failed) == (0, 60)
+    assert stubborn.workers_lost > 0
+    assert stubborn.finished + stubborn.failed == 60

@@ -1,0 +1,63 @@
+"""A recorded pool says what its scheduler was told, and how that was set."""
+
+import json
+
+import pytest
+
+from raypool.core import messages as m
+from raypool.core.model import Report, TaskSpec
+from raypool.engine.trace import TraceWriter, decode, encode, read_settings, read_trace
+from raypool.errors import LossReason
+from raypool.testing import replay
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        m.TaskSubmitted(TaskSpec(3, 1, 4, places=(0, 2), timeout_s=1.5, is_fresh=True)),
+        m.ItemsAdded(3, 2, is_open=True),
+        m.CancelRequested(3),
+        m.StopRequested(3),
+        m.WorkerReady(1),
+        m.WorkerLost(1, LossReason.STOPPED),
+        m.AttemptFinished(1, 7, (Report(2, 1, (5,), 0.5), Report(0))),
+        m.TimerFired("timeout", 1, 7),
+        m.ResizeRequested((1, 2), 3),
+        m.ShutdownRequested(cancel_queued=True),
+    ],
+    ids=lambda event: type(event).__name__,
+)
+def test_every_event_comes_back_as_it_was(event):
+    assert decode(encode(2.5, event)) == (2.5, event)
+    json.loads(encode(2.5, event))
+
+
+@pytest.fixture
+def path(tmp_path):
+    """Return a trace of a pool of one worker that was parked, and used again."""
+    path = tmp_path / "trace.jsonl"
+    trace = TraceWriter(path, start_timeout_s=60.0, idle_timeout_s=10.0)
+    trace(0.0, m.ResizeRequested(add=(0,)))
+    trace(1.0, m.WorkerReady(0))
+    trace(10.0, m.TimerFired("idle", -1))
+    trace(11.0, m.TaskSubmitted(TaskSpec(0, 0)))
+    trace(12.0, m.WorkerReady(1))
+    trace.close()
+    return path
+
+
+def test_the_settings_stand_at_the_beginning(path):
+    assert read_settings(path) == {"start_timeout_s": 60.0, "idle_timeout_s": 10.0}
+    assert len(list(read_trace(path))) == 5
+
+
+def test_what_is_replayed_has_the_same_settings(path):
+    course = replay(path)
+    assert course[2][1] == [m.ParkWorker(0)]
+    assert type(course[-1][1][0]).__name__ == "RunTasks"
+
+
+def test_a_trace_without_settings_can_be_replayed(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    path.write_text(encode(0.0, m.ResizeRequested(add=(0,))) + "\n")
+    assert len(replay(path)) == 1
