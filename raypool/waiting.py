@@ -8,13 +8,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures._base import CANCELLED, CANCELLED_AND_NOTIFIED, FINISHED
 from datetime import UTC, datetime
+from operator import attrgetter
 from typing import Any, TypeVar
 
 from raypool.errors import InvalidTypeError, InvalidValueError
 from raypool.futures import Future
 
 T = TypeVar("T")
+
+ENDED = frozenset({CANCELLED, CANCELLED_AND_NOTIFIED, FINISHED})
 
 _reading = threading.Lock()
 """Held while `fetch_next` chooses: no result is delivered twice, to two threads either."""
@@ -48,19 +52,22 @@ def fetch_next(futures: Sequence[Future[T]], timeout_s: float | None = None) -> 
             unread = [future for future in checked if not future.read]
             if not unread:
                 raise InvalidValueError("There is no future left to read.")
-            ended = [future for future in unread if future.done()]
+            ended = [future for future in unread if future._state in ENDED]  # `done`, without its lock
             if ended:
-                first = min(ended, key=_ended_at)
+                first = _first_of(ended)
                 first.read = True
                 break
         left_s = None if until is None else max(0.0, until - time.monotonic())
         if not _wait(unread, left_s, concurrent.futures.FIRST_COMPLETED).done:
             raise TimeoutError(f"None of {len(unread)} futures has ended within {timeout_s} s; they go on.")
-    return next(i for i, future in enumerate(checked) if future is first), first.result()
+    return checked.index(first), first.result()
 
 
-def _ended_at(future: Future[Any]) -> datetime:
-    return future.finished_at or datetime.now(UTC)
+def _first_of(ended: list[Future[T]]) -> Future[T]:
+    try:
+        return min(ended, key=attrgetter("finished_at"))
+    except TypeError:  # one has no time yet: it ends right now
+        return min(ended, key=lambda future: future.finished_at or datetime.now(UTC))
 
 
 def fetch_outputs(futures: Sequence[Future[T]], stack: bool = False) -> Any:
@@ -336,7 +343,7 @@ def _checked(futures: Iterable[Future[T]]) -> list[Future[T]]:
     if isinstance(futures, Future):
         raise InvalidTypeError(f"{futures!r} is a single future. Put it into a list.")
     checked = list(futures) if isinstance(futures, Iterable) else [futures]
-    for future in checked:
-        if not isinstance(future, Future):
-            raise InvalidTypeError(f"{future!r} is not a future of a pool.")
-    return checked
+    if all(issubclass(kind, Future) for kind in set(map(type, checked))):
+        return checked
+    stranger = next(future for future in checked if not isinstance(future, Future))
+    raise InvalidTypeError(f"{stranger!r} is not a future of a pool.")
