@@ -99,7 +99,7 @@ class Backlog:
     def wants_look_ahead(self, task: Task, num_workers: int) -> bool:
         """Whether the next slice of a task may queue up behind a running call."""
         spec = task.spec
-        if spec.runs_alone or spec.max_workers is not None or task.is_suspect:
+        if spec.runs_alone() or spec.max_workers is not None or task.is_suspect:
             return False
         return policy.should_look_ahead(task.pace, num_workers)
 
@@ -110,9 +110,9 @@ class Backlog:
         something else, where the worker has to look elsewhere too.
         """
         task = self.tasks[heap[0][1]]
-        if task.is_suspect:
+        if task.again and task.is_suspect:
             return Attempt((self._cut(task, heap, flight, room=task.size),), task.pace, runs_alone=True)
-        runs_alone = task.spec.runs_alone
+        runs_alone = task.spec.runs_alone()
         room = 1 if runs_alone else task.spec.chunk_size or policy.chunk_size(task.pace, num_workers)
         piece = self._cut(task, heap, flight, room)
         slices = [piece]
@@ -162,7 +162,7 @@ def _may_share(task: Task, following: Task) -> bool:
         and spec.max_workers is None
         and other.max_workers is None
         and spec.chunk_size == other.chunk_size
-        and not other.runs_alone
+        and not other.runs_alone()
         and not other.is_gang
         and not following.is_suspect
     )

@@ -9,6 +9,8 @@ from raypool.core.messages import Command, DropPlace, ParkWorker, SetTimer, Star
 from raypool.core.model import Attempt, Bench, Lane, Place, Task, TaskSpec, Worker, WorkerState
 from raypool.errors import LossReason
 
+IDLE, BUSY = WorkerState.IDLE, WorkerState.BUSY  # Python 3.11 takes its time to look these up
+
 
 class Crew:
     """Workers by what they could do next: one that is not in `idle`, `torn`, `members` or `ahead` takes nothing now.
@@ -167,7 +169,7 @@ class Crew:
 
     def free(self, worker: Worker) -> None:
         """Note that a worker has nothing in flight any more."""
-        worker.state = WorkerState.IDLE
+        worker.state = IDLE
         self.ahead.pop(worker.worker_id, None)
         lanes = self.places[worker.place].lanes.values() if self.lanes else ()
         if lanes and any(lane.heap for lane in lanes):
@@ -184,7 +186,7 @@ class Crew:
         """Note that a worker is sent a call, under the next number."""
         worker.attempts[self.next_attempt_id] = attempt
         self.next_attempt_id += 1
-        worker.state = WorkerState.BUSY
+        worker.state = BUSY
         self.idle.pop(worker.worker_id, None)
         self.offer_ahead(worker, attempt)
 

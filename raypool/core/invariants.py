@@ -151,7 +151,7 @@ def _check_attempts(scheduler: Scheduler) -> None:
                 is_single = len(attempt.slices) == 1 and attempt.runs_alone
                 is_last = piece.attempt > task.spec.retries
                 assert is_single or piece.attempt == 1, f"attempt {attempt_id}: a suspect in company"
-                is_delicate = is_last or task.spec.runs_alone
+                is_delicate = is_last or task.spec.runs_alone()
                 assert not is_delicate or (is_single and piece.stop - piece.start == 1), f"{attempt_id}: last, not alone"
                 has_lost_its_lane = task.lane is not None and task.lane.lost is not None
                 may_run = task.lane is None or has_lost_its_lane or worker.place in task.lane.places

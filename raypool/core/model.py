@@ -99,7 +99,6 @@ class TaskSpec(NamedTuple):
         may_last = self.timeout_s is None or self.timeout_s > 0
         return may_start and may_last and self.size >= 0 and self.retries >= 0 and not (self.is_gang and self.is_open)
 
-    @property
     def runs_alone(self) -> bool:
         """Whether an item of it never shares a call, and nothing is queued behind it."""
         return self.retries == 0 or self.timeout_s is not None or self.is_fresh

@@ -272,13 +272,14 @@ class Scheduler:
                 self.ledger.end(task, TaskState.CANCELLED)
 
     def _close_if_done(self) -> None:
-        if self.state is PoolState.CLOSING and not self.backlog.tasks:
+        if self.backlog.tasks:
+            if not self.crew.places:
+                self._break()
+        elif self.state is PoolState.CLOSING:
             self.state = PoolState.CLOSED
             self._out[:] = [command for command in self._out if not isinstance(command, m.SignalTask)]  # all end anyway
             self._out += [self.crew.stop(worker) for worker in list(self.crew.workers.values())]
             self._tell_closed()
-        elif not self.crew.places and self.backlog.tasks:
-            self._break()
 
     def _break(self) -> None:
         is_closing = self.state is PoolState.CLOSING

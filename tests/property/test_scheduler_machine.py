@@ -366,7 +366,7 @@ class World(RuleBasedStateMachine):
         for piece in call.slices:
             self.check_piece(piece, call, hand)
         pieces = [piece for attempt_id in hand.calls for piece in self.calls[attempt_id].slices]
-        is_precious = [self.jobs[piece.task_id].spec.runs_alone or piece.attempt > 1 for piece in pieces]
+        is_precious = [self.jobs[piece.task_id].spec.runs_alone() or piece.attempt > 1 for piece in pieces]
         assert not any(is_precious) or len(is_precious) == 1, "what can't run again shares its worker"
 
     def check_piece(self, piece: Slice, call: m.RunTasks, hand: Hand) -> None:
@@ -378,7 +378,7 @@ class World(RuleBasedStateMachine):
         assert all(job.attempts.get(item, 1) <= piece.attempt <= job.spec.retries + 1 for item in items)
         assert piece.attempt <= job.spec.retries or len(items) == 1, "the last attempt is made alone"
         assert all(self.pardoned.pop((piece.task_id, item), piece.attempt) == piece.attempt for item in items), "wrongly charged"
-        assert not job.spec.runs_alone or len(items) == 1
+        assert not job.spec.runs_alone() or len(items) == 1
         assert job.may_run_on(call.worker_id, hand.place)
         job.attempts.update(dict.fromkeys(items, piece.attempt))
         job.flying.update(items)
