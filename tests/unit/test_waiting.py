@@ -1,0 +1,165 @@
+"""Functions over futures, without a pool: what they do in the corners."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from raypool import Future, InvalidValueError, after_all, after_each, fetch_next, fetch_outputs, wait
+from raypool.futures import Deferred, Missing
+
+
+def ended(value: Any) -> Future[Any]:
+    future: Future[Any] = Future("ended")
+    future.set_result(value)
+    return future
+
+
+class Arrived:
+    """Values of a call."""
+
+    def __init__(self, *values: Any) -> None:
+        self.values = list(values)
+
+    def get(self) -> list[Any]:
+        return self.values
+
+
+def test_a_value_that_cannot_be_opened_is_an_error() -> None:
+    lost = OSError("no such class here")
+    future = ended(Deferred(Arrived(Missing(lost)), 0))
+    good = ended(Deferred(Arrived(1, 2), 1))
+
+    (follower,) = after_each([future], pytest.fail)
+    assert follower.exception(60) is lost
+    assert after_all([future, good], list).result(60) == [2]
+
+
+def test_two_threads_never_read_the_same_result() -> None:
+    futures = [ended(number) for number in range(500)]
+
+    def read() -> list[int]:
+        values = []
+        while True:
+            try:
+                values.append(fetch_next(futures)[1])
+            except InvalidValueError:
+                return values
+
+    with ThreadPoolExecutor(4) as threads:
+        read_by_all = [value for future in [threads.submit(read) for _ in range(4)] for value in future.result(60)]
+    assert sorted(read_by_all) == list(range(500))
+
+
+def test_one_that_ends_in_this_instant_has_no_time_yet() -> None:
+    without_time, with_time = ended(1), ended(2)
+    with_time.finished_at = with_time.submitted_at
+    assert fetch_next([without_time, with_time]) == (1, 2), "the one without ends now"
+    assert fetch_next([without_time, with_time]) == (0, 1)
+
+
+def test_a_future_may_stand_in_a_list_twice() -> None:
+    future = ended(3)
+    assert fetch_outputs(after_each([future, future], str)) == ["3", "3"]
+    assert after_all([future, future], sum).result(60) == 6
+    assert fetch_next([future, future]) == (0, 3)
+    with pytest.raises(InvalidValueError):
+        fetch_next([future, future])
+
+
+def test_any_iterable_of_futures_will_do() -> None:
+    assert fetch_next(ended(x) for x in (5, 6))[1] in (5, 6)  # type: ignore[arg-type]
+    assert wait({ended(1), ended(2)})  # type: ignore[arg-type]
+    assert fetch_outputs(after_each(iter([ended(1)]), str)) == ["1"]  # type: ignore[arg-type]
+
+
+def test_many_futures_end_in_another_thread_each() -> None:
+    futures: list[Future[int]] = [Future(str(number)) for number in range(200)]
+    order: list[int] = []
+    followers = after_each(futures, order.append)
+    total = after_all(futures, sum)
+
+    with ThreadPoolExecutor(8) as threads:
+        for number, future in enumerate(futures):
+            threads.submit(future.set_result, number)
+
+    assert wait(followers, 60)
+    assert sorted(order) == list(range(200))
+    assert total.result(60) == sum(range(200))
+
+
+def test_ctrl_c_in_the_function_ends_nothing_else() -> None:
+    def interrupt(_: Any) -> None:
+        raise KeyboardInterrupt
+
+    (follower,) = after_each([ended(1)], interrupt)
+    assert type(follower.exception(60)) is KeyboardInterrupt
+    assert after_each([ended(1)], str)[0].result(60) == "1"
+
+
+def test_its_thread_goes_when_there_is_nothing_to_do(eventually: Any) -> None:
+    assert wait(after_each([ended(number) for number in range(100)], str), 60)
+    assert eventually(lambda: not any(thread.name == "raypool-callbacks" for thread in threading.enumerate()))
+
+
+def test_without_a_thread_the_call_is_made_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As at the end of the interpreter, or where the system has no thread left."""
+
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    def nest(value: int) -> Future[int]:
+        return after_each([ended(value)], lambda x: x + 1)[0]
+
+    assert wait(after_each([ended(0)], str), 60)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    (follower,) = after_each([ended(1)], nest)
+    assert follower.result(0).result(0) == 2
+    monkeypatch.undo()
+    assert after_each([ended(1)], str)[0].result(60) == "1"
+
+
+def run(code: str) -> list[bytes]:
+    """Run a program; return the words that it prints."""
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, b"")
+    return done.stdout.split()
+
+
+def test_in_a_forked_child_there_is_a_thread_again() -> None:
+    code = """
+        import os, threading
+        from raypool import Future, after_each, wait
+        def ended():
+            future = Future("ended")
+            future.set_result(1)
+            return future
+        busy, end = threading.Event(), threading.Event()
+        (follower,) = after_each([ended()], lambda _: busy.set() or end.wait(60))
+        busy.wait(60)
+        child = os.fork()
+        if child == 0:  # the thread that was busy did not come along
+            os._exit(0 if wait(after_each([ended()], str), 30) else 1)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        end.set()
+        print(follower.result(60))
+    """
+    assert run(code) == [b"0", b"True"]
+
+
+def test_what_has_come_in_is_called_before_the_interpreter_ends() -> None:
+    code = """
+        import threading
+        from raypool import after_each, parpool
+        begun = threading.Event()
+        with parpool(2, profile="threads", quiet=True) as pool:
+            after_each([pool.parfeval(begun.wait) for _ in range(3)], lambda _: print("called", flush=True))
+            begun.set()
+    """
+    assert run(code) == [b"called"] * 3
