@@ -1,0 +1,232 @@
+"""What workers do when they begin and end, and that they rest when there is nothing to do, on every kind of pool."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import pytest
+
+from raypool import ParallelPool, PoolClosedError, StartupError, current_task
+
+beside_each_other = pytest.mark.parametrize("make_pool", ["threads", "local"], indirect=True)
+
+IDLE_S = 0.3
+
+
+def where(*_: object) -> int:
+    """The number of the worker that runs this."""
+    return current_task().worker
+
+
+def end_worker(is_in_process: bool) -> None:
+    """End the worker, in a way that no teardown survives."""
+    if is_in_process:
+        os.kill(os.getpid(), signal.SIGKILL)
+    sys.exit(3)
+
+
+def states_of(pool: ParallelPool) -> set[str]:
+    return {worker.state for worker in pool.workers}
+
+
+# --- setup --------------------------------------------------------------------------------------------------------------
+
+
+def test_setup_runs_once_in_each_worker_before_anything_else(make_pool: Any, marks: Any) -> None:
+    with make_pool(2, setup=lambda: marks.add(f"setup {where()}")) as pool:
+        assert marks.all() == ["setup 0", "setup 1"]
+        assert list(pool.parfor(lambda _: marks.count(f"setup {where()}"), 10)) == [1] * 10
+        pool.resize(3)
+        assert pool.parfeval_on_all(lambda: marks.count(f"setup {where()}")).result(60) == [1] * 3
+    assert marks.all() == ["setup 0", "setup 1", "setup 2"]
+
+
+def test_a_worker_that_replaces_another_is_set_up_too(make_pool: Any, marks: Any) -> None:
+    with make_pool(1, setup=lambda: marks.add("setup")) as pool:
+        pool.options(retries=0).parfeval(end_worker, make_pool.is_in_processes).exception(60)
+        assert pool.parfeval(lambda: marks.count("setup")).result(60) == 2
+
+
+def test_a_setup_that_fails(make_pool: Any, marks: Any) -> None:
+    """The error says what was raised; nothing of the pool is left."""
+
+    def fail() -> None:
+        marks.add("tried")
+        raise LookupError("no such data set")
+
+    with pytest.raises(StartupError, match=r"(?s)1 of 1 workers did not start.*its setup failed.*LookupError.*no such data set"):
+        make_pool(1, setup=fail)
+    assert marks.count("tried") >= 1
+
+
+# --- teardown -----------------------------------------------------------------------------------------------------------
+
+
+def test_teardown_runs_once_in_each_worker_at_its_end(make_pool: Any, marks: Any) -> None:
+    with make_pool(3, teardown=lambda: marks.add("teardown")) as pool:
+        assert pool.parfor(abs, 10)[0] == 0
+        assert marks.all() == []
+        pool.resize(2)
+        pool.parfor(abs, 10)
+    assert marks.all() == ["teardown"] * 3
+
+
+def test_teardown_comes_after_what_runs(make_pool: Any, marks: Any) -> None:
+    with make_pool(1, teardown=lambda: marks.add(f"teardown after {marks.count('task')}")) as pool:
+        for _ in range(5):
+            pool.parfeval(marks.add, "task")
+    assert marks.all() == ["task"] * 5 + ["teardown after 5"]
+
+
+def test_a_worker_that_dies_cannot_tear_down(make_pool: Any, marks: Any) -> None:
+    with make_pool(1, teardown=lambda: marks.add("teardown")) as pool:
+        pool.options(retries=0).parfeval(end_worker, make_pool.is_in_processes).exception(60)
+        assert pool.parfeval(where).result(60) == 0
+    if make_pool.is_in_processes:
+        assert marks.count("teardown") == 1
+
+
+def test_a_teardown_that_fails_keeps_nobody_from_ending(make_pool: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with make_pool(2, teardown=lambda: 1 // 0) as pool:
+        assert pool.parfeval(abs, -1).result(60) == 1
+    assert pool.is_closed
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_teardown_finds_what_setup_has_made(make_pool: Any, marks: Any) -> None:
+    def setup() -> None:
+        sys.raypool_test_thing = "thing"  # type: ignore[attr-defined]
+
+    def teardown() -> None:
+        marks.add(sys.raypool_test_thing)  # type: ignore[attr-defined]
+
+    with make_pool(1, setup=setup, teardown=teardown):
+        pass
+    assert marks.all() == ["thing"]
+
+
+# --- nothing to do ------------------------------------------------------------------------------------------------------
+
+
+@beside_each_other
+def test_idle_workers_end_and_are_started_again(make_pool: Any, marks: Any, eventually: Any, capfd: Any) -> None:
+    """Scenario 6."""
+    changes = {"setup": lambda: marks.add("setup"), "teardown": lambda: marks.add("teardown"), "idle_timeout_s": IDLE_S}
+    with make_pool(2, **changes) as pool:
+        assert pool.parfeval_on_all(where).result(60) == [0, 1]
+        pids = [worker.pid for worker in pool.workers]
+        assert eventually(lambda: states_of(pool) == {"parked"})
+        assert eventually(lambda: marks.count("teardown") == 2)
+        if make_pool.is_in_processes:
+            assert eventually(lambda: not any(psutil.pid_exists(pid) for pid in pids))
+        assert (pool.num_workers, pool.idle_workers, pool.busy, pool.is_closed) == (2, 0, False, False)
+
+        assert set(pool.parfor(where, 20)) <= {0, 1}
+        assert pool.parfeval(where).result(60) in (0, 1)
+        assert pool.parfeval_on_all(where).result(60) == [0, 1]
+        assert marks.count("setup") == 4
+        assert pool.num_workers == 2
+    assert marks.count("teardown") == 4
+    assert capfd.readouterr().out == "", "quiet=True"
+
+
+@pytest.mark.parametrize("profile", ["threads", "local"])
+def test_a_line_says_so(profile: str, capsys: pytest.CaptureFixture[str], eventually: Any, request: Any) -> None:
+    from raypool import WorkerResources, parpool
+
+    if profile == "local":
+        request.getfixturevalue("ray_session")
+    said: list[str] = []
+
+    def look() -> bool:
+        said.append(capsys.readouterr().out)
+        return "idle; 2 workers have ended" in "".join(said)
+
+    with parpool(2, profile=profile, resources=WorkerResources(gpus=0), idle_timeout_s=IDLE_S):
+        assert eventually(look)
+
+
+@beside_each_other
+def test_what_runs_long_is_no_idling(make_pool: Any, gate: Any, eventually: Any) -> None:
+    with make_pool(2, idle_timeout_s=IDLE_S) as pool:
+        future = pool.parfeval(gate.wait)
+        assert not eventually(lambda: "parked" in states_of(pool), 4 * IDLE_S)
+        gate.open()
+        future.result(60)
+        assert eventually(lambda: states_of(pool) == {"parked"})
+
+
+@beside_each_other
+@pytest.mark.parametrize("what", ["resize", "shutdown", "delete", "on all", "part", "loop", "bound"])
+def test_what_is_asked_of_a_pool_that_rests(make_pool: Any, eventually: Any, what: str) -> None:
+    with make_pool(2, idle_timeout_s=IDLE_S) as pool:
+        assert eventually(lambda: states_of(pool) == {"parked"})
+        if what == "resize":
+            pool.resize(1)
+            assert pool.num_workers == 1
+            pool.resize(3)
+            assert pool.parfeval_on_all(lambda: 1).result(60) == [1, 1, 1]
+        elif what in ("shutdown", "delete"):
+            getattr(pool, what)()
+            with pytest.raises(PoolClosedError):
+                pool.parfeval(where)
+        elif what == "on all":
+            assert pool.parfeval_on_all(where).result(60) == [0, 1]
+        elif what == "part":
+            part, rest = pool.partition(workers=[1])
+            assert set(part.parfor(where, 5)) == {1}
+            assert rest.parfeval(where).result(60) == 0
+        elif what == "loop":
+            assert list(pool.parfor(lambda x: x + 1, iter(range(50)))) == list(range(1, 51))
+        else:
+            assert pool.options(worker=1).parfeval(where).result(60) == 1
+
+
+@beside_each_other
+def test_a_pool_that_is_used_and_rests_again_and_again(make_pool: Any, eventually: Any) -> None:
+    with make_pool(1, idle_timeout_s=0.05) as pool:
+        for _ in range(4):
+            assert eventually(lambda: states_of(pool) == {"parked"})
+            assert list(pool.parfor(where, 3)) == [0] * 3
+        assert pool.statistics().workers_lost == 0
+
+
+@beside_each_other
+def test_many_threads_wake_a_pool_at_once(make_pool: Any, eventually: Any) -> None:
+    with make_pool(2, idle_timeout_s=IDLE_S) as pool:
+        assert eventually(lambda: states_of(pool) == {"parked"})
+        values: list[int] = []
+        threads = [threading.Thread(target=lambda: values.extend(pool.parfor(abs, 5))) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(values) == sorted(list(range(5)) * 6)
+
+
+@pytest.mark.parametrize("make_pool", ["inline"], indirect=True)
+def test_an_inline_pool_has_nothing_that_could_end(make_pool: Any) -> None:
+    with make_pool(2, idle_timeout_s=0.001) as pool:
+        time.sleep(0.01)
+        assert pool.parfeval(where).result(60) == 0
+        assert "parked" not in states_of(pool)
+
+
+@beside_each_other
+def test_constants_are_made_anew_after_a_rest(make_pool: Any, marks: Any, eventually: Callable[..., bool]) -> None:
+    with make_pool(1, idle_timeout_s=IDLE_S) as pool:
+        table = pool.constant(lambda: marks.add("built") or [1, 2], cleanup=lambda _: marks.add("cleaned"))
+        assert pool.parfeval(lambda: table.value).result(60) == [1, 2]
+        assert eventually(lambda: states_of(pool) == {"parked"})
+        assert pool.parfeval(lambda: table.value).result(60) == [1, 2]
+    if make_pool.is_in_processes:
+        assert marks.all() == ["built", "built", "cleaned", "cleaned"]
+    else:
+        assert marks.all() == ["built", "cleaned"], "one process, which goes on"
