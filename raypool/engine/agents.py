@@ -9,7 +9,7 @@ import pickle
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import psutil
@@ -32,6 +32,34 @@ FINISH_TIMEOUT_S = 5.0
 """How long to wait at the end for what workers have said last [s]."""
 
 Chore = Callable[[], object]
+
+
+class Answers:
+    """What becomes of values that are offered to queues: what is known at once travels together, the rest when it is known.
+
+    Args:
+        send: Sends one that comes later: ticket, outcome.
+    """
+
+    def __init__(self, send: Callable[[int, str], object]) -> None:
+        self._send = send
+        self._known: list[tuple[int, str]] = []
+        self._is_late = False
+        self._lock = threading.Lock()
+
+    def give(self, ticket: int, outcome: str) -> None:
+        """Note one; from any thread."""
+        with self._lock:
+            if not self._is_late:
+                self._known.append((ticket, outcome))
+                return
+        self._send(ticket, outcome)
+
+    def at_once(self) -> list[tuple[int, str]]:
+        """Return those that are known; the others are sent."""
+        with self._lock:
+            self._is_late = True
+            return self._known
 
 
 class Agents:
@@ -121,20 +149,22 @@ class Agents:
 
     # --- what workers say ---------------------------------------------------------------------------------------------
 
-    def _take(self, agent: Any) -> None:
-        self._answered(agent.take.remote(), functools.partial(self._on_mail, agent))
+    def _take(self, agent: Any, answers: Sequence[tuple[int, str]] = ()) -> None:
+        self._answered(agent.take.remote(answers), functools.partial(self._on_mail, agent))
 
     def _on_mail(self, agent: Any, mail: Any) -> None:
         if mail is None or isinstance(mail, BaseException):  # that was all; or it is gone, or Ray is
             self._silent.release()
             self._replace(agent)
             return
-        self._take(agent)
-        for worker_id, number, batch in mail:
+        answers = Answers(functools.partial(self._answer, agent))
+        for worker_id, number, content in mail:
             if worker_id == OFFERED:
-                offer(batch[0], batch[1], functools.partial(self._answer, agent, number))
-            else:
-                self._hub.deliver(worker_id, number, batch)
+                offer(content[0], content[1], functools.partial(answers.give, number))
+        self._take(agent, answers.at_once())
+        for worker_id, number, content in mail:
+            if worker_id != OFFERED:
+                self._hub.deliver(worker_id, number, content)
 
     def _answer(self, agent: Any, ticket: int, outcome: str) -> None:
         """Say what became of a value that was offered to a queue; from any thread."""

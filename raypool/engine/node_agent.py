@@ -13,6 +13,7 @@ import signal
 import struct
 import termios
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import psutil
@@ -30,6 +31,9 @@ BY_ITSELF_S = 0.5
 
 GONE_TIMEOUT_S = 10.0
 """How long a killed process may take to be gone, with its memory on the GPU [s]."""
+
+COMING_TIMEOUT_S = 5.0
+"""How long to wait for a worker that is asked about to be known [s]."""
 
 OFFERED = -1
 """Stands in the mailbox where else a worker's id is."""
@@ -121,8 +125,10 @@ class NodeAgent:
     """
 
     def __init__(self, driver: tuple[int, float] | None) -> None:
+        with contextlib.suppress(PermissionError):  # it is the head of a group already
+            os.setpgid(0, 0)  # Ctrl-C in the driver's terminal is not for this process
         self._driver = driver
-        self._watched: dict[int, Watched] = {}  # by worker id
+        self._watched: dict[int, Watched | None] = {}  # by worker id; None: it had gone before
         self._mailbox: list[tuple[int, int, Any]] = []
         self._mailbox_bytes = 0
         self._has_mail = asyncio.Event()
@@ -135,8 +141,16 @@ class NodeAgent:
         """Take care of a worker from now on."""
         if not self._watched:
             self._watch_driver()
+        self._watched.setdefault(worker_id, None)
         with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError, FileNotFoundError):  # it has gone already
             self._watched[worker_id] = Watched(process, actor)
+
+    async def _known(self, worker_id: int) -> bool:
+        """Return whether a worker is watched; what is asked about it may overtake `watch`, of which Ray keeps no order."""
+        deadline = time.monotonic() + COMING_TIMEOUT_S
+        while worker_id not in self._watched and time.monotonic() < deadline:
+            await asyncio.sleep(0.005)
+        return worker_id in self._watched
 
     def _watch_driver(self) -> None:
         if self._driver is None:
@@ -151,7 +165,7 @@ class NodeAgent:
 
     def _on_driver_gone(self) -> None:
         """End everything, at once: Ray will end this process too, and the children of workers would be left."""
-        for watched in self._watched.values():
+        for watched in filter(None, self._watched.values()):
             watched.kill_others()
             watched.kill()
         os._exit(0)
@@ -164,7 +178,7 @@ class NodeAgent:
         Returns:
             Whether one of them was to be cancelled and still runs after `grace_s`.
         """
-        watched = self._watched.get(worker_id)
+        watched = self._watched[worker_id] if await self._known(worker_id) else None
         if watched is None:
             return False
         try:
@@ -191,7 +205,7 @@ class NodeAgent:
 
     async def end(self, worker_id: int) -> None:
         """Kill what is left of a worker; return when nothing of it is left."""
-        watched = self._watched.pop(worker_id, None)
+        watched = self._watched.pop(worker_id) if await self._known(worker_id) else None
         if watched is None:
             return
         others = watched.kill_others()
@@ -220,11 +234,16 @@ class NodeAgent:
         self._mailbox.append((OFFERED, ticket, (queue, value)))
         self._has_mail.set()
 
-    async def take(self) -> list[tuple[int, int, Any]] | None:
+    async def take(self, answers: Sequence[tuple[int, str]] = ()) -> list[tuple[int, int, Any]] | None:
         """Return what workers have said, waiting until there is something: (worker id, number of the batch, batch).
 
         What is offered to a queue comes as (OFFERED, ticket, (queue, value)). None after `finish`, when that was all.
+
+        Args:
+            answers: What has become of offers that were taken before: ticket, outcome.
         """
+        for ticket, outcome in answers:
+            await self._exchange.answer(ticket, outcome)
         await self._has_mail.wait()
         mail, self._mailbox, self._mailbox_bytes = self._mailbox, [], 0
         self._has_room.set()
