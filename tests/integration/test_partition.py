@@ -115,3 +115,17 @@ def test_the_gpus_of_a_part_stay_the_pools() -> None:
         with pytest.raises(ResourceError, match="requested 1, available 0"):
             parpool(1, start_timeout_s=0.5, quiet=True)
         assert len(rest.parfeval_on_all(look).result(60)) == 2
+
+
+def test_parts_of_a_pool_that_rests(eventually: Any) -> None:
+    """Which GPU is whose is known also while no worker has a process; and each comes back to its own."""
+    with parpool(resources=[CPU, GPU, GPU], idle_timeout_s=0.3, quiet=True) as pool:
+        before = [(worker.index, worker.gpu) for worker in pool.workers]
+        assert eventually(lambda: {worker.state for worker in pool.workers} == {"parked"})
+        training, preparing = pool.partition(per_gpu=1)
+        assert [(worker.index, worker.gpu) for worker in training.workers] == before[1:]
+        with pytest.raises(ResourceError, match="requested 2, available 1"):
+            parpool(2, start_timeout_s=0.5, quiet=True)
+        assert set(training.parfor(lambda _: look()[1], 10)) <= {gpu for _, gpu in before[1:]}
+        assert pool.parfeval_on_all(look).result(60) == [(index, gpu, "" if gpu is None else str(gpu)) for index, gpu in before]
+        assert preparing.parfeval(look).result(60)[0] == 0
