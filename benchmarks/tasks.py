@@ -90,3 +90,23 @@ class Bare:
         started = time.time()
         time.sleep(seconds)
         return started, time.time()
+
+
+def put_many(messages, count):
+    """Put small messages into a queue of whatever kind."""
+    for step in range(count):
+        messages.put({"step": step, "loss": 0.5})
+
+
+def send_many(orders, messages):
+    """Put as many messages as is ordered, until nothing is."""
+    while count := orders.get():
+        put_many(messages, count)
+
+
+class Sender:
+    """An actor that puts messages into a queue."""
+
+    def put_many(self, messages, count):
+        """Put them."""
+        put_many(messages, count)
