@@ -111,7 +111,7 @@ class Backlog:
         """
         task = self.tasks[heap[0][1]]
         if task.again and task.is_suspect:
-            return Attempt((self._cut(task, heap, flight, room=task.size),), task.pace, runs_alone=True)
+            return Attempt((self._cut(task, heap, flight, room=task.size),), task.pace, True, task.spec.is_fresh)
         runs_alone = task.spec.runs_alone()
         room = 1 if runs_alone else task.spec.chunk_size or policy.chunk_size(task.pace, num_workers)
         piece = self._cut(task, heap, flight, room)
@@ -124,7 +124,7 @@ class Backlog:
                 break
             piece = self._cut(following, heap, flight, room)
             slices.append(piece)
-        return Attempt(tuple(slices), task.pace, runs_alone)
+        return Attempt(tuple(slices), task.pace, runs_alone, task.spec.is_fresh)
 
     def take_rank(self, gang: Task, flight: Flight) -> Attempt:
         """Cut the next rank from a gang."""

@@ -9,7 +9,7 @@ from raypool.core.messages import Command, DropPlace, ParkWorker, SetTimer, Star
 from raypool.core.model import Attempt, Bench, Lane, Place, Task, TaskSpec, Worker, WorkerState
 from raypool.errors import LossReason
 
-IDLE, BUSY = WorkerState.IDLE, WorkerState.BUSY  # Python 3.11 takes its time to look these up
+STARTING, IDLE, BUSY = WorkerState.STARTING, WorkerState.IDLE, WorkerState.BUSY  # Python 3.11 takes its time to look these up
 
 
 class Crew:
@@ -78,6 +78,14 @@ class Crew:
         successor = self._hire(place)
         delay_s = policy.restart_delay_s(place.failed_starts + place.losses)
         return [SetTimer(now + delay_s, "start", successor.worker_id)] if delay_s > 0 else self.launch(successor, now)
+
+    def renew(self, worker: Worker) -> Worker:
+        """Put a worker that still has to be launched in the place of a free one; what is bound to that has lost it."""
+        self._dismiss(worker, WorkerState.STOPPED)
+        place = self.places[worker.place]
+        if worker.worker_id in self.lanes:
+            self._leave_lane(self.lanes[worker.worker_id], place, LossReason.EXIT)
+        return self._hire(place)
 
     def retire(self, worker: Worker) -> None:
         """Let a worker take nothing more."""
@@ -183,10 +191,11 @@ class Crew:
                 lane.bench.seat(worker)
 
     def engage(self, worker: Worker, attempt: Attempt) -> None:
-        """Note that a worker is sent a call, under the next number."""
+        """Note that a worker is sent a call, under the next number; or will be, if it is starting."""
         worker.attempts[self.next_attempt_id] = attempt
         self.next_attempt_id += 1
-        worker.state = BUSY
+        if worker.state is not STARTING:
+            worker.state = BUSY
         self.idle.pop(worker.worker_id, None)
         self.offer_ahead(worker, attempt)
 

@@ -6,7 +6,7 @@ from raypool.core import messages as m
 from raypool.core.backlog import Backlog
 from raypool.core.crew import Crew
 from raypool.core.ledger import Ledger
-from raypool.core.model import Attempt, Flight, Lane, Order, Task, TaskState, Worker
+from raypool.core.model import Attempt, Flight, Lane, Order, Task, TaskState, Worker, WorkerState
 
 
 class Dispatcher:
@@ -74,6 +74,9 @@ class Dispatcher:
     def _send(self, worker: Worker, lane: Lane | None = None) -> None:
         """Send a worker the next call from a lane, or from the pool's queue."""
         heap, num_workers = (self._backlog.heap, self._crew.size) if lane is None else (lane.heap, len(lane.places))
+        if worker.has_delivered and self._backlog.tasks[heap[0][1]].spec.is_fresh:
+            worker = self._crew.renew(worker)
+            self._out += self._crew.launch(worker, self._now)
         before = self._first_elsewhere(worker, heap) if self._crew.lanes else None
         flight = (self._crew.next_attempt_id, worker.worker_id)
         self._start(worker, flight, self._backlog.take(heap, flight, num_workers, before))
@@ -93,9 +96,24 @@ class Dispatcher:
                 self._start(worker, flight, self._backlog.take_rank(gang, flight))
 
     def _start(self, worker: Worker, flight: Flight, attempt: Attempt) -> None:
-        attempt_id, worker_id = flight
         self._crew.engage(worker, attempt)
         self._ledger.counts.attempts += 1
+        if not attempt.is_fresh or worker.state is not WorkerState.STARTING:  # else `begin` follows when it is ready
+            self._call(flight, attempt)
+
+    def begin(self, worker: Worker, now: float) -> list[m.Command]:
+        """Send a worker that has come up the call that it was started for, unless nobody wants that any more."""
+        ((attempt_id, attempt),) = worker.attempts.items()
+        self._now, self._out = now, []
+        if attempt.slices[0].task_id in self._backlog.tasks:
+            worker.state = WorkerState.BUSY
+            self._call((attempt_id, worker.worker_id), attempt)
+        else:
+            del worker.attempts[attempt_id]
+        return self._out
+
+    def _call(self, flight: Flight, attempt: Attempt) -> None:
+        attempt_id, worker_id = flight
         self._out.append(m.RunTasks(worker_id, attempt_id, attempt.slices))
         if attempt.runs_alone:
             timeout_s = self._backlog.tasks[attempt.slices[0].task_id].spec.timeout_s

@@ -94,7 +94,10 @@ def _check_worker(scheduler: Scheduler, worker: Worker) -> None:
     is_idle, is_member, is_ahead, is_retiring, is_parked = (
         number in group for group in (crew.idle, crew.members, crew.ahead, crew.retiring, crew.parked)
     )
-    assert (worker.state is WorkerState.BUSY) == bool(worker.attempts), f"worker {number}: busy without an attempt"
+    may_have = (worker.state is WorkerState.BUSY, _is_reserved(worker))
+    assert any(may_have) == bool(worker.attempts), f"worker {number}: busy without an attempt"
+    has_fresh = any(attempt.is_fresh for attempt in worker.attempts.values())
+    assert not (has_fresh and worker.has_delivered), f"worker {number}: not fresh"
     assert is_idle + is_member == (worker.state is WorkerState.IDLE), f"worker {number}: in a wrong group"
     assert is_parked == (worker.state is WorkerState.PARKED), f"worker {number}: parked, or not"
     assert not is_retiring or worker.attempts, f"worker {number}: stays without an attempt"
@@ -104,6 +107,12 @@ def _check_worker(scheduler: Scheduler, worker: Worker) -> None:
     assert not is_ahead or len(worker.attempts) == 1, f"worker {number}: look-ahead without a call that runs"
     if is_ahead or len(worker.attempts) == MAX_IN_FLIGHT:
         assert not any(attempt.runs_alone for attempt in worker.attempts.values()), f"worker {number}: not alone"
+
+
+def _is_reserved(worker: Worker) -> bool:
+    """Whether a worker is started for one call that has to be in a process of its own."""
+    attempts = list(worker.attempts.values())
+    return worker.state is WorkerState.STARTING and len(attempts) == 1 and attempts[0].is_fresh
 
 
 def _in_flight(scheduler: Scheduler) -> dict[int, list[tuple[int, int, Slice]]]:

@@ -6,7 +6,7 @@ from raypool.core import messages as m
 from raypool.core import policy
 from raypool.core.backlog import Backlog
 from raypool.core.crew import Crew
-from raypool.core.model import Counts, Report, Slice, Task, TaskState
+from raypool.core.model import Counts, Report, Slice, Task, TaskState, WorkerState
 from raypool.errors import LossReason
 
 
@@ -47,7 +47,8 @@ class Ledger:
     def signal(self, task: Task, signal: m.Signal) -> None:
         """Tell whatever runs of a task now."""
         for attempt_id, worker_id in (task.flights or {}).items():
-            self.out.append(m.SignalTask(worker_id, attempt_id, task.spec.task_id, signal))
+            if self._crew.workers[worker_id].state is WorkerState.BUSY:  # else it is about to be sent
+                self.out.append(m.SignalTask(worker_id, attempt_id, task.spec.task_id, signal))
 
     def settle(self, task: Task, piece: Slice, report: Report, attempt_id: int) -> None:
         """Take in what a worker says of a slice; queue what it handed back, or what may run again."""

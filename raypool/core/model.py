@@ -72,7 +72,7 @@ class TaskSpec(NamedTuple):
     or fails with it. `is_gang`: its items are ranks, which start together and never run again. `places`: the only
     places that it may use. `fail_fast`: the first failure ends the task. `chunk_size`: a call takes so many items, whatever
     they take (None: by their pace). `timeout_s`: an item that runs longer has failed [s]; such items never share a call.
-    `is_fresh`: runs in a process that has run nothing before, and runs nothing after.
+    `is_fresh`: each item runs in a process that has run nothing before, and ends after it.
     """
 
     task_id: int
@@ -93,11 +93,13 @@ class TaskSpec(NamedTuple):
     @property
     def is_sound(self) -> bool:
         """Whether these wishes have a meaning, and go together."""
-        if self.place is not None and (self.is_gang or self.places is not None):
+        if self.place is not None and (self.is_gang or self.is_fresh or self.places is not None):
+            return False  # a bound task means a process, not a place
+        if self.is_gang and (self.is_open or self.is_fresh):
             return False
         may_start = (self.max_workers is None or self.max_workers > 0) and (self.chunk_size is None or self.chunk_size > 0)
         may_last = self.timeout_s is None or self.timeout_s > 0
-        return may_start and may_last and self.size >= 0 and self.retries >= 0 and not (self.is_gang and self.is_open)
+        return may_start and may_last and self.size >= 0 and self.retries >= 0
 
     def runs_alone(self) -> bool:
         """Whether an item of it never shares a call, and nothing is queued behind it."""
@@ -242,11 +244,15 @@ class Attempt(NamedTuple):
     slices: tuple[Slice, ...]
     pace: Pace  # of that function
     runs_alone: bool  # nothing may be queued behind it
+    is_fresh: bool = False  # in a process of its own
 
 
 @dataclass(slots=True)
 class Worker:
-    """A process (or thread) that runs tasks; `attempts` is ordered, the first one is running."""
+    """A process (or thread) that runs tasks; `attempts` is ordered, the first one is running.
+
+    While the worker is starting, it may have one that has to be in a process of its own, and is sent when the worker is ready.
+    """
 
     worker_id: int
     place: int

@@ -72,6 +72,8 @@ class Scheduler:
         self._out.clear()
         self._handlers[type(event)](event)
         work = self._dispatcher.give_out(now)
+        if self.crew.deserted:
+            self._fail_deserted()
         self._close_if_done()
         if self._idleness is not None:
             self._look_whether_idle(self._idleness)
@@ -138,7 +140,7 @@ class Scheduler:
         worker = crew.workers.get(worker_id)
         if worker is None or attempt_id not in worker.attempts:
             return  # an answer from a worker that was given up
-        slices, pace, _ = worker.attempts[attempt_id]
+        slices, pace, _, is_fresh = worker.attempts[attempt_id]
         if len(reports) != len(slices) or not all(map(Report.is_about, reports, slices)):
             self._impossible(event, worker_id=worker_id)
         del worker.attempts[attempt_id]
@@ -152,14 +154,16 @@ class Scheduler:
                 self.ledger.settle(task, piece, report, attempt_id)
         if done:
             pace.observe(done, busy_s)
-        self._freed(worker)
+        self._freed(worker, is_spent=is_fresh)
 
-    def _freed(self, worker: Worker) -> None:
-        """Note that a call has come back from a worker."""
+    def _freed(self, worker: Worker, is_spent: bool) -> None:
+        """Note that a worker has one call less; one that is spent may take no other."""
         if worker.attempts:
             self.crew.offer_ahead(worker, next(iter(worker.attempts.values())))
         elif worker.worker_id in self.crew.retiring:
             self._out.append(self.crew.stop(worker))
+        elif is_spent:
+            self._out += self.crew.launch(self.crew.renew(worker), self._now)
         else:
             self.crew.free(worker)
 
@@ -172,7 +176,10 @@ class Scheduler:
         if worker.state is not WorkerState.STARTING:
             self._impossible(event, worker_id=event.worker_id)
         self.crew.places[worker.place].failed_starts = 0
-        self.crew.free(worker)
+        if worker.attempts:
+            self._out += self._dispatcher.begin(worker, self._now)
+        if not worker.attempts:
+            self._freed(worker, is_spent=False)
 
     def _on_timer_fired(self, event: m.TimerFired) -> None:
         worker = self._worker(event)
@@ -211,6 +218,7 @@ class Scheduler:
     def _lose(self, worker: Worker, reason: LossReason, was_idle: bool) -> None:
         """Replace a worker, and see to what it was running and to what was bound to it."""
         has_future = worker.worker_id not in self.crew.retiring
+        was_idle = was_idle or worker.state is WorkerState.STARTING
         self._out += self.crew.replace(worker, reason, self._now)
         # The first attempt was running, or it had ended, its answer died with the process, and the one behind it was running.
         # So both are charged: an innocent item has attempts left, alone, but a culprit never runs once too often.
@@ -259,7 +267,6 @@ class Scheduler:
             self.crew.retire(worker)
             if not worker.attempts:
                 self._out.append(self.crew.stop(worker))
-        self._fail_deserted()
 
     def _on_shutdown_requested(self, event: m.ShutdownRequested) -> None:
         if self.state is PoolState.BROKEN:
@@ -277,7 +284,8 @@ class Scheduler:
                 self._break()
         elif self.state is PoolState.CLOSING:
             self.state = PoolState.CLOSED
-            self._out[:] = [command for command in self._out if not isinstance(command, m.SignalTask)]  # all end anyway
+            in_vain = (m.SignalTask, m.StartWorker, m.SetTimer)
+            self._out[:] = [command for command in self._out if not isinstance(command, in_vain)]
             self._out += [self.crew.stop(worker) for worker in list(self.crew.workers.values())]
             self._tell_closed()
 

@@ -65,6 +65,8 @@ class Hand:
     place: int
     is_launched: bool = False
     is_ready: bool = False
+    is_used: bool = False
+    is_spent: bool = False
     calls: list[int] = field(default_factory=list)
 
 
@@ -112,6 +114,7 @@ class World(RuleBasedStateMachine):
         fail_fast=st.sampled_from([False, False, True]),
         places=st.none() | PLACES,
         timeout_s=TIMEOUTS,
+        is_fresh=st.sampled_from([False, False, False, True]),
     )
     def submit(self, fn_id, size, is_open, priority, retries, max_workers, **wishes) -> None:
         is_open = is_open and size in (0, 2)
@@ -148,10 +151,11 @@ class World(RuleBasedStateMachine):
         count=st.integers(1, 12),
         retries=st.sampled_from([0, 1, 2, 2, 2]),
         places=st.sampled_from([None, None, (0, 1), (1, 2, 3)]),
+        is_fresh=st.sampled_from([False, False, False, False, True]),
     )
-    def submit_calls(self, fn_id: int, count: int, retries: int, places: tuple[int, ...] | None) -> None:
+    def submit_calls(self, fn_id, count, retries, places, is_fresh) -> None:
         for _ in range(count):
-            self.submit_spec(TaskSpec(len(self.jobs), fn_id, retries=retries, places=places))
+            self.submit_spec(TaskSpec(len(self.jobs), fn_id, retries=retries, places=places, is_fresh=is_fresh))
 
     def submit_spec(self, spec: TaskSpec) -> None:
         worker_id = self.places.get(spec.place) if spec.place is not None else None
@@ -358,6 +362,10 @@ class World(RuleBasedStateMachine):
     def on_RunTasks(self, call: m.RunTasks) -> None:
         hand = self.hands[call.worker_id]
         assert hand.is_ready
+        assert not hand.is_spent
+        is_fresh = any(self.jobs[piece.task_id].spec.is_fresh for piece in call.slices)
+        assert not (is_fresh and hand.is_used)
+        hand.is_used, hand.is_spent = True, is_fresh
         assert len(hand.calls) < 2
         assert call.attempt_id not in self.calls
         assert len({self.jobs[piece.task_id].spec.fn_id for piece in call.slices}) == 1
@@ -399,6 +407,8 @@ class World(RuleBasedStateMachine):
         for call in runs:
             started, place = self.jobs[call.slices[0].task_id], self.hands[call.worker_id].place
             for job in waiting:
+                if job.spec.is_fresh or started.spec.is_fresh:
+                    continue  # it may have its worker already, which is starting
                 is_held_up = job.is_plain and any(order < order_of(job) for order in gangs)
                 if job.spec.is_gang or started.spec.is_gang or is_held_up or not job.may_run_on(call.worker_id, place):
                     continue
@@ -469,7 +479,10 @@ class World(RuleBasedStateMachine):
         place = self.places.get(command.place)
         assert command.worker_id not in self.places.values() or place == command.worker_id
         if place != command.worker_id:
-            assert place not in self.hands, "two workers in one place"
+            if place in self.hands:  # it makes room for something that wants a process of its own, or has run that
+                hand = self.hands.pop(place)
+                assert hand.is_used
+                assert not hand.calls
             assert all(command.worker_id > other for other in self.hands)
         self.places[command.place] = command.worker_id
         self.hands[command.worker_id] = Hand(command.place, is_launched=True)

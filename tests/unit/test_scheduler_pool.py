@@ -200,7 +200,7 @@ def test_the_loss_of_the_last_item_closes_the_pool(pool_of):
     pool = pool_of(1)
     pool.submit(0, retries=0)
     pool.shutdown()
-    assert pool.lose(0) == [*pool.starts(1, place=0), pool.fails((0, 0, 1)), EndTask(0, FINISHED), Vacate(0), ClosePool()]
+    assert pool.lose(0) == [pool.fails((0, 0, 1)), EndTask(0, FINISHED), Vacate(0), ClosePool()]
 
 
 def break_pool(pool):
