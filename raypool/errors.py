@@ -19,8 +19,8 @@
     ├── CloudError           a cluster file, job or node request was refused
     └── InternalError        raypool's own mistake
 
-`TaskCancelled` stands beside the tree: it is raised inside a task that is cancelled while it runs, and is a `BaseException`, so that
-``except Exception`` does not catch it.
+`TaskCancelled` stands beside the tree: it is raised inside a task that is cancelled while it runs, and is a `BaseException`, so
+that ``except Exception`` does not catch it.
 
 Exceptions of the user's own are raised as themselves, never wrapped. `TaskTimeoutError` is deliberately no
 `TimeoutError`: that one means that a *wait* ran out while the task goes on.
@@ -161,7 +161,8 @@ class InternalError(RaypoolError):
 class TaskCancelled(BaseException):
     """Raised inside a task that somebody cancels while it runs, or whose time is up, wherever it is in Python code.
 
-    A task may tidy up in a ``finally`` clause; one that catches this and goes on is killed with its worker after `cancel_grace_s`.
+    A task may tidy up in a ``finally`` clause. One that catches this and goes on is killed with its worker after
+    `cancel_grace_s`.
     """
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 
@@ -58,3 +58,13 @@ def gpu_identity(device: str) -> tuple[int, str | None]:
             return int(library.nvmlDeviceGetIndex(handle)), str(library.nvmlDeviceGetUUID(handle))
         except library.NVMLError:
             return index, None if index >= 0 else device
+
+
+def gpu_memory_used(gpus: Iterable[int]) -> int:
+    """Return how much memory of these GPUs is in use, by whomever [bytes]; 0 as far as NVML does not know them."""
+    used = 0
+    with nvml() as library:
+        for index in gpus if library is not None else ():
+            with contextlib.suppress(library.NVMLError):
+                used += int(library.nvmlDeviceGetMemoryInfo(library.nvmlDeviceGetHandleByIndex(index)).used)
+    return used

@@ -74,7 +74,7 @@ class Agents:
         self._hub = hub
         self._cancel_grace_s = cancel_grace_s
         self._agents: dict[str, Any] = {}  # by node
-        self._by_worker: dict[int, Any] = {}
+        self._by_worker: dict[int, tuple[Any, Any]] = {}  # the agent of its node, and the reference of its answer to `watch`
         self._workers: dict[int, tuple[Introduction, Any]] = {}  # with their actors
         self._making = threading.Lock()
         self._is_closed = False
@@ -102,8 +102,9 @@ class Agents:
     def attach(self, worker_id: int, introduction: Introduction, actor: Any) -> None:
         """Let a worker be watched over, and know the agent of its node and the one where the pool's exchange is."""
         self._workers[worker_id] = introduction, actor
-        agent = self._by_worker[worker_id] = self._agent_on(introduction.node_id)
-        agent.watch.remote(worker_id, introduction.process, actor)
+        agent = self._agent_on(introduction.node_id)
+        watched = agent.watch.remote(worker_id, introduction.process, introduction.info.gpus, actor)
+        self._by_worker[worker_id] = agent, watched
         actor.attach.remote(agent, self.home())
 
     def knows(self, worker_id: int) -> bool:
@@ -194,20 +195,21 @@ class Agents:
 
     def signal(self, worker_id: int, attempt_id: int, task_id: int, wish: Signal, on_stuck: Chore) -> None:
         """Pass on a wish to a worker; `on_stuck` is called if what was cancelled still runs after the grace."""
-        agent = self._by_worker.get(worker_id)
-        if agent is None:
+        if worker_id not in self._by_worker:
             return
+        agent, watched = self._by_worker[worker_id]
 
         def take(is_stuck: Any) -> None:
             # If the agent has gone, nobody can interrupt the worker any more.
             if is_stuck is True or (isinstance(is_stuck, BaseException) and wish is Signal.CANCEL):
                 on_stuck()
 
-        self._answered(agent.signal.remote(worker_id, attempt_id, task_id, wish is Signal.CANCEL, self._cancel_grace_s), take)
+        is_cancel = wish is Signal.CANCEL
+        self._answered(agent.signal.remote(watched, worker_id, attempt_id, task_id, is_cancel, self._cancel_grace_s), take)
 
     def end(self, worker_id: int, actor: Any, then: Chore) -> None:
         """Kill what is left of a worker, its children too; `then` is called, in some thread, when nothing is left."""
-        agent = self._by_worker.pop(worker_id, None)
+        agent, watched = self._by_worker.pop(worker_id, (None, None))
         self._workers.pop(worker_id, None)
         if not ray.is_initialized():
             then()
@@ -218,7 +220,7 @@ class Agents:
             ray.kill(actor)
             then()
         else:
-            self._answered(agent.end.remote(worker_id), functools.partial(self._ended, actor, then))
+            self._answered(agent.end.remote(watched, worker_id), functools.partial(self._ended, actor, then))
 
     def _ended(self, actor: Any, then: Chore, answer: Any) -> None:
         if isinstance(answer, BaseException) and ray.is_initialized():  # the agent has gone itself

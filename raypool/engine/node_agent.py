@@ -13,12 +13,13 @@ import signal
 import struct
 import termios
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import psutil
 import ray
 
+from raypool.devices.inventory import gpu_memory_used
 from raypool.engine.exchange import Exchange
 from raypool.engine.guard import AT_HAND, STOP_SIGNAL, WISH
 
@@ -32,8 +33,8 @@ BY_ITSELF_S = 0.5
 GONE_TIMEOUT_S = 10.0
 """How long a killed process may take to be gone, with its memory on the GPU [s]."""
 
-COMING_TIMEOUT_S = 5.0
-"""How long to wait for a worker that is asked about to be known [s]."""
+STEADY_S = 1.0
+"""A GPU's memory that is not back where it was, but has not changed for so long, is in use by somebody else [s]."""
 
 OFFERED = -1
 """Stands in the mailbox where else a worker's id is."""
@@ -53,9 +54,11 @@ class WorkerProcess(NamedTuple):
 class Watched:
     """A worker's process on this node. It is the head of a process group, in which its children are too."""
 
-    def __init__(self, process: WorkerProcess, actor: Any) -> None:
+    def __init__(self, process: WorkerProcess, gpus: Sequence[int], actor: Any) -> None:
         self.pid = process.pid
+        self.gpus = gpus
         self.actor = actor
+        self.memory_used = gpu_memory_used(gpus)  # before it has done anything
         self.process = psutil.Process(process.pid)
         self._descriptor = os.pidfd_open(process.pid)  # its number may be somebody else's one day
         self._pipe = os.open(f"/proc/{process.pid}/fd/{process.pipe}", os.O_WRONLY | os.O_NONBLOCK)
@@ -137,20 +140,17 @@ class NodeAgent:
         self._is_finished = False
         self._exchange = Exchange(self._pass_on)
 
-    async def watch(self, worker_id: int, process: WorkerProcess, actor: Any) -> None:
-        """Take care of a worker from now on."""
+    async def watch(self, worker_id: int, process: WorkerProcess, gpus: Sequence[int], actor: Any) -> None:
+        """Take care of a worker from now on.
+
+        Calls of an asynchronous actor may overtake each other: those about a worker take the answer to this one, so that Ray lets
+        them wait for it.
+        """
         if not self._watched:
             self._watch_driver()
         self._watched.setdefault(worker_id, None)
         with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError, FileNotFoundError):  # it has gone already
-            self._watched[worker_id] = Watched(process, actor)
-
-    async def _known(self, worker_id: int) -> bool:
-        """Return whether a worker is watched; what is asked about it may overtake `watch`, of which Ray keeps no order."""
-        deadline = time.monotonic() + COMING_TIMEOUT_S
-        while worker_id not in self._watched and time.monotonic() < deadline:
-            await asyncio.sleep(0.005)
-        return worker_id in self._watched
+            self._watched[worker_id] = Watched(process, gpus, actor)
 
     def _watch_driver(self) -> None:
         if self._driver is None:
@@ -172,13 +172,13 @@ class NodeAgent:
 
     # --- stopping -----------------------------------------------------------------------------------------------------
 
-    async def signal(self, worker_id: int, attempt_id: int, task_id: int, is_cancel: bool, grace_s: float) -> bool:
+    async def signal(self, _: None, worker_id: int, attempt_id: int, task_id: int, is_cancel: bool, grace_s: float) -> bool:
         """Tell a worker that the slices of a task are not wanted any more, or should end early.
 
         Returns:
             Whether one of them was to be cancelled and still runs after `grace_s`.
         """
-        watched = self._watched[worker_id] if await self._known(worker_id) else None
+        watched = self._watched.get(worker_id)
         if watched is None:
             return False
         try:
@@ -203,9 +203,9 @@ class NodeAgent:
                 if not (is_cancel and is_running):
                     return False
 
-    async def end(self, worker_id: int) -> None:
-        """Kill what is left of a worker; return when nothing of it is left."""
-        watched = self._watched.pop(worker_id) if await self._known(worker_id) else None
+    async def end(self, _: None, worker_id: int) -> None:
+        """Kill what is left of a worker; return when nothing of it is left, also on its GPU."""
+        watched = self._watched.pop(worker_id, None)
         if watched is None:
             return
         others = watched.kill_others()
@@ -217,6 +217,8 @@ class NodeAgent:
                 watched.kill()
             await asyncio.sleep(0.005)
         watched.close()
+        if watched.gpus:
+            await memory_back(lambda: gpu_memory_used(watched.gpus), watched.memory_used)
 
     # --- what workers say ---------------------------------------------------------------------------------------------
 
@@ -260,6 +262,15 @@ class NodeAgent:
     async def exchange(self, method: str, *args: Any) -> Any:
         """Call a method of the pool's exchange."""
         return await getattr(self._exchange, method)(*args)
+
+
+async def memory_back(read: Callable[[], int], before: int) -> None:
+    """Wait until no more memory is in use than before [bytes]: a GPU's driver takes its time after the end of a process."""
+    used, since = read(), time.monotonic()
+    while used > before and time.monotonic() < since + STEADY_S:
+        await asyncio.sleep(0.02)
+        if (now := read()) < used:
+            used, since = now, time.monotonic()
 
 
 def _lives(process: psutil.Process) -> bool:

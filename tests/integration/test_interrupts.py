@@ -47,7 +47,7 @@ def test_once_in_a_loop(start_python: Any, make_gate: Any, eventually: Any) -> N
 with parpool(2, quiet=True) as pool:
     pids = pool.parfeval_on_all(os.getpid).result()
     try:
-        pool.parfor(work, 12)
+        pool.parfor(work, 12, max_workers=1)
     except KeyboardInterrupt as interrupt:
         print(list(interrupt.results)[:4], interrupt.results.to_frame()["status"].value_counts().to_dict())
         print(interrupt.__notes__)

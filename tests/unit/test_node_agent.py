@@ -1,0 +1,35 @@
+"""What the agent of a node waits for. The rest of it needs processes: see tests/integration/test_cancel.py."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from raypool.devices.inventory import gpu_memory_used
+from raypool.engine import node_agent
+from raypool.engine.node_agent import memory_back
+
+
+def test_memory_that_comes_back_bit_by_bit() -> None:
+    falling = iter([900, 500, 500, 120, 100])
+    asyncio.run(memory_back(lambda: next(falling), 100))
+    assert list(falling) == []
+
+
+def test_memory_that_somebody_else_uses_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_agent, "STEADY_S", 0.05)
+    readings = []
+    asyncio.run(memory_back(lambda: readings.append(300) or 300, 100))
+    assert len(readings) >= 2
+
+
+def test_memory_that_is_back_already() -> None:
+    readings = iter([100])
+    asyncio.run(memory_back(lambda: next(readings), 100))
+    assert list(readings) == []
+
+
+def test_without_a_gpu_nothing_is_used() -> None:
+    assert gpu_memory_used([]) == 0
+    assert gpu_memory_used([99]) == 0
