@@ -130,7 +130,7 @@ class ProfileFile:
     profiles: Mapping[str, Any]
 
     def check(self, content: Mapping[str, Any]) -> None:
-        """Make sure that there is nothing but profiles, and that each is a table with a name of its own."""
+        """Make sure that there is nothing but profiles, and that each is a table."""
         for key in content:
             if key != "profiles":
                 self._refuse(InvalidValueError, (*self.within, key), f"there is no setting {key!r}. There are: profiles.")
@@ -140,17 +140,18 @@ class ProfileFile:
             keys = (*self.within, "profiles", name)
             if not isinstance(table, dict):
                 self._refuse(InvalidTypeError, keys, f"profile {name!r} is not a table.")
-            if name in BUILT_IN:
-                self._refuse(InvalidValueError, keys, f"the profile {name!r} is built in. Give yours another name.")
 
     def profile(self, name: str) -> Profile:
         """Return a profile of this file.
 
         Raises:
-            InvalidValueError: A field is unknown, or has a value that cannot work.
+            InvalidValueError: Its name is that of a built-in one; or a field is unknown, or has a value that cannot work.
             InvalidTypeError: A field is of a wrong kind.
         """
-        return self._made(Profile, self.profiles[name], (*self.within, "profiles", name), "a profile")
+        keys = (*self.within, "profiles", name)
+        if name in BUILT_IN:
+            self._refuse(InvalidValueError, keys, f"the profile {name!r} is built in. Give yours another name.")
+        return self._made(Profile, self.profiles[name], keys, "a profile")
 
     def _made(self, cls: type[T], table: Mapping[str, Any], keys: Keys, what: str) -> T:
         """Make an object of a table; each entry is tried by itself first, so that it can be named."""

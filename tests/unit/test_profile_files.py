@@ -202,7 +202,6 @@ def test_a_missing_profile_names_those_that_exist(write: Write) -> None:
         ("\n[profile.x]\ngpus = [0]", 2, InvalidValueError, "there is no setting 'profile'. There are: profiles"),
         ("profiles = 3", 1, InvalidTypeError, "profiles is not a table"),
         ("[profiles]\nx = 3", 2, InvalidTypeError, "profile 'x' is not a table"),
-        ("[profiles.x]\n[profiles.threads]", 2, InvalidValueError, "'threads' is built in"),
     ],
 )
 def test_a_file_that_is_wrong(write: Write, text: str, line: int, error: type[RaypoolError], words: str) -> None:
@@ -211,6 +210,14 @@ def test_a_file_that_is_wrong(write: Write, text: str, line: int, error: type[Ra
         parpool(profile="x")
     assert str(path) in str(caught.value)
     assert f"line {line}" in str(caught.value)
+
+
+def test_built_in_profiles_cannot_be_redefined(write: Write) -> None:
+    path = write("[profiles.x]\nretries = 1\n[profiles.threads]\nretries = 5")
+    with pytest.raises(InvalidValueError, match=f"{path}, line 3: the profile 'threads' is built in"):
+        parpool(2, profile="threads")
+    assert named_profile("x").retries == 1
+    assert named_profile("inline").retries == 2
 
 
 def test_the_line_in_pyproject_toml(write: Write) -> None:
