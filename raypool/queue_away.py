@@ -14,11 +14,12 @@ from raypool.task import Link, link
 class Away:
     """What a queue is elsewhere: a key, and a way to where it was made."""
 
-    def __init__(self, key: str, waits: bool, is_of_task: bool, is_closed: bool) -> None:
+    def __init__(self, key: str, maxsize: int | None, policy: str, is_of_task: bool) -> None:
         self.key = key
         self.is_of_task = is_of_task
-        self.is_closed = is_closed
-        self._waits = waits
+        self.is_closed = False
+        self._maxsize = maxsize
+        self._policy = policy
         self._joined: Link | None = None
 
     def put(self, value: Any) -> None:
@@ -32,15 +33,22 @@ class Away:
         if self.is_closed:
             raise closed_error()
         pickled = way.pack(value, "a value of a queue")
-        if self._waits:
+        if self._maxsize is not None and self._policy == "block":
             self.is_closed = way.ask("offer", self.key, pickled) == CLOSED
         else:
             self._join(way)
-            if not self.is_closed:
-                way.send("queue", self.key, pickled)
+            self._send(way, pickled)
         # It may have been closed in this instant. What was sent before this process has said that it knows still counts.
         if self.is_closed:
             raise closed_error()
+
+    def _send(self, way: Link, pickled: bytes) -> None:
+        if self.is_closed:
+            return
+        if self._maxsize is None:
+            way.send("queue", self.key, pickled)
+        else:
+            way.send_latest(self.key, self._maxsize, pickled)
 
     def _join(self, way: Link) -> None:
         """Make sure, once for each exchange, that this process hears of the queue's end."""

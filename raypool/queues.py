@@ -260,7 +260,7 @@ def _arrived(key: str, maxsize: int | None, policy: str, is_of_task: bool, is_cl
         queue = DataQueue.__new__(DataQueue)
         away = away_by_key.get(key)
         if away is None:
-            away = away_by_key[key] = Away(key, maxsize is not None and policy == "block", is_of_task, is_closed)
+            away = away_by_key[key] = Away(key, maxsize, policy, is_of_task)
         away.is_closed |= is_closed
         queue._set_up(key, maxsize, policy, away)
     return queue
@@ -269,7 +269,7 @@ def _arrived(key: str, maxsize: int | None, policy: str, is_of_task: bool, is_cl
 def _leave_home() -> None:
     """In a forked child, queues of the parent's are elsewhere."""
     for queue in list(_here.values()):
-        queue._end = Away(queue._key, False, False, queue.is_closed)
+        queue._end = Away(queue._key, queue._maxsize, queue._policy, is_of_task=False)
     _here.clear()
     kept.clear()
     sources.clear()

@@ -80,13 +80,23 @@ def content_of(source: Any, cleanup: Callable[[Any], object] | None) -> Content:
 
 
 def discard(keys: Sequence[str]) -> None:
-    """Let go of constants in this process, and clean up those that were used here."""
+    """Let go of constants in this process, and clean up those that were used here.
+
+    Raises:
+        Exception: What the first cleanup has raised that failed; the others were called all the same.
+    """
+    errors = []
     for key in keys:
         with _lock:
             held = _kept.pop(key, None)
             _locks.pop(key, None)
-        if held is not None and held[1] is not None:
-            held[1](held[0])
+        try:
+            if held is not None and held[1] is not None:
+                held[1](held[0])
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 def discard_all() -> None:

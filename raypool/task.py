@@ -152,6 +152,9 @@ class Link(Protocol):
     def send(self, kind: str, key: Any, payload: Any) -> None:
         """Send something, in order, with what else is sent; returns at once, unless far too much is on its way."""
 
+    def send_latest(self, key: str, maxsize: int, payload: bytes) -> None:
+        """Send to a queue of which only the newest few values matter: those that wait are dropped for it; never waits."""
+
     def ask(self, method: str, *args: Any) -> Any:
         """Call a method of the pool's `Exchange`, and wait for its answer."""
 

@@ -13,6 +13,7 @@ import queue
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -53,6 +54,7 @@ class Outbox:
         self._is_resting = False  # the thread waits for the bell
         self._num_bytes = 0
         self._counting = threading.Lock()
+        self._latest: dict[str, deque[bytes]] = {}  # by queue: of those that keep only the newest few
         self._number = 0
         self._taking = threading.Lock()
         self._gets_through = True
@@ -75,12 +77,29 @@ class Outbox:
         Raises:
             InvalidValueError: This is a forked child of the process that the outbox belongs to.
         """
+        self._check_here()
+        self._put((kind, key, payload), len(payload))
+
+    def send_latest(self, key: str, maxsize: int, payload: bytes) -> None:
+        """Send to a queue of which only the newest few values matter: others that wait are dropped, so this never waits.
+
+        Raises:
+            InvalidValueError: This is a forked child of the process that the outbox belongs to.
+        """
+        self._check_here()
+        with self._counting:
+            if key not in self._latest:
+                self._entries.put(("latest", key, b""))  # first: if a signal interrupts here, an entry for nothing does no harm
+                self._latest[key] = deque(maxlen=maxsize)
+            self._latest[key].append(payload)
+        self._ring()
+
+    def _check_here(self) -> None:
         if not self._is_here:
             raise InvalidValueError(
                 "A forked child of a worker cannot send anything to the pool. Send it from the task itself, "
                 "or start the child with multiprocessing's method 'spawn' and a pipe."
             )
-        self._put((kind, key, payload), len(payload))
 
     def _put(self, entry: Entry, size: int) -> None:
         if not self._is_here or (self._is_full() and not self._wait_for_room()):
@@ -89,6 +108,10 @@ class Outbox:
             with self._counting:
                 self._num_bytes += size
         self._entries.put(entry)
+        self._ring()
+
+    def _ring(self) -> None:
+        """Let the thread know that there is something, if it waits for that."""
         if self._is_resting:
             self._is_resting = False
             self._bell.put(None)
@@ -131,6 +154,11 @@ class Outbox:
         size = 0
         for _ in range(self._entries.qsize()):
             entry = self._entries.get_nowait()  # nobody else takes any
+            if entry[0] == "latest":
+                with self._counting:
+                    payloads = self._latest.pop(entry[1], ())
+                entries.extend(("queue", entry[1], payload) for payload in payloads)
+                continue
             entries.append(entry)
             if entry[0] != "metrics":
                 size += len(entry[-1])

@@ -164,7 +164,7 @@ class WorkerLink:
 
     def __init__(self, worker_id: int, outbox: Outbox, agent: Any, home: Any) -> None:
         self.worker_id = worker_id
-        self.send = outbox.send
+        self.send, self.send_latest = outbox.send, outbox.send_latest
         self._outbox = outbox
         self._agent = agent
         self._home = home

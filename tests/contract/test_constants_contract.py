@@ -84,6 +84,28 @@ def test_a_worker_that_replaces_another_builds_it_anew(make_pool: Any) -> None:
         assert second[0] == second[1] != first
 
 
+@pytest.mark.parametrize("make_pool", ["local"], indirect=True)
+def test_a_worker_that_a_smaller_pool_gives_back_cleans_up(make_pool: Any, marks: Any, eventually: Any) -> None:
+    with make_pool(2) as pool:
+        table = pool.constant(os.getpid, cleanup=lambda pid: marks.add(f"cleaned by {os.getpid()}, made by {pid}"))
+        pids = pool.parfeval_on_all(lambda: table.value).result(60)
+        pool.resize(1)
+        assert eventually(lambda: len(marks.all()) == 1)
+    assert marks.all() == sorted(f"cleaned by {pid}, made by {pid}" for pid in pids)
+
+
+def test_a_cleanup_that_fails_keeps_no_other_from_being_done(make_pool: Any, marks: Any, caplog: Any) -> None:
+    def fail(value: int) -> None:
+        marks.add("failed")
+        raise ValueError("on purpose")
+
+    with make_pool(1) as pool:
+        tables = [pool.constant(lambda: 1, cleanup=fail), pool.constant(lambda: 2, cleanup=lambda _: marks.add("cleaned"))]
+        assert pool.parfeval(lambda: [table.value for table in tables]).result(60) == [1, 2]
+    assert marks.all() == ["cleaned", "failed"]
+    assert "on purpose" in caplog.text
+
+
 def test_several_constants_are_told_apart(pool: ParallelPool) -> None:
     tables = [pool.constant({"number": number}) for number in range(5)]
     assert list(pool.parfor(lambda i: [table.value["number"] for table in tables][i], range(5))) == list(range(5))

@@ -232,3 +232,20 @@ def test_an_interruption_at_any_moment_breaks_nothing(is_direct: bool) -> None:
     assert steps[-1] == -1
     assert steps[:-1] == sorted(steps[:-1])
     assert set(range(num_done)) <= set(steps)
+
+
+def test_of_queues_that_keep_the_latest_only_those_are_sent_and_nobody_waits(
+    held: Outbox, agent: Agent, monkeypatch: pytest.MonkeyPatch, eventually: Callable[..., bool]
+) -> None:
+    monkeypatch.setattr(outbox_module, "MAX_BYTES", 1)  # anybody else would have to wait
+    for number in range(1000):
+        held.send_latest("few", 3, b"%d" % number)
+        held.send_latest("one", 1, b"%d" % number)
+    agent.is_open.set()
+    assert eventually(lambda: len(agent.batches) == 2)
+    held.send_latest("one", 1, b"next")
+    assert eventually(lambda: len(agent.batches) == 3)
+    sent = agent.entries()[1:]
+    assert [payload for _, key, payload in sent if key == "few"] == [b"997", b"998", b"999"]
+    assert [payload for _, key, payload in sent if key == "one"] == [b"999", b"next"]
+    assert {kind for kind, *_ in sent} == {"queue"}

@@ -433,6 +433,9 @@ class FakeLink:
         assert kind == "queue"
         self.sent.append((key, payload))
 
+    def send_latest(self, key: str, maxsize: int, payload: bytes) -> None:
+        self.send("queue", key, payload)
+
     def ask(self, method: str, *args: Any) -> Any:
         return self.exchange.ask(method, *args)
 
