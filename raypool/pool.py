@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 import threading
 import time
@@ -219,10 +218,13 @@ def _described(engine: Engine) -> str:
         where = "threads of this process" if engine.profile.backend == "threads" else "inline in this process"
         return f"{count} ({where})"
     hosts = []
-    for host, group in itertools.groupby(workers, key=lambda worker: worker.host):
-        gpus = list(dict.fromkeys(str(gpu) for worker in group for gpu in worker.gpus))
-        hosts.append(f"{host}: GPU {', '.join(gpus)}" if gpus else f"{host}: CPU")
-    return f"{count} on {'; '.join(dict.fromkeys(hosts))}"
+    for host in dict.fromkeys(worker.host for worker in workers):
+        gpus_of = [worker.gpus for worker in workers if worker.host == host]
+        names = ", ".join(dict.fromkeys(str(gpu) for gpus in gpus_of for gpu in gpus))
+        num_without = sum(not gpus for gpus in gpus_of)
+        beside = f" and {num_without} without" if names and num_without else ""
+        hosts.append(f"{host}: GPU {names}{beside}" if names else f"{host}: CPU")
+    return f"{count} on {'; '.join(hosts)}"
 
 
 def _duration(settings: Profile, started: float) -> str:

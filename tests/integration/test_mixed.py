@@ -50,7 +50,7 @@ def test_six_workers_without_a_gpu_and_two_with_one(capfd: Any) -> None:
         assert len({worker.pid for worker in pool.workers}) == 8
         with parpool(quiet=True) as rest:
             assert set(gpus_of(rest)) == {0, 1, 2} - {first, second}
-    assert capfd.readouterr().out.startswith("raypool: 8 workers on ")
+    assert f": GPU {first}, {second} and 6 without, ready in " in capfd.readouterr().out
 
 
 def test_the_workers_come_in_the_order_of_the_list() -> None:

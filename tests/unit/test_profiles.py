@@ -25,6 +25,16 @@ from raypool.profile_files import resolve_profile
         ({"resources": 2}, InvalidTypeError, "not a WorkerResources"),
         ({"env": {"CUDA_VISIBLE_DEVICES": "1"}}, InvalidValueError, "Choose GPUs with gpus="),
         ({"num_gpus": 2, "color": "red"}, InvalidTypeError, "no field num_gpus, color"),
+        ({"resources": []}, InvalidValueError, "names no worker"),
+        ({"resources": [WorkerResources(), 3]}, InvalidTypeError, "has 3 in it"),
+        ({"resources": "gpu"}, InvalidTypeError, "nor a list of them"),
+        ({"resources": {1: WorkerResources()}}, InvalidTypeError, "nor a list of them"),
+        (
+            {"resources": [WorkerResources(gpus=1), WorkerResources(gpus=0.5)], "gpus": [0]},
+            InvalidValueError,
+            "names 2 kinds of worker with a GPU",
+        ),
+        ({"resources": [WorkerResources(gpus=0)] * 2, "gpus": [0]}, InvalidValueError, "each worker is to have 0"),
         ({"setup": "load"}, InvalidTypeError, "setup='load' is not callable"),
         ({"setup": lambda config: None}, InvalidTypeError, "setup=<lambda> cannot be called without arguments.*'config'"),
         ({"teardown": 3}, InvalidTypeError, "teardown=3 is not callable"),
@@ -74,3 +84,17 @@ def test_functions_that_can_be_called_without_arguments_are_taken() -> None:
     profile = Profile(setup=functools.partial(print, "up"), teardown=dict, idle_timeout_s=0.5, cancel_grace_s=0)
     assert callable(profile.setup)
     assert profile.teardown is dict
+
+
+def test_resources_of_each_worker() -> None:
+    cpu, gpu = WorkerResources(gpus=0), WorkerResources(gpus=1)
+    profile = Profile(resources=[cpu, gpu, cpu], gpus=[2])
+    assert profile.listed == (cpu, gpu, cpu)
+    assert profile.kinds == (cpu, gpu)
+    assert [profile.sized(*asked) for asked in [(None, None), (3, 3), (1, 5)]] == [(3, 3)] * 3
+    for asked in [(2, 2), (4, 4), (1, 2), (4, 9)]:
+        with pytest.raises(InvalidValueError, match="what each of 3 workers gets"):
+            profile.sized(*asked)
+    assert Profile().listed == ()
+    assert Profile().sized(2, 4) == (2, 4)
+    assert resolve_profile(profile, {"resources": gpu}).sized(None, None) == (None, None)
