@@ -73,19 +73,14 @@ class Crew:
             return [self._vacate(place, reason)]
         if place.failed_starts >= policy.MAX_FAILED_STARTS:
             return [self._vacate(place, reason), DropPlace(place.place, reason)]
-        if worker.worker_id in self.lanes:
-            self._leave_lane(self.lanes[worker.worker_id], place, reason)
-        successor = self._hire(place)
+        successor = self._succeed(worker, reason)
         delay_s = policy.restart_delay_s(place.failed_starts + place.losses)
         return [SetTimer(now + delay_s, "start", successor.worker_id)] if delay_s > 0 else self.launch(successor, now)
 
     def renew(self, worker: Worker) -> Worker:
-        """Put a worker that still has to be launched in the place of a free one; what is bound to that has lost it."""
+        """Put another worker, which still has to be launched, in the place of a free one."""
         self._dismiss(worker, WorkerState.STOPPED)
-        place = self.places[worker.place]
-        if worker.worker_id in self.lanes:
-            self._leave_lane(self.lanes[worker.worker_id], place, LossReason.EXIT)
-        return self._hire(place)
+        return self._succeed(worker, LossReason.EXIT)
 
     def retire(self, worker: Worker) -> None:
         """Let a worker take nothing more."""
@@ -110,6 +105,13 @@ class Crew:
         self.workers[worker.worker_id] = worker
         place.worker_id = worker.worker_id
         return worker
+
+    def _succeed(self, worker: Worker, reason: LossReason) -> Worker:
+        """Hire another worker for the place of one that is gone; what is bound to that has lost it."""
+        place = self.places[worker.place]
+        if worker.worker_id in self.lanes:
+            self._leave_lane(self.lanes[worker.worker_id], place, reason)
+        return self._hire(place)
 
     def _dismiss(self, worker: Worker, state: WorkerState) -> None:
         worker.state = state

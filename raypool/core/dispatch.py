@@ -62,11 +62,10 @@ class Dispatcher:
         crew = self._crew
         del crew.torn[worker.worker_id]
         lanes = [lane for lane in crew.places[worker.place].lanes.values() if self._backlog.head(lane.heap) is not None]
-        if not lanes:
+        lane = min(lanes, key=lambda lane: lane.heap[0], default=None)
+        if lane is None:
             crew.free(worker)
-            return
-        lane = min(lanes, key=lambda lane: lane.heap[0])
-        if crew.gang is not None and crew.gang.order < lane.heap[0] and crew.may_join(worker):
+        elif crew.gang is not None and crew.gang.order < lane.heap[0] and crew.may_join(worker):
             crew.join(worker)
         else:
             self._send(worker, lane if head is None or lane.heap[0] < head.order else None)
@@ -98,7 +97,7 @@ class Dispatcher:
     def _start(self, worker: Worker, flight: Flight, attempt: Attempt) -> None:
         self._crew.engage(worker, attempt)
         self._ledger.counts.attempts += 1
-        if not attempt.is_fresh or worker.state is not WorkerState.STARTING:  # else `begin` follows when it is ready
+        if not attempt.is_fresh or worker.state is WorkerState.BUSY:  # else `begin` follows when it is ready
             self._call(flight, attempt)
 
     def begin(self, worker: Worker, now: float) -> list[m.Command]:

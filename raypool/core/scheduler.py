@@ -176,7 +176,7 @@ class Scheduler:
         if worker.state is not WorkerState.STARTING:
             self._impossible(event, worker_id=event.worker_id)
         self.crew.places[worker.place].failed_starts = 0
-        if worker.attempts:
+        if worker.attempts:  # it was started for this one
             self._out += self._dispatcher.begin(worker, self._now)
         if not worker.attempts:
             self._freed(worker, is_spent=False)

@@ -84,6 +84,7 @@ class World(RuleBasedStateMachine):
         self.places: dict[int, int | None] = {}  # place -> worker; None: it is parked
         self.calls: dict[int, m.RunTasks] = {}  # in flight, as far as anybody can tell
         self.past: list[tuple[int, int, tuple[Report, ...]]] = []  # answers that nobody waits for any more
+        self.numbers: set[int] = set()  # all workers that ever were
         self.timed_out: set[int] = set()  # calls that run on, although their time is over
         self.signals: set[tuple[int, int]] = set()  # (attempt, task) that were told to end
         self.pardoned: dict[tuple[int, int], int] = {}  # (task, item) -> attempt, that was lost for no fault of its own
@@ -483,9 +484,10 @@ class World(RuleBasedStateMachine):
                 hand = self.hands.pop(place)
                 assert hand.is_used
                 assert not hand.calls
-            assert all(command.worker_id > other for other in self.hands)
+            assert command.worker_id not in self.numbers, "a number is used twice"
         self.places[command.place] = command.worker_id
         self.hands[command.worker_id] = Hand(command.place, is_launched=True)
+        self.numbers.add(command.worker_id)
 
     def on_SetTimer(self, command: m.SetTimer) -> None:
         assert command.at > self.now
@@ -496,7 +498,7 @@ class World(RuleBasedStateMachine):
             assert command.worker_id == self.calls[command.attempt_id].worker_id
             assert command.at == self.now + self.jobs[piece.task_id].spec.timeout_s
         if command.kind == "start":
-            place = next(place for place, worker_id in self.places.items() if worker_id not in self.hands)
+            place = next(place for place, worker_id in self.places.items() if worker_id not in (None, *self.hands))
             self.places[place] = command.worker_id
             self.hands[command.worker_id] = Hand(place)
 

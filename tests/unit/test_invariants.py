@@ -30,6 +30,12 @@ def fly(scheduler, piece):
     scheduler.backlog.tasks[piece.task_id].flights = {attempt_id: 2}
 
 
+def make_fresh(worker):
+    """Let a worker that has run something run what wants a process of its own."""
+    worker.has_delivered = True
+    worker.attempts = {number: attempt._replace(is_fresh=True) for number, attempt in worker.attempts.items()}
+
+
 def settle(scheduler, count):
     """Count items of the first task as finished, and forget to end it."""
     scheduler.backlog.tasks[0].settled = scheduler.counts.finished = count
@@ -63,6 +69,8 @@ def settle(scheduler, count):
         ("was not asked", lambda s: s.crew.calling.setdefault(2, s.crew.lanes[2])),
         ("nobody has looked after", lambda s: s.crew.deserted.append(s.crew.lanes[2])),
         ("parked although there is work", lambda s: s.crew.parked.setdefault(3)),
+        ("parked, or not", lambda s: setattr(s.crew.workers[3], "state", WorkerState.PARKED) or s.crew.members.clear()),
+        ("not fresh", lambda s: make_fresh(s.crew.workers[0])),
         ("look-ahead past its lanes", lambda s: s.crew.ahead.setdefault(2)),
         ("two workers on one seat", lambda s: s.crew.bench._seated.add(99)),
         ("busy without an attempt", lambda s: s.crew.workers[0].attempts.clear()),
