@@ -15,6 +15,7 @@ class Options:
     retries: int = 2
     retry_on: tuple[type[BaseException], ...] = ()
     timeout_s: float | None = None
+    fresh_process: bool = False
     priority: int = 0
     worker: int | None = None
     name: str | None = None
@@ -25,6 +26,8 @@ class Options:
         check_count("retries", self.retries, least=0)
         check_count("worker", self.worker, least=0)
         check_seconds("timeout_s", self.timeout_s)
+        if not isinstance(self.fresh_process, bool):
+            raise InvalidTypeError(f"fresh_process={self.fresh_process!r} is neither True nor False.")
         if not isinstance(self.priority, int):
             raise InvalidTypeError(f"priority={self.priority!r} is not a whole number.")
         if self.name is not None and not isinstance(self.name, str):

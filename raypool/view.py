@@ -47,9 +47,11 @@ class PoolView(concurrent.futures.Executor):
         Args:
             **changes: `retries`: how often an item runs again after its worker was lost; 0 means that no item ever runs twice.
                 `retry_on`: exception types of the user's own after which an item runs again too. `timeout_s`: an item that runs
-                longer [s] is stopped as by `Future.cancel`, and fails with `TaskTimeoutError`. `priority`: higher goes first;
-                equal ones go in the order in which they were handed in. `worker`: run on the worker with this number only; if
-                that one is lost, so is the task. `name`: what to call the work in messages and displays.
+                longer [s] is stopped as by `Future.cancel`, and fails with `TaskTimeoutError`. `fresh_process`: an item runs in
+                a process in which nothing has run before, and which ends after it, whatever it leaves behind there (it costs a
+                worker's start; in pools of this process it means nothing). `priority`: higher goes first; equal ones go in the
+                order in which they were handed in. `worker`: run on the worker with this number only; if that one is lost, so
+                is the task. `name`: what to call the work in messages and displays.
 
         Raises:
             InvalidTypeError: There is no such option.
@@ -165,6 +167,7 @@ class PoolView(concurrent.futures.Executor):
                 place=place,
                 places=places,
                 timeout_s=options.timeout_s,
+                is_fresh=self._is_fresh(engine),
                 fail_fast=on_error == "raise",
                 chunk_size=chunk_size,
             )
@@ -217,7 +220,11 @@ class PoolView(concurrent.futures.Executor):
         numbers = self._numbers()
         if number not in numbers:
             raise InvalidValueError(f"There is no worker {number}. There are: {', '.join(map(str, numbers))}.")
-        return number, None
+        return (None, (number,)) if self._is_fresh(engine) else (number, None)
+
+    def _is_fresh(self, engine: Engine) -> bool:
+        """Whether work is to have a process of its own; what runs in this process has none."""
+        return self._options.fresh_process and engine.profile.backend == "ray"
 
     # --- one at a time ------------------------------------------------------------------------------------------------
 
@@ -258,6 +265,7 @@ class PoolView(concurrent.futures.Executor):
                 place=place,
                 places=places,
                 timeout_s=options.timeout_s,
+                is_fresh=self._is_fresh(engine),
                 fail_fast=True,
             )
 
@@ -295,8 +303,10 @@ class PoolView(concurrent.futures.Executor):
             there = fn if self._places is None else functools.partial(_call_in, self._places, fn)
             setup = engine.function(functools.partial(there, *args, **kwargs))
             engine.driver.setups.append(setup)  # before the calls: a worker that starts in between gets both, and makes one
+        # Bound to the place, not to the worker that is there now: one that replaces it will do as well.
+        options = replace(self._options, worker=None, name=name)
         futures = [
-            PoolView(engine, replace(self._options, worker=number, name=name), self).parfeval(fn, *args, **kwargs)
+            PoolView(engine, options, self, (number,)).parfeval(fn, *args, **kwargs)
             for number in (self._numbers() if engine is self._engine else [0])
         ]
         return gather(futures, name)

@@ -64,10 +64,12 @@ class Engine:
         self.profile = profile
         self.constants: list[str] = []  # by key
         self._unpack = unpack
-        self._trace = TraceWriter(profile.trace) if profile.trace is not None else None
         self.hub = Hub()
         idle_timeout_s = profile.idle_timeout_s if inbox.is_threaded else None  # without a thread, nobody would notice
         scheduler = Scheduler(profile.start_timeout_s, idle_timeout_s)
+        self._trace: TraceWriter | None = None
+        if profile.trace is not None:
+            self._trace = TraceWriter(profile.trace, start_timeout_s=profile.start_timeout_s, idle_timeout_s=idle_timeout_s)
         self.driver = Driver(scheduler, inbox, self.hub, Tell(logger.warning, self._note, self._clean_up), self._trace)
         self.traffic = Traffic()
         self.backend = make_backend(self.driver.post, self.hub, self.traffic)

@@ -1,0 +1,119 @@
+"""A sweep that is watched while it runs, and processes that nobody has used before (scenarios 17, 25)."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raypool import DataQueue, ParallelPool, current_task, parpool, report
+
+pytestmark = [pytest.mark.usefixtures("ray_session"), pytest.mark.timeout(180)]
+
+
+@pytest.fixture
+def pool(ray_session: None, by_value: None) -> Iterator[ParallelPool]:
+    with parpool(2, quiet=True) as pool:
+        yield pool
+
+
+def pid() -> int:
+    import os
+
+    return os.getpid()
+
+
+def test_a_sweep_table_that_lives(make_gate: Any, marks: Any, eventually: Any) -> None:
+    """Scenario 17: statuses change while it runs; one trial is stopped by itself; the setup ran once on each worker."""
+    go_on = [make_gate() for _ in range(4)]
+
+    def train(number: int) -> str:
+        report(trial=number, worker=current_task().worker)
+        while not current_task().should_stop and not go_on[number].path.exists():
+            time.sleep(0.005)
+        if number == 3:
+            raise ValueError("diverged")
+        return "stopped" if current_task().should_stop else "trained"
+
+    def statuses() -> list[str]:
+        return [trial.state for trial in trials]
+
+    setting = parpool(2, quiet=True, setup=lambda: marks.add("setup"), teardown=lambda: marks.add("teardown"))
+    with setting as pool, contextlib.ExitStack() as stack:
+        stack.callback(pool.cancel_all)  # a failed assert is not to wait for what runs
+        trials = [pool.parfeval(train, number) for number in range(4)]
+        assert eventually(lambda: statuses() == ["running", "running", "queued", "queued"])
+        assert eventually(lambda: [trial.metrics.to_dict("list").get("trial") for trial in trials[:2]] == [[0], [1]])
+        trials[1].request_stop()
+        assert trials[1].result(30) == "stopped"
+        assert eventually(lambda: statuses() == ["running", "finished", "running", "queued"])
+        go_on[2].open()
+        assert eventually(lambda: statuses() == ["running", "finished", "finished", "running"])
+        go_on[3].open()
+        go_on[0].open()
+        assert isinstance(trials[3].exception(30), ValueError)
+        assert trials[0].result(30) == "trained"
+        assert statuses() == ["finished", "finished", "finished", "failed"]
+        assert marks.count("setup") == 2
+        assert marks.count("teardown") == 0
+    assert marks.all() == ["setup", "setup", "teardown", "teardown"]
+
+
+def test_loss_curves_of_four_trainings(pool: ParallelPool) -> None:
+    """Scenario 25: live, each sender's in order, and what was sent before anybody listened comes when somebody does."""
+    losses: DataQueue[tuple[int, int]] = DataQueue()
+    seen: dict[int, list[int]] = {number: [] for number in range(4)}
+
+    def train(number: int) -> None:
+        for epoch in range(500):
+            losses.put((number, epoch))
+
+    early = pool.parfeval(train, 0)
+    early.result(30)
+    losses.after_each(lambda value: seen[value[0]].append(value[1]))
+    later = [pool.parfeval(train, number) for number in (1, 2, 3)]
+    for future in later:
+        future.result(30)
+    losses.close()
+    assert seen == {number: list(range(500)) for number in range(4)}
+
+
+def test_a_fresh_process(pool: ParallelPool, tmp_path: Path, eventually: Any) -> None:
+    """Nothing has run in it before, nothing runs in it after, and the worker stays on its GPU."""
+    before = {worker.index: (worker.gpu, worker.pid) for worker in pool.workers}
+    assert pool.parfeval_on_all(pid).result(30) == [number for _, number in before.values()]
+
+    fresh = pool.options(fresh_process=True)
+    pids = [future.result(60) for future in [fresh.parfeval(pid) for _ in range(4)]]
+    assert len(set(pids)) == 4, "a process was used twice"
+    others = [future.result(60) for future in [pool.parfeval(pid) for _ in range(6)]]
+    assert not set(others) & set(pids)
+    assert {worker.index: worker.gpu for worker in pool.workers} == {index: gpu for index, (gpu, _) in before.items()}
+    assert pool.options(fresh_process=True, worker=1).parfeval(lambda: current_task().worker).result(60) == 1
+    results = fresh.parfor(lambda number: (number, pid()), range(3))
+    assert [number for number, _ in results] == [0, 1, 2]
+    assert len({number for _, number in results}) == 3
+    assert eventually(lambda: pool.idle_workers == 2, 60)
+    assert pool.statistics().workers_lost == 0
+
+
+def test_a_fresh_process_that_dies_and_one_that_is_cancelled(pool: ParallelPool, gate: Any, eventually: Any) -> None:
+    import os
+
+    from raypool import WorkerLostError
+
+    fresh = pool.options(fresh_process=True, retries=1)
+    assert isinstance(fresh.parfeval(os._exit, 1).exception(90), WorkerLostError)
+
+    def sleep() -> None:
+        gate.open()
+        time.sleep(600)
+
+    future = fresh.parfeval(sleep)
+    gate.wait()
+    assert future.cancel()
+    assert pool.parfeval_on_all(abs, -1).result(90) == [1, 1]
