@@ -281,6 +281,16 @@ def _joined_feed(futures: Sequence[Future[Any]]) -> Feed:
     return feed
 
 
+class _Whole(Future[list[Any]]):
+    """A future of the results of others, its parts; it runs when one of them does, and until the last has ended."""
+
+    parts: Sequence[Future[Any]] = ()
+
+    def running(self) -> bool:
+        """Whether something of it runs, or has run, and it has not ended."""
+        return not self.done() and any(part.running() or part.done() for part in self.parts)
+
+
 def gather(futures: Sequence[Future[Any]], name: str) -> Future[list[Any]]:
     """Return a future of all their results, in this order; it fails with the first of their errors when all have ended.
 
@@ -293,7 +303,8 @@ def gather(futures: Sequence[Future[Any]], name: str) -> Future[list[Any]]:
         if whole.cancelled():
             whole.notify_cancelled()
 
-    whole: Future[list[Any]] = Future(name, on_ask=ask_parts)
+    whole = _Whole(name, on_ask=ask_parts)
+    whole.parts = futures
     whole.catch_up = functools.partial(_joined_feed, futures)
     lock = threading.Lock()
     missing = len(futures)
@@ -306,6 +317,9 @@ def gather(futures: Sequence[Future[Any]], name: str) -> Future[list[Any]]:
                 return
         if not whole.start():
             return
+        whole.started_at = min((future.started_at for future in futures if future.started_at is not None), default=None)
+        whole.finished_at = datetime.now(UTC)
+        whole.attempts = max(future.attempts for future in futures)
         try:
             whole.set_result([future.result() for future in futures])
         except BaseException as error:

@@ -66,8 +66,8 @@ class StaffedView(PoolView):
 
     @property
     def busy(self) -> bool:
-        """Whether anything is queued or running."""
-        return bool(self._works())
+        """Whether anything is queued or running, a cancelled task that has not stopped yet included."""
+        return bool(self._works()) or any(worker.state == "busy" for worker in self.workers)
 
     @property
     def queue(self) -> TaskQueue:

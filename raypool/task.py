@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -93,7 +94,7 @@ class Running:
     should_stop: bool = False
     say: Callable[[Running, str, Any], None] = _say_nothing
     printed: deque[tuple[int, str]] | None = None
-    find_way: Callable[[], Any] | None = None  # to the pool's exchange, if that is in this process
+    find_way: Callable[[], Way] | None = None  # to the pool's exchange, if that is in this process
 
 
 Say = Callable[[Running, str, Any], None]
@@ -103,12 +104,22 @@ running: ContextVar[Running | None] = ContextVar("raypool_running", default=None
 """Set round every slice that runs in this thread."""
 
 _running_in_process: Running | None = None
+_left_over: frozenset[threading.Thread] = frozenset()
 
 
 def note_in_process(note: Running | None) -> None:
     """Note what this whole process is running, for its other threads: a worker process runs one thing at a time."""
-    global _running_in_process
+    global _running_in_process, _left_over
     _running_in_process = note
+    if note is not None:
+        main, own = threading.main_thread(), threading.Thread
+        # Threads of native libraries, which are of another class, are nobody's.
+        _left_over = frozenset(thread for thread in threading.enumerate() if thread is not main and type(thread) is own)
+
+
+def _is_left_over() -> bool:
+    """Whether this is a thread of an earlier task: what it says is not about the one that runs now."""
+    return threading.current_thread() in _left_over
 
 
 def note_here() -> Running | None:
@@ -117,11 +128,11 @@ def note_here() -> Running | None:
 
 
 def notes_here() -> Iterator[Running]:
-    """Yield the note of what is running in this thread, and that of the task in which it runs: of a loop in a task, say."""
+    """Yield the note of what this thread may speak for, and that of the task in which it runs: of a loop in a task, say."""
     inner = running.get()
     if inner is not None:
         yield inner
-    if _running_in_process is not None and _running_in_process is not inner:
+    if _running_in_process is not None and _running_in_process is not inner and not _is_left_over():
         yield _running_in_process
 
 
@@ -129,34 +140,39 @@ def _fall_silent() -> None:
     """In a forked child (of a DataLoader, say) nobody is left who would pass on what it says."""
     global _link
     _link = None
-    for note in notes_here():
-        note.say = _say_nothing
+    for note in (running.get(), _running_in_process):
+        if note is not None:
+            note.say = _say_nothing
 
 
 os.register_at_fork(after_in_child=_fall_silent)
 
 
-class Link(Protocol):
+class Way(Protocol):
+    """A way to a pool's `Exchange`."""
+
+    def ask(self, method: str, *args: Any) -> Any:
+        """Call a method of it, and wait for its answer."""
+
+    def pack(self, value: Any, what: str) -> Any:
+        """Make a value ready to travel, as it is now."""
+
+    def unpack(self, packed: Any) -> Any:
+        """Return the value that was packed."""
+
+
+class Link(Way, Protocol):
     """A worker process's way to the rest of its pool."""
 
     @property
     def worker_id(self) -> int:
         """What the pool calls this process."""
 
-    def pack(self, value: Any, what: str) -> bytes:
-        """Pickle a value as it is now."""
-
-    def unpack(self, packed: bytes) -> Any:
-        """Return the value that was pickled."""
-
     def send(self, kind: str, key: Any, payload: Any) -> None:
         """Send something, in order, with what else is sent; returns at once, unless far too much is on its way."""
 
     def send_latest(self, key: str, maxsize: int, payload: bytes) -> None:
         """Send to a queue of which only the newest few values matter: those that wait are dropped for it; never waits."""
-
-    def ask(self, method: str, *args: Any) -> Any:
-        """Call a method of the pool's `Exchange`, and wait for its answer."""
 
     def flush(self) -> int:
         """Send what waits to be sent, now; return the number of the newest batch."""
@@ -221,7 +237,7 @@ def report(**metrics: float | str) -> None:
     """
     if not NUMBERS.issuperset(map(type, metrics.values())):
         metrics = {name: _checked_metric(name, value) for name, value in metrics.items()}
-    note = note_here()
+    note = next(notes_here(), None)
     if note is not None:
         note.say(note, "metrics", (time(), metrics))
 
@@ -237,7 +253,7 @@ def _checked_metric(name: str, value: Any) -> float | str:
     if isinstance(value, float):
         return float(value)
     if isinstance(value, int):
-        return int(value)
+        return value if isinstance(value, bool) else int(value)
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, (numpy.generic, numpy.ndarray)) and value.ndim == 0 and value.dtype.kind in "biuf":
         return value.item()  # type: ignore[no-any-return]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -117,3 +118,47 @@ def test_a_fresh_process_that_dies_and_one_that_is_cancelled(pool: ParallelPool,
     gate.wait()
     assert future.cancel()
     assert pool.parfeval_on_all(abs, -1).result(90) == [1, 1]
+
+
+def test_what_a_thread_of_an_earlier_task_reports_is_not_the_next_ones(pool: ParallelPool, make_gate: Any) -> None:
+    go_on, has_ended, may_end = make_gate(), make_gate(), make_gate()
+
+    def leave_a_thread() -> None:
+        def go_on_reporting() -> None:
+            go_on.wait()
+            report(of="the first")
+            print("of the first")
+            has_ended.open()
+
+        threading.Thread(target=go_on_reporting).start()
+
+    def work() -> None:
+        thread = threading.Thread(target=lambda: report(of="the second"))
+        thread.start()
+        thread.join()
+        may_end.wait()
+
+    pool.options(worker=0).parfeval(leave_a_thread).result(30)
+    future = pool.options(worker=0).parfeval(work)
+    go_on.open()
+    has_ended.wait()
+    may_end.open()
+    future.result(30)
+    assert list(future.metrics["of"]) == ["the second"]
+    assert future.diary == ""
+
+
+def test_a_call_on_all_runs_when_one_of_its_parts_does(pool: ParallelPool, make_gate: Any, eventually: Any) -> None:
+    blocker, gate = make_gate(), make_gate()
+    blocking = pool.options(worker=1).parfeval(blocker.wait)
+    everywhere = pool.parfeval_on_all(gate.wait)
+    assert eventually(lambda: everywhere.state == "running")
+    assert eventually(everywhere.running)
+    gate.open()
+    blocker.open()
+    assert everywhere.result(30) == [None, None]
+    assert everywhere.state == "finished"
+    assert everywhere.started_at <= everywhere.finished_at
+    assert everywhere.attempts == 1
+    assert blocking.result(30) is None
+    assert eventually(lambda: not pool.busy)
