@@ -68,8 +68,8 @@ def _hear_of_ends(way: Link) -> None:
     """Let a thread wait for the ends of queues, for as long as the pool lives."""
     global _heard
     if _heard is not way:
-        _heard = way
         threading.Thread(target=_hear, args=(way,), name="raypool-queue-ends", daemon=True).start()
+        _heard = way  # after it: if a signal interrupts here, there are two threads, which does no harm
 
 
 def _hear(way: Link) -> None:

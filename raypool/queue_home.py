@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from raypool.errors import InvalidValueError, PoolClosedError, QueueClosedError, SerializationError
-from raypool.task import in_task
+from raypool.task import Way, in_task
 
 Answer = Callable[[str], object]
 """Tells whoever has offered a value what has become of it; it returns at once."""
@@ -38,11 +38,8 @@ NOBODY_READS = (
 logger = logging.getLogger("raypool")
 
 
-class Source(Protocol):
+class Source(Way, Protocol):
     """A pool whose workers put values into queues of this process."""
-
-    def ask(self, method: str, *args: Any) -> Any:
-        """Call a method of the pool's `Exchange`, and wait for its answer."""
 
     def catch_up(self, sent: dict[int, int]) -> None:
         """Wait for what calls that have ended had said before, and for these batches (by worker id)."""

@@ -11,6 +11,7 @@ In pools of this process ("threads", "inline") it is the same object everywhere.
 from __future__ import annotations
 
 import contextlib
+import numbers
 import os
 import uuid
 import weakref
@@ -282,7 +283,7 @@ def check_timeout(timeout_s: Any) -> None:
     """Raise the error for a time to wait (or None) that is no number, or negative."""
     if timeout_s is None:
         return
-    if not isinstance(timeout_s, (int, float)) or isinstance(timeout_s, bool):
+    if not isinstance(timeout_s, numbers.Real) or isinstance(timeout_s, bool):
         raise InvalidTypeError(f"timeout_s={timeout_s!r} is not a number of seconds.")
-    if not timeout_s >= 0:
+    if not float(timeout_s) >= 0:
         raise InvalidValueError(f"timeout_s={timeout_s} is negative. Give 0 to look only, None to wait for ever.")

@@ -9,27 +9,14 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 from raypool.errors import InvalidTypeError, InvalidValueError, PoolClosedError
-from raypool.queue_home import Listener
+from raypool.queue_home import Listener, sources
 from raypool.queues import check_timeout
-from raypool.task import link, note_here
+from raypool.task import Way, link, note_here
 
 logger = logging.getLogger("raypool")
-
-
-class Way(Protocol):
-    """A way to a pool's `Exchange`."""
-
-    def ask(self, method: str, *args: Any) -> Any:
-        """Call a method of it, and wait for its answer."""
-
-    def pack(self, value: Any, what: str) -> Any:
-        """Make a value ready to be kept there."""
-
-    def unpack(self, packed: Any) -> Any:
-        """Return the value that was packed."""
 
 
 FindWay = Callable[[], Way]
@@ -234,6 +221,10 @@ def _arrived(key: str) -> ValueStore:
     known = _known.get(key)
     if known is not None:
         return known
+    for pool in tuple(sources):  # a task has sent it here
+        with contextlib.suppress(PoolClosedError):
+            if pool.ask("store", key, "identify") is not None:
+                return ValueStore(pool, key)
     return ValueStore(way_finder_here()(), key)
 
 

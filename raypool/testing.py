@@ -35,8 +35,7 @@ from raypool.engine.trace import read_settings, read_trace
 from raypool.errors import LossReason
 from raypool.pool import ParallelPool
 from raypool.profiles import Profile
-from raypool.store import Way
-from raypool.task import Say
+from raypool.task import Say, Way
 
 __all__ = ["FaultPlan", "SimBackend", "SimReport", "VirtualClock", "replay", "sim_pool", "simulate"]
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 from raypool.core.messages import Event, Signal
 from raypool.futures import Values
-from raypool.store import Way
+from raypool.task import Way
 
 Post = Callable[[Event, Any], None]
 """How a backend tells the driver that something has happened, from any thread.

@@ -21,8 +21,8 @@ from raypool.engine.guard import ThreadGuard
 from raypool.engine.runner import Surroundings, run_parts, set_up
 from raypool.errors import LossReason
 from raypool.profiles import Profile
-from raypool.store import FindWay, Way, way_finder_here
-from raypool.task import Say, in_task
+from raypool.store import FindWay, way_finder_here
+from raypool.task import Say, Way, in_task
 
 if TYPE_CHECKING:
     from raypool.engine.exchange import LocalExchange

@@ -33,7 +33,7 @@ from raypool.errors import LossReason, TaskError
 from raypool.futures import Values
 from raypool.profiles import Profile
 from raypool.queues import add_source, drop_source
-from raypool.store import Way
+from raypool.task import Way
 
 CLOSE_TIMEOUT_S = 5.0
 

@@ -57,7 +57,7 @@ def test_what_tasks_put_is_read_here_and_by_other_tasks(pool: ParallelPool) -> N
     assert list(pool.parfor(lambda i: current_task().store["square", i], range(5))) == [0, 1, 4, 9, 16]
 
 
-def test_what_is_put_here_is_read_by_tasks_however_the_store_gets_there(pool: ParallelPool) -> None:
+def test_what_is_put_here_is_read_by_tasks_however_the_store_gets_there(pool: ParallelPool, make_pool: Any) -> None:
     store = pool.store
     store["model"] = np.arange(200_000.0)
 
@@ -66,6 +66,10 @@ def test_what_is_put_here_is_read_by_tasks_however_the_store_gets_there(pool: Pa
 
     assert pool.parfeval(read, store, "model").result(TIMEOUT_S) == [199_999.0] * 4
     assert pool.parfeval(lambda: {"store": [store]}).result(TIMEOUT_S)["store"][0] is store
+    with make_pool(1) as other:
+        back = other.parfeval(lambda: current_task().store).result(TIMEOUT_S)
+        back["from here"] = 1
+        assert other.store.keys() == ["from here"]
 
 
 def test_everything_that_a_store_can_do_works_in_a_task(pool: ParallelPool) -> None:

@@ -187,6 +187,32 @@ def test_who_waits_for_room_that_nobody_makes_is_told(monkeypatch: Any, caplog: 
     assert caplog.text.count("nobody has read") == 1
 
 
+def test_putters_that_are_interrupted_anywhere_leave_the_queue_in_order() -> None:
+    queue: DataQueue[int] = DataQueue(maxsize=3)
+    seen: list[int] = []
+    reading = Aside(lambda: seen.extend(queue))
+
+    def put_on() -> None:
+        number = 0
+        while True:
+            queue.put(number)
+            number += 1
+
+    for _ in range(100):
+        putter = Aside(put_on)
+        while not seen and putter.is_waiting:
+            pass
+        putter.interrupt(KeyboardInterrupt)
+        assert isinstance(putter.result(), (KeyboardInterrupt, RuntimeError))
+        seen.clear()
+    own = Aside(lambda: [queue.put(-1) for _ in range(10)])
+    own.result()
+    queue.close()
+    reading.result()
+    assert seen.count(-1) == 10
+    assert queue.backlog == 0
+
+
 def test_the_latest_are_kept() -> None:
     queue: DataQueue[int] = DataQueue(maxsize=3, policy="latest")
     for number in range(10):
@@ -460,6 +486,12 @@ class FakePool:
 
     def ask(self, method: str, *args: Any) -> Any:
         return self.exchange.ask(method, *args)
+
+    def pack(self, value: Any, what: str) -> bytes:
+        return pickle.dumps(value)
+
+    def unpack(self, packed: bytes) -> Any:
+        return pickle.loads(packed)
 
     def catch_up(self, sent: dict[int, int]) -> None:
         self.caught_up.append(sent)
