@@ -1,4 +1,4 @@
-"""How a driver may end, and that nothing of its pool outlives it (scenario 9, but for Ctrl-C, which has an issue of its own)."""
+"""How a driver may end, and that nothing of its pool outlives it (scenario 9; for Ctrl-C see test_interrupts.py)."""
 
 from __future__ import annotations
 
@@ -58,13 +58,14 @@ def test_a_driver_that_ends_by_itself(start_python: Any, eventually: Any, body: 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
 def test_a_driver_that_is_ended(start_python: Any, eventually: Any, make_gate: Any, how: signal.Signals) -> None:
-    """With tasks that run and a child of a worker, as a data loader's processes are."""
+    """With tasks that run, a child of a worker, as a data loader's processes are, and one that has left its group."""
     ready = make_gate()
     started = start_python(
         driver(f"""
 def hold_with_child():
     import subprocess
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    for is_detached in (False, True):
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=is_detached)
     Path({str(ready.path)!r}).touch()
     time.sleep(600)
 
