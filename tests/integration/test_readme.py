@@ -1,4 +1,4 @@
-"""The README's ten lines, pasted into a Python prompt, on the Ray that raypool starts."""
+"""The README's ten lines, pasted into a Python prompt, and its sweep, on the Ray that raypool starts."""
 
 from __future__ import annotations
 
@@ -10,21 +10,58 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+TEN_LINES, SWEEP, *_ = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(180)
-def test_the_ten_lines_at_a_prompt(tmp_path: Path) -> None:
-    block = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0]
-    done = subprocess.run(
-        [sys.executable, "-i", "-q"], input=block, cwd=tmp_path, capture_output=True, text=True, timeout=170, check=True
-    )
+def run(*args: str, code: str | None = None, cwd: Path) -> str:
+    """Run Python, and return what it printed."""
+    done = subprocess.run([sys.executable, *args], input=code, cwd=cwd, capture_output=True, text=True, timeout=220)
+    assert done.returncode == 0, done.stderr
     assert "Error" not in done.stderr, done.stderr
-    assert re.search(r"raypool: \d+ workers? on \S+: (CPU|GPU)", done.stdout)
-    rows = re.findall(
-        r"^ *(\d+) +(8|32|128) +(0\.\d+) +(\d\S+)", done.stdout.replace(">>> ", "").replace("... ", ""), re.MULTILINE
-    )
+    return done.stdout
+
+
+def test_the_ten_lines_at_a_prompt(tmp_path: Path) -> None:
+    printed = run("-i", "-q", code=TEN_LINES, cwd=tmp_path)
+    assert re.search(r"raypool: \d+ workers? on \S+: (CPU|GPU)", printed)
+    rows = re.findall(r"^ *(\d+) +(8|32|128) +(0\.\d+) +(\d\S+)", printed.replace(">>> ", "").replace("... ", ""), re.MULTILINE)
     assert len(rows) == 9
     losses = [float(row[3]) for row in rows]
     assert losses == sorted(losses)
     assert losses[0] < 0.1
+
+
+def test_the_sweep_is_the_example() -> None:
+    assert (ROOT / "examples/watch_a_sweep.py").read_text().endswith(f'"""\n\n{SWEEP}')
+
+
+def tell_story(printed: str) -> dict[str, str]:
+    """Check that a run of the sweep went as the README tells, and return the state of each training."""
+    stopped = re.search(r"^(width .*) learns nothing and is stopped:$", printed, re.MULTILINE)
+    assert stopped
+    error = re.search(
+        r"^ArithmeticError: (?:.*\n)raypool: it printed last:\n((?:  epoch .*\n)+)raypool: (.*), attempt 1", printed, re.MULTILINE
+    )
+    assert error
+    assert [line.split(":")[0] for line in error[1].splitlines()] == ["  epoch 0", "  epoch 1", "  epoch 2"]
+    best = re.search(r"^Best: (.*), after .* s on worker \d+$", printed, re.MULTILINE)
+    assert best
+    assert re.search(r"free again after \d+ ms: <ParallelPool: (\d+) workers?, \1 idle>$", printed, re.MULTILINE)
+    table = re.findall(r"^(width \d+, lr \S+) +(finished|failed|cancelled)\b", printed, re.MULTILINE)
+    states = dict(table)
+    assert len(table) == len(states) == 10
+    assert states[stopped[1]] == states[best[1]] == "finished"
+    assert states[error[2]] == "failed"
+    assert list(states.values()).count("failed") == 1
+    assert stopped[1] != best[1]
+    assert "cancelled" in states.values()
+    return states
+
+
+def test_the_sweep_goes_as_it_is_told(tmp_path: Path) -> None:
+    states = tell_story(run("-c", SWEEP, cwd=tmp_path))
+    recorded = re.findall(r"```\n(raypool: .*?)```", README, re.DOTALL)
+    assert list(tell_story(recorded[0])) == list(states)

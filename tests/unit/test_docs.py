@@ -24,7 +24,7 @@ def test_links_lead_somewhere(path: Path) -> None:
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_files_that_are_named_exist(path: Path) -> None:
-    for target in re.findall(r"`((?:raypool|tests|benchmarks|notebooks)/[\w/.-]+\.(?:py|md|json))`", path.read_text()):
+    for target in re.findall(r"`((?:raypool|tests|benchmarks|notebooks|examples)/[\w/.-]+\.(?:py|md|json))`", path.read_text()):
         assert (ROOT / target).exists(), f"{path.name}: {target}"
 
 
@@ -42,8 +42,8 @@ def python_blocks(path: Path) -> list[str]:
 
 
 def test_the_readme_code_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    """The first block is pasted into a prompt with Ray by a test of its own (tests/integration/test_readme.py)."""
-    _, *others = python_blocks(ROOT / "README.md")
+    """The first two run with Ray, by tests of their own (tests/integration/test_readme.py)."""
+    _, _, *others = python_blocks(ROOT / "README.md")
     for block in others:
         exec(compile(block, "README.md", "exec"), {"__name__": "__main__"})
     printed = capsys.readouterr().out
