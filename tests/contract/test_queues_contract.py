@@ -116,6 +116,28 @@ def test_what_was_put_arrives_though_the_worker_ends_at_once(make_pool: Any) -> 
     assert sorted(queue.get(timeout_s=0) for _ in range(60)) == list(range(60))
 
 
+def test_what_a_task_in_a_process_of_its_own_puts_arrives(make_pool: Any) -> None:
+    queue: DataQueue[Any] = DataQueue()
+    with make_pool(2) as pool:
+        futures = [
+            pool.options(fresh_process=True).parfeval(lambda i: [queue.put((i, k)) for k in range(50)], i) for i in range(4)
+        ]
+        for future in futures:
+            future.result(TIMEOUT_S)
+        queue.close()
+    assert by_sender(queue) == {i: list(range(50)) for i in range(4)}
+
+
+def test_what_workers_put_before_they_went_to_rest_arrives(make_pool: Any, eventually: Any) -> None:
+    queue: DataQueue[int] = DataQueue()
+    with make_pool(2, idle_timeout_s=0.1) as pool:
+        for number in range(3):
+            assert pool.parfeval(queue.put, number).result(TIMEOUT_S) is None
+            if make_pool.profile != "inline":
+                assert eventually(lambda: all(worker.state == "parked" for worker in pool.workers))
+    assert [queue.get(timeout_s=0) for _ in range(3)] == [0, 1, 2]
+
+
 def test_what_was_put_before_the_pool_ended_is_there_after_it(make_pool: Any) -> None:
     queue: DataQueue[int] = DataQueue()
     with make_pool(2) as pool:
