@@ -78,6 +78,7 @@ class Agents:
         self._workers: dict[int, tuple[Introduction, Any]] = {}  # with their actors
         self._making = threading.Lock()
         self._is_closed = False
+        self._pid = os.getpid()  # a forked child has neither Ray's threads nor the one below
         self._silent = threading.Semaphore(0)  # counts agents that have nothing more to pass on
         self._chores: queue.SimpleQueue[Chore | None] = queue.SimpleQueue()
         threading.Thread(target=self._work, name="raypool-agents", daemon=True).start()
@@ -136,7 +137,7 @@ class Agents:
         Raises:
             PoolClosedError: The pool was shut down.
         """
-        if self._is_closed or not ray.is_initialized():
+        if self._is_closed or os.getpid() != self._pid or not ray.is_initialized():
             raise PoolClosedError(POOL_ENDED)
         return ask(self.home(), method, *args)
 

@@ -6,12 +6,14 @@ import concurrent.futures
 import contextlib
 import os
 import secrets
+import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 from raypool.devices.inventory import usable_cpus
 from raypool.errors import StartupError
@@ -51,10 +53,31 @@ def join_ray(address: str | None) -> None:
         import ray
 
         if not ray.is_initialized():
-            _connect(ray, address)
+            with _own_sigterm():
+                _connect(ray, address)
             _ours = ray.get_runtime_context().get_worker_id()
             _users = 0  # of a Ray that somebody has ended meanwhile
         _users += 1
+
+
+@contextlib.contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """Keep Ray from turning the end by SIGTERM into a crash: it replaces the handler by one of native code that aborts.
+
+    The user's own handler stays. Without one, the process exits as one that was terminated, but in good order.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # handlers can be set in the main thread only
+        return
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, _exit_terminated if handler in (signal.SIG_DFL, None) else handler)
+
+
+def _exit_terminated(number: int, frame: FrameType | None) -> NoReturn:
+    sys.exit(128 + number)
 
 
 def leave_ray(before_end: Callable[[], None]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import os
 import pickle
@@ -29,6 +30,8 @@ from raypool.task import mark_worker_process, set_link
 
 DRAIN_TIMEOUT_S = 2.0
 """How long a worker that ends waits until what it has said last is sent [s]."""
+
+PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 Sendable = tuple[int, int, bytes, float, dict[int, bytes]]
 """Of a `RawResult`: start, done, durations, start, errors (each pickled by itself, since each may fail to)."""
@@ -65,6 +68,7 @@ class PoolWorker:
         mark_worker_process()
         with contextlib.suppress(PermissionError):  # it is the head of a group already
             os.setpgid(0, 0)  # so that its children can be ended with it
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # and those of its children, which would be init's otherwise
         diary.install()
         self._worker_id = worker_id
         self._guard = ProcessGuard()

@@ -58,14 +58,17 @@ def test_a_driver_that_ends_by_itself(start_python: Any, eventually: Any, body: 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
 def test_a_driver_that_is_ended(start_python: Any, eventually: Any, make_gate: Any, how: signal.Signals) -> None:
-    """With tasks that run, a child of a worker, as a data loader's processes are, and one that has left its group."""
+    """With tasks that run, a child of a worker, as a data loader's processes are; one that has left its group; and an orphan."""
     ready = make_gate()
     started = start_python(
         driver(f"""
 def hold_with_child():
     import subprocess
-    for is_detached in (False, True):
-        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=is_detached)
+    sleeper = [sys.executable, "-c", "import time; time.sleep(600)"]
+    subprocess.Popen(sleeper)
+    subprocess.Popen(sleeper, start_new_session=True)
+    parent = "import subprocess, sys; subprocess.Popen(sys.argv[1:], start_new_session=True)"
+    subprocess.run([sys.executable, "-c", parent, *sleeper])  # which leaves an orphan
     Path({str(ready.path)!r}).touch()
     time.sleep(600)
 
@@ -78,8 +81,23 @@ futures[0].result()
 
     started.process.send_signal(how)
 
-    started.process.wait(60)
+    done = started.finish(60)
+    assert done.returncode == (128 + how if how is signal.SIGTERM else -how)
+    assert "SIGTERM received" not in done.stderr
     check_nothing_is_left(started, eventually)
+
+
+def test_the_users_own_handler_of_sigterm_stays(run_python: Any) -> None:
+    done = run_python("""
+    import os, signal
+    from raypool import parpool
+
+    signal.signal(signal.SIGTERM, lambda number, frame: print("mine", flush=True))
+    with parpool(1, quiet=True) as pool:
+        os.kill(os.getpid(), signal.SIGTERM)
+        print(pool.parfeval(abs, -1).result(60))
+    """)
+    assert done.stdout.split() == ["mine", "1"]
 
 
 def test_a_driver_on_somebody_elses_ray_that_is_killed(
@@ -192,3 +210,24 @@ def test_ray_that_is_shut_down_under_a_pool(run_python: Any) -> None:
         assert again.submit(abs, -1).result(30) == 1
     """)
     assert "Started" not in done.stderr
+
+
+def test_the_store_in_a_forked_child(run_python: Any) -> None:
+    """Where none of the pool's threads are: an error, not a wait for ever."""
+    run_python("""
+    import os
+    from raypool import PoolClosedError, parpool
+
+    with parpool(1, quiet=True) as pool:
+        pool.store["key"] = 1
+        child = os.fork()
+        if child == 0:
+            try:
+                pool.store.keys()
+            except PoolClosedError:
+                os._exit(7)
+            os._exit(1)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 7
+        assert pool.store["key"] == 1
+    """)
