@@ -24,6 +24,10 @@ from raypool.errors import ResourceError
 from raypool.profiles import WorkerResources
 
 POLL_S = 0.01
+
+OURS = ("PoolWorker", "NodeAgent")
+"""Actors of pools, which hold nothing beside their pools' placement groups."""
+
 PROBE_TIMEOUT_S = 10.0
 ROUND_S = 1.0
 """How long to hold on to GPUs that are not meant while the one that is might still turn up [s]."""
@@ -265,7 +269,7 @@ def _other_actors() -> list[str]:
     return [
         f"perhaps actor {actor['Name'] or actor['ActorClassName']} (process {actor['Pid']})"
         for actor in state.actors().values()
-        if actor["State"] == "ALIVE" and actor["ActorClassName"] != "PoolWorker"
+        if actor["State"] == "ALIVE" and actor["ActorClassName"] not in OURS
     ]
 
 
