@@ -241,7 +241,7 @@ class Crew:
         if not lane.tasks and lane.lost is None:
             for place in lane.places:
                 del self.places[place].lanes[lane.key]
-            self._close_lane(lane)
+            del self.lanes[lane.key]
 
     def _join_lane(self, lane: Lane, place: Place) -> None:
         lane.places[place.place] = None
@@ -255,11 +255,7 @@ class Crew:
         if not lane.places:
             lane.lost = reason
             self.deserted.append(lane)
-            self._close_lane(lane)
-
-    def _close_lane(self, lane: Lane) -> None:
-        del self.lanes[lane.key]
-        self.calling.pop(lane.key, None)
+            del self.lanes[lane.key]
 
     # --- gangs --------------------------------------------------------------------------------------------------------
 

@@ -48,14 +48,13 @@ class Dispatcher:
                 return self._out
 
     def _calling_lane(self) -> Lane | None:
-        """Return the lane that has both a task and somebody idle, and of several the one whose task comes first."""
-        backlog, crew, first = self._backlog, self._crew, None
+        """Return a lane that has both a task and somebody idle; there are no two, since no event adds to two lanes."""
+        crew = self._crew
         for lane in list(crew.calling.values()):
-            if backlog.head(lane.heap) is None or lane.bench.first(crew.idle) is None:
-                del crew.calling[lane.key]  # whoever becomes free there will look by himself
-            elif first is None or lane.heap[0] < first.heap[0]:
-                first = lane
-        return first
+            if self._backlog.head(lane.heap) is not None and lane.bench.first(crew.idle) is not None:
+                return lane
+            del crew.calling[lane.key]  # whoever becomes free there will look by himself
+        return None
 
     def _offer(self, worker: Worker, head: Task | None) -> None:
         """Let a free worker do what comes first: something in its lanes, the pool's next, or the gang that collects."""

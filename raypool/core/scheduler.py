@@ -227,7 +227,6 @@ class Scheduler:
                 task = self.backlog.land(piece, attempt_id)
                 if task is not None:
                     self.ledger.lose(task, piece, reason, was_idle)
-        self._fail_deserted()
         if has_future and not self.crew.places:
             self._break()
 
@@ -247,7 +246,7 @@ class Scheduler:
             self._out += self.crew.park()
 
     def _look_whether_idle(self, idleness: Idleness) -> None:
-        if self.backlog.tasks or self.state is not PoolState.OPEN or not self.crew.is_awake:
+        if self.backlog.tasks or not self.crew.is_awake:
             idleness.end()
         else:
             self._out += idleness.begin(self._now)

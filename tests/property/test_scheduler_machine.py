@@ -340,6 +340,9 @@ class World(RuleBasedStateMachine):
         was_used = any(job.end is None for job in self.jobs.values() if job.spec is not new_spec)
         commands = self.scheduler.handle(event, self.now)
         for command in commands:
+            if isinstance(command, m.TimeOutItems):  # makes room for what is sent in its place, before it is told
+                self.take_out(self.call_of(command.items))
+        for command in commands:
             if isinstance(command, m.SettleItems):
                 self.on_settle(command, answered)
             elif isinstance(command, m.Vacate):
@@ -432,10 +435,13 @@ class World(RuleBasedStateMachine):
             assert (call.attempt_id, command.task_id) not in self.signals, "told twice"
             self.signals.add((call.attempt_id, command.task_id))
 
+    def call_of(self, items: Slice) -> m.RunTasks:
+        (call,) = (call for call in self.calls.values() if items in call.slices and call.attempt_id not in self.timed_out)
+        return call
+
     def on_TimeOutItems(self, command: m.TimeOutItems) -> None:
-        (call,) = (call for call in self.calls.values() if command.items in call.slices and call.attempt_id not in self.timed_out)
+        call = self.call_of(command.items)
         assert command.timeout_s == self.jobs[command.items.task_id].spec.timeout_s
-        self.take_out(call)
         self.timed_out.add(call.attempt_id)
         assert (call.attempt_id, command.items.task_id) in self.signals, "nobody has stopped it"
         self.note_outcome(command.items, "timed out")
@@ -552,7 +558,7 @@ class World(RuleBasedStateMachine):
         self.shutdown(cancel_queued=False, cancel_running=False)
         while any(job.is_open for job in self.jobs.values()):
             self.add_items(0, 1, stays_open=False)
-        for _ in range(sum(job.size for job in self.jobs.values()) + len(self.timers) + 100):
+        for _ in range(2 * sum(job.size for job in self.jobs.values()) + len(self.timers) + 100):
             if self.running():
                 self.finish_one(self.running()[0], 1.0)
             elif self.starting():

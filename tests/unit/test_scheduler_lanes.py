@@ -41,6 +41,14 @@ def test_a_worker_that_comes_up_in_one_of_its_places_takes_it(pool_of):
     assert started(pool.ready(2)) == [(2, 0)]
 
 
+def test_a_worker_that_was_free_before_there_was_more_for_it_takes_that(pool_of):
+    pool = pool_of(2)
+    pool.submit(0, size=1, is_open=True, places=(0, 1))
+    pool.submit(1)
+    pool.finish(1)
+    assert started(pool.add_items(0, 2, is_open=False)) == [(1, 0)]
+
+
 def test_what_its_worker_lost_runs_again_in_its_places(pool_of):
     pool = pool_of(3)
     pool.submit(0, places=(0, 1))
