@@ -45,6 +45,8 @@ def run(session):
     return [
         Line(area, "parfor, an array", "one ray.put", "us", values["array"], values["put"], 1.2),
         Line(area, "parfor, a tensor", "one ray.put", "us", values["tensor"], values["put"]),
-        Line(area, "parfor, an array", "one ray.put, and 8 bare calls with it", "us", values["array"], values["put and calls"], 1.2),
+        Line(
+            area, "parfor, an array", "one ray.put, and 8 bare calls with it", "us", values["array"], values["put and calls"], 1.2
+        ),
         Line(area, "parfor, an array", "Ray's Pool.map", "us", values["array"], values["ray"], is_speedup=True),
     ]
