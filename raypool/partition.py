@@ -178,6 +178,10 @@ class StaffedView(PoolView):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.shutdown(cancel_futures=kind is not None)
 
+    def __repr__(self) -> str:
+        count = f"{self.num_workers} worker" + ("s" if self.num_workers != 1 else "")
+        return f"<{type(self).__name__}: {'closed' if self.is_closed else f'{count}, {self.idle_workers} idle'}>"
+
     # --- parts --------------------------------------------------------------------------------------------------------
 
     def partition(
@@ -270,10 +274,6 @@ class PoolPart(StaffedView):
                 self._cancel(task_id, work)
         if wait and not in_task() and not self._engine.driver.is_own_thread:
             concurrent.futures.wait([work.future for _, work in works if isinstance(work, CallWork)])
-
-    def __repr__(self) -> str:
-        state = "closed" if self.is_closed else f"{self.num_workers} workers, {self.idle_workers} idle"
-        return f"<PoolPart: {state}>"
 
     def __reduce__(self) -> Any:
         """Let a function that refers to it travel: on the worker it finds a pool that runs serially."""

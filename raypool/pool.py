@@ -111,10 +111,6 @@ class ParallelPool(StaffedView):
         else:
             super().__exit__(kind, error, traceback)
 
-    def __repr__(self) -> str:
-        state = "closed" if self.is_closed else f"{self.num_workers} workers, {self.idle_workers} idle"
-        return f"<ParallelPool: {state}>"
-
     def __reduce__(self) -> Any:
         """Let a function that refers to its pool travel: on the worker it finds a serial one."""
         return _serial_pool, ()

@@ -76,7 +76,8 @@ def named_profile(name: str) -> Profile:
         return file.profile(name)
     if name in BUILT_IN:
         return BUILT_IN[name]
-    others = f"; in {file.path}: {', '.join(file.profiles)}" if file is not None else ""
+    names = [other for other in file.profiles if other not in BUILT_IN] if file is not None else []
+    others = f"; in {file.path}: {', '.join(names)}" if file is not None and names else ""
     raise InvalidValueError(
         f"There is no profile {name!r}. There are: {', '.join(BUILT_IN)}{others}. "
         "A table [profiles.NAME] in a file raypool.toml, in this folder or further up, makes another."
@@ -173,6 +174,9 @@ class ProfileFile:
 
     def _value(self, key: str, entry: Any, keys: Keys) -> Any:
         """Return what an entry of a file stands for."""
+        if key == "env" and isinstance(entry, dict):
+            for name, text in entry.items():
+                self._try(Profile, {key: {name: text}}, (*keys, name))
         if key == "resources":
             if isinstance(entry, dict):
                 return self._made(WorkerResources, entry, keys, "resources")

@@ -229,7 +229,7 @@ class Agents:
         then()
 
     def within(self, timeout_s: float, ref: Any, take: Callable[[Any], object]) -> None:
-        """Let `take` have the answer to a call, or None if none has come in time."""
+        """Let `take` have the answer to a call, or a TimeoutError if none has come in time."""
         first = threading.Lock()  # whoever comes first takes it, for good
 
         def take_once(answer: Any) -> None:
@@ -237,7 +237,7 @@ class Agents:
                 timer.cancel()
                 take(answer)
 
-        timer = threading.Timer(timeout_s, lambda: self._chores.put(lambda: take_once(None)))
+        timer = threading.Timer(timeout_s, lambda: self._chores.put(lambda: take_once(TimeoutError())))
         timer.daemon = True
         timer.start()
         self._answered(ref, take_once)

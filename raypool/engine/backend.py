@@ -55,6 +55,12 @@ class WorkerInfo:
         return replace(self, state=state)
 
 
+class Refusal(str):
+    """Why a worker did not start and will not, however often that is tried: what the user's `setup` has raised."""
+
+    __slots__ = ()
+
+
 class Function:
     """A user's function on its way: packed once, shipped to each worker once, known there by `fn_id`."""
 

@@ -23,7 +23,8 @@ from raypool.core import messages as m
 from raypool.core.model import PoolState, Report, Slice, TaskSpec, TaskState, WorkerState
 from raypool.core.scheduler import Scheduler
 from raypool.engine import verdicts
-from raypool.engine.backend import Backend, Function, Part, SliceResult, WorkerInfo, all_failed, nothing_done
+from raypool.engine.arrivals import Arrivals
+from raypool.engine.backend import Backend, Function, Part, Refusal, SliceResult, WorkerInfo, all_failed, nothing_done
 from raypool.engine.hub import Hub
 from raypool.engine.inbox import Inbox, Message
 from raypool.engine.timers import Timers
@@ -59,7 +60,8 @@ class Driver:
         self.scheduler = scheduler
         self.setups: list[Function] = []  # what every worker begins with
         self.works: dict[int, Work] = {}
-        self.infos: dict[int, WorkerInfo] = {}  # by place
+        self.arrivals = Arrivals(lambda: self.closed.is_set())
+        self.infos = self.arrivals.infos  # by place
         self.closed = threading.Event()
         self.crash: BaseException | None = None
         self._inbox = inbox
@@ -72,7 +74,6 @@ class Driver:
         self._submit_lock = threading.Lock()
         self._drain_lock = threading.Lock()
         self._drainer: int | None = None  # the thread that has it
-        self._changed = threading.Condition()
         self._timers = Timers(self._is_of_use)
         self._sent: dict[int, list[Sent]] = {}  # by attempt
         self.ask_call = self._ask_call  # bound once: every queued future holds it
@@ -82,7 +83,6 @@ class Driver:
         self._at_hand: m.Event | None = None
         self._last_words = ""  # what was said of the newest loss
         self._fallen: list[Slice] = []  # what the worker was running that the event at hand is the loss of
-        self._dropped: dict[int, str] = {}  # place -> why
 
     # --- from any thread ----------------------------------------------------------------------------------------------
 
@@ -127,16 +127,6 @@ class Driver:
         self.post(m.TimerFired("barrier", -1), handled)
         while not self.closed.is_set() and not handled.wait(0.1):
             pass
-
-    def wait_ready(self, places: list[int], timeout_s: float) -> dict[int, str]:
-        """Wait until the workers in these places are up, at most so long; return those that are not, and why."""
-        with self._changed:
-            is_known = self._changed.wait_for(
-                lambda: self.closed.is_set() or all(place in self.infos or place in self._dropped for place in places),
-                min(timeout_s, threading.TIMEOUT_MAX),
-            )
-            why = "the pool was closed" if is_known else f"it had not come up within start_timeout_s={timeout_s:g}"
-            return {place: self._dropped.get(place, why) for place in places if place not in self.infos}
 
     # --- the loop -----------------------------------------------------------------------------------------------------
 
@@ -201,9 +191,9 @@ class Driver:
             if self._record is not None:
                 self._record.close()
             self._tell.closed()
-            with self._submit_lock, self._changed:
+            with self._submit_lock, self.arrivals.changed:
                 self.closed.set()
-                self._changed.notify_all()
+                self.arrivals.changed.notify_all()
             self._end_leftovers()
 
     def _end_leftovers(self) -> None:
@@ -258,6 +248,8 @@ class Driver:
             return  # it was given up before
         self._speaker = self._info_of(event.worker_id)
         self._last_words = words or event.reason.value
+        if isinstance(words, Refusal):
+            self.arrivals.note_failed(worker.place, words)
         self._hub.forget(event.worker_id)
         for attempt_id in worker.attempts:
             self._fallen += (piece for piece, _ in self._sent.pop(attempt_id, ()))
@@ -271,9 +263,7 @@ class Driver:
     def _note_ready(self, event: m.WorkerReady, info: WorkerInfo) -> None:
         worker = self.scheduler.crew.workers.get(event.worker_id)
         if worker is not None:
-            with self._changed:
-                self.infos[worker.place] = info
-                self._changed.notify_all()
+            self.arrivals.note_ready(worker.place, info)
 
     def _with_reports(self, event: m.AttemptFinished, results: list[SliceResult]) -> m.AttemptFinished:
         """Say of each slice of the attempt what the scheduler has to know."""
@@ -337,11 +327,9 @@ class Driver:
         self._backend.signal(*command)
 
     def _vacate(self, place: int) -> None:
-        with self._changed:
-            self.infos.pop(place, None)
-            if isinstance(self._at_hand, (m.ResizeRequested, m.ShutdownRequested)):
-                self._dropped.setdefault(place, "the pool was made smaller meanwhile")
-                self._changed.notify_all()
+        self.arrivals.forget(place)
+        if isinstance(self._at_hand, (m.ResizeRequested, m.ShutdownRequested)):
+            self.arrivals.note_failed(place, "the pool was made smaller meanwhile")
         self._backend.vacate(place)
 
     def _run(self, command: m.RunTasks) -> None:
@@ -394,7 +382,7 @@ class Driver:
         self.works.pop(task_id).end(state, verdicts.pool_broken(self._last_words) if is_broken else None)
 
     def _drop(self, place: int) -> None:
-        with self._changed:
-            self._dropped[place] = self._last_words
-            self._changed.notify_all()
-        self._tell.warn(f"A worker could not be started again: {self._last_words}. The pool has {self.scheduler.crew.size} left.")
+        if not self.arrivals.note_failed(place, self._last_words):
+            self._tell.warn(
+                f"A worker could not be started again: {self._last_words}. The pool has {self.scheduler.crew.size} left."
+            )

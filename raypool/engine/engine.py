@@ -17,6 +17,7 @@ from typing import Any
 from raypool.core.messages import ResizeRequested, ShutdownRequested
 from raypool.core.model import PoolState
 from raypool.core.scheduler import Scheduler
+from raypool.engine import verdicts
 from raypool.engine.backend import Backend, Function, Post, WorkerInfo
 from raypool.engine.driver import Driver
 from raypool.engine.hub import Hub
@@ -78,13 +79,16 @@ class Engine:
         self._function_ids = itertools.count()
         self._lock = threading.Lock()
         self.is_closing = False
+        self._has_noted = False
         self.driver.start(self.backend)
         _engines.add(self)
         if profile.setup is not None:
             self.driver.setups.append(self.function(profile.setup))
 
     def _note(self, text: str) -> None:
-        if not self.profile.quiet:
+        """Say something, once: a pool that is used now and then comes to rest again and again."""
+        is_news, self._has_noted = not self._has_noted, True
+        if is_news and not self.profile.quiet and self.profile.backend == "ray":  # threads have no memory that would be freed
             sys.stdout.write(f"raypool: {text}\n")
             sys.stdout.flush()
 
@@ -147,17 +151,17 @@ class Engine:
         if self.driver.is_own_thread:
             raise InvalidValueError("A pool cannot grow in the callback of a future: it would wait for itself. Use a thread.")
         places = self.backend.claim(least, most)
+        self.driver.arrivals.expect(places)
         self.driver.post(ResizeRequested(add=tuple(places)))
-        failed = self.driver.wait_ready(places, self.profile.start_timeout_s)
+        failed = self.driver.arrivals.wait(places, self.profile.start_timeout_s)
         if self.driver.crash is not None:
             raise self.driver.crash_error()
         needed = len(places) if least is None else least
         if len(places) - len(failed) < needed:
             place, why = next(iter(failed.items()))
-            raise StartupError(
-                f"{len(failed)} of {len(places)} workers did not start; worker {place}: {why}. "
-                "See the logs of Ray under /tmp/ray/session_latest/logs."
-            )
+            raise StartupError(verdicts.not_started(len(failed), len(places), place, why, self.profile.backend == "ray"))
+        for place, why in failed.items():
+            logger.warning("Worker %d did not start: %s. The pool has %d.", place, why, self.driver.scheduler.crew.size)
         self._check_devices()
 
     def _check_devices(self) -> None:

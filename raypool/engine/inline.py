@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from raypool.core.messages import AttemptFinished, Signal, WorkerLost, WorkerReady
-from raypool.engine.backend import Failure, Function, LocalValues, Part, Post, SliceResult, WorkerInfo
+from raypool.engine.backend import Failure, Function, LocalValues, Part, Post, Refusal, SliceResult, WorkerInfo
 from raypool.engine.diary import listening
 from raypool.engine.guard import ThreadGuard
 from raypool.engine.runner import Surroundings, run_parts, set_up
@@ -52,6 +52,7 @@ class InlineBackend:
         self._next_place = 0
         self._workers: dict[int, WorkerInfo] = {}  # by worker id
         self._guards: dict[int, ThreadGuard] = {}
+        self._set_ups: set[int] = set()  # workers whose setup has succeeded, so that they have something to tear down
         self._exchange: LocalExchange | None = None  # made when somebody asks for the store
         self._making = threading.Lock()
         self._is_closed = False
@@ -83,15 +84,23 @@ class InlineBackend:
 
     def start_worker(self, worker_id: int, place: int, setups: Sequence[Function]) -> None:
         """Take note of a worker, and set it up."""
-        info = WorkerInfo(place, platform.node(), os.getpid())
-        self._workers[worker_id] = info
+        self._set_up(worker_id, self._note(worker_id, place), setups)
+
+    def _note(self, worker_id: int, place: int) -> WorkerInfo:
+        info = self._workers[worker_id] = WorkerInfo(place, platform.node(), os.getpid())
         self._guards[worker_id] = ThreadGuard()
+        return info
+
+    def _set_up(self, worker_id: int, info: WorkerInfo, setups: Sequence[Function]) -> bool:
+        """Call what a worker begins with, in its thread, and tell what came of it."""
         try:
             set_up([setup.packed for setup in setups], info)
-        except Exception as error:
-            self._post(WorkerLost(worker_id, LossReason.START), f"its setup failed, {type(error).__name__}: {error}")
-            return
-        self._post(WorkerReady(worker_id), info)
+        except (Exception, SystemExit) as error:
+            self._post(WorkerLost(worker_id, LossReason.START), Refusal(f"its setup failed, {type(error).__name__}: {error}"))
+        else:
+            self._set_ups.add(worker_id)
+            self._post(WorkerReady(worker_id), info)
+        return True
 
     def vacate(self, place: int, *, keep: bool = False) -> None:
         """Forget the worker in this place."""
@@ -103,14 +112,15 @@ class InlineBackend:
 
     def _forget(self, worker_id: int) -> None:
         del self._guards[worker_id]
-        self._tear_down(self._workers.pop(worker_id))
+        self._tear_down(worker_id, self._workers.pop(worker_id))
 
-    def _tear_down(self, worker: WorkerInfo) -> bool:
-        if self._profile.teardown is None:
+    def _tear_down(self, worker_id: int, worker: WorkerInfo) -> bool:
+        if self._profile.teardown is None or worker_id not in self._set_ups:
             return True
+        self._set_ups.remove(worker_id)
         try:
             set_up([self._profile.teardown], worker)
-        except Exception:
+        except (Exception, SystemExit):
             logger.exception("The teardown of worker %d failed.", worker.index)
         return True
 
@@ -196,17 +206,21 @@ class ThreadsBackend(InlineBackend):
         name = f"raypool-worker-{place}"
         thread = self._threads[worker_id] = threading.Thread(target=_work, args=(calls,), name=name, daemon=True)
         thread.start()
-        start = super().start_worker
-        calls.put(lambda: start(worker_id, place, setups) is None)
+        info = self._note(worker_id, place)  # now, so that it can be ended from now on
+        calls.put(lambda: self._set_up(worker_id, info, setups))
 
     def _forget(self, worker_id: int) -> None:
         """End a thread, after what it is running; wait for its teardown, if it is free to run it."""
         worker, guard, calls = self._workers.pop(worker_id), self._guards.pop(worker_id), self._calls.pop(worker_id)
         thread = self._threads.pop(worker_id)
-        calls.put(lambda: self._tear_down(worker))
+        calls.put(lambda: self._tear_down(worker_id, worker))
         calls.put(None)
         if self._profile.teardown is not None and guard.is_free:
             thread.join(TEARDOWN_TIMEOUT_S)
+            if thread.is_alive():
+                logger.warning(
+                    "The teardown of worker %d had not ended after %g s, and is not waited for.", worker.index, TEARDOWN_TIMEOUT_S
+                )
 
     def signal(self, worker_id: int, attempt_id: int, task_id: int, wish: Signal) -> None:
         """Interrupt a thread, and give it up if that has not helped in time."""

@@ -138,7 +138,13 @@ class RayBackend:
 
         def end(words: Any = None) -> None:
             if isinstance(words, str):
-                logger.warning("What a worker ends with has failed:\n%s", words)
+                logger.warning("What worker %d ends with has failed:\n%s", seat.place, words)
+            elif isinstance(words, TimeoutError):
+                logger.warning(
+                    "What worker %d ends with (teardown, cleanup of constants) had not ended after %g s; it is killed.",
+                    seat.place,
+                    WIND_UP_TIMEOUT_S,
+                )
             self._agents.end(worker_id, actor, finish)
 
         if is_free and self._agents.knows(worker_id):

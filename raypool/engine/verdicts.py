@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from raypool.engine.backend import WorkerInfo
+from raypool.engine.backend import Refusal, WorkerInfo
 from raypool.errors import LossReason, PoolBrokenError, TaskTimeoutError, WorkerLostError
 
 HINTS = {
@@ -56,6 +56,16 @@ def parked(num_workers: int) -> str:
     """Return what to say when workers have ended because there was nothing to do."""
     count = f"{num_workers} worker" + ("s have" if num_workers != 1 else " has")
     return f"idle; {count} ended, and their memory is free; the next call starts them again"
+
+
+def not_started(num_failed: int, num_places: int, place: int, why: str, is_on_ray: bool) -> str:
+    """Return what to say when workers did not come up; `why` is what is known of the one in this place."""
+    step = ""
+    if isinstance(why, Refusal):
+        step = " Try the function with profile='inline'."
+    elif is_on_ray:
+        step = " See the logs of Ray under /tmp/ray/session_latest/logs."
+    return f"{num_failed} of {num_places} workers did not start; worker {place}: {why}.{step}"
 
 
 def timed_out(worker: WorkerInfo, what: str, timeout_s: float) -> TaskTimeoutError:

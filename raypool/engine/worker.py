@@ -17,7 +17,7 @@ from ray import cloudpickle
 
 from raypool.devices.inventory import gpu_identity
 from raypool.engine import diary
-from raypool.engine.backend import Part, WorkerInfo
+from raypool.engine.backend import Part, Refusal, WorkerInfo
 from raypool.engine.guard import ProcessGuard
 from raypool.engine.node_agent import WorkerProcess
 from raypool.engine.outbox import Outbox
@@ -95,8 +95,8 @@ class PoolWorker:
         self._info = WorkerInfo(self._info.index, self._info.host, self._info.pid, gpus, uuids)
         try:
             set_up([unpack(setup) for setup in load(Parcel(*setups))], self._info)
-        except Exception as error:
-            return f"its setup failed, {''.join(traceback.format_exception_only(error)).strip()}"
+        except (Exception, SystemExit) as error:
+            return Refusal(f"its setup failed, {''.join(traceback.format_exception_only(error)).strip()}")
         return Introduction(self._info, WorkerProcess(os.getpid(), self._guard.pipe, self._guard.board), context.get_node_id())
 
     def attach(self, agent: Any, home: Any) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from raypool import ParallelPool, PoolClosedError, StartupError, current_task
+from raypool import ParallelPool, PoolClosedError, StartupError, WorkerResources, current_task, parpool
 
 beside_each_other = pytest.mark.parametrize("make_pool", ["threads", "local"], indirect=True)
 
@@ -54,16 +54,37 @@ def test_a_worker_that_replaces_another_is_set_up_too(make_pool: Any, marks: Any
         assert pool.parfeval(lambda: marks.count("setup")).result(60) == 2
 
 
-def test_a_setup_that_fails(make_pool: Any, marks: Any) -> None:
-    """The error says what was raised; nothing of the pool is left."""
+@pytest.mark.parametrize(("kind", "words"), [("error", "LookupError.*no such data set"), ("exit", "SystemExit.*3")])
+def test_a_setup_that_fails(make_pool: Any, marks: Any, caplog: pytest.LogCaptureFixture, kind: str, words: str) -> None:
+    """What was raised is said at once: trying again would not help. Nothing of the pool is left."""
 
     def fail() -> None:
         marks.add("tried")
+        if kind == "exit":
+            sys.exit(3)
         raise LookupError("no such data set")
 
-    with pytest.raises(StartupError, match=r"(?s)1 of 1 workers did not start.*its setup failed.*LookupError.*no such data set"):
-        make_pool(1, setup=fail)
-    assert marks.count("tried") >= 1
+    with pytest.raises(StartupError, match=rf"(?s)1 of 1 workers did not start; worker 0: its setup failed.*{words}") as caught:
+        make_pool(1, setup=fail, teardown=lambda: marks.add("teardown"))
+    assert 1 <= marks.count("tried") <= (3 if make_pool.profile == "inline" else 2), "the second may have begun"
+    assert marks.count("teardown") == 0
+    assert "/tmp/ray" not in str(caught.value)
+    assert caplog.text == ""
+
+
+def test_a_setup_that_fails_in_some_workers_only(make_pool: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """A range of sizes is content with the others; that there are fewer is said."""
+
+    def fail() -> None:
+        if current_task().worker == 1:
+            raise LookupError("not here")
+
+    changes: dict[str, Any] = {"setup": fail, "profile": make_pool.profile, "quiet": True, "resources": WorkerResources(gpus=0)}
+    if make_pool.profile == "inline":
+        return  # it takes the least of a range
+    with parpool((1, 2), **changes) as pool:
+        assert pool.parfeval(where).result(60) == 0
+        assert "Worker 1 did not start: its setup failed" in caplog.text
 
 
 # --- teardown -----------------------------------------------------------------------------------------------------------
@@ -98,6 +119,20 @@ def test_a_teardown_that_fails_keeps_nobody_from_ending(make_pool: Any, caplog: 
         assert pool.parfeval(abs, -1).result(60) == 1
     assert pool.is_closed
     assert "ZeroDivisionError" in caplog.text
+
+
+@beside_each_other
+def test_a_teardown_that_hangs_is_given_up(
+    make_pool: Any, gate: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raypool.engine.inline.TEARDOWN_TIMEOUT_S", 0.5)
+    if make_pool.is_in_processes:
+        monkeypatch.setattr("raypool.engine.ray_backend.WIND_UP_TIMEOUT_S", 0.5)
+    with make_pool(1, teardown=gate.wait) as pool:
+        assert pool.parfeval(abs, -1).result(60) == 1
+    assert "worker 0" in caplog.text
+    assert "had not ended after 0.5 s" in caplog.text
+    gate.open()
 
 
 def test_teardown_finds_what_setup_has_made(make_pool: Any, marks: Any) -> None:
@@ -137,20 +172,16 @@ def test_idle_workers_end_and_are_started_again(make_pool: Any, marks: Any, even
     assert capfd.readouterr().out == "", "quiet=True"
 
 
-@pytest.mark.parametrize("profile", ["threads", "local"])
-def test_a_line_says_so(profile: str, capsys: pytest.CaptureFixture[str], eventually: Any, request: Any) -> None:
-    from raypool import WorkerResources, parpool
-
-    if profile == "local":
-        request.getfixturevalue("ray_session")
-    said: list[str] = []
-
-    def look() -> bool:
-        said.append(capsys.readouterr().out)
-        return "idle; 2 workers have ended" in "".join(said)
-
-    with parpool(2, profile=profile, resources=WorkerResources(gpus=0), idle_timeout_s=IDLE_S):
-        assert eventually(look)
+@beside_each_other
+def test_a_line_says_so_once(make_pool: Any, eventually: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """And not where no memory is freed."""
+    with parpool(2, profile=make_pool.profile, resources=WorkerResources(gpus=0), idle_timeout_s=IDLE_S) as pool:
+        for _ in range(2):
+            assert eventually(lambda: states_of(pool) == {"parked"})
+            pool.parfeval(where).result(60)
+    said = capsys.readouterr().out
+    line = "raypool: idle; 2 workers have ended, and their memory is free; the next call starts them again"
+    assert said.count(line) == (1 if make_pool.is_in_processes else 0)
 
 
 @beside_each_other

@@ -188,6 +188,7 @@ def test_a_missing_profile_names_those_that_exist(write: Write) -> None:
         ("[profiles.x]\nretries = '3'", 2, InvalidTypeError, "retries='3' is not a whole number"),
         ("[profiles.x]\nretries = 3\nidle_timeout_s = true", 3, InvalidTypeError, "idle_timeout_s=True is not a number"),
         ("[profiles.x]\nenv = {A = 1}", 2, InvalidTypeError, "texts"),
+        ("[profiles.x.env]\nA = 'a'\nB = 5", 3, InvalidTypeError, "'B': 5"),
         ("[profiles.x]\ngpus = [0, 0]", 2, InvalidValueError, "GPU 0 is named twice"),
         ("[profiles.x]\nbackend = 'mpi'", 2, InvalidValueError, "none of ray, threads, inline"),
         ("[profiles.x]\nbackend = [\n'ray',\n]", 2, InvalidValueError, "none of ray, threads, inline"),
@@ -216,6 +217,8 @@ def test_built_in_profiles_cannot_be_redefined(write: Write) -> None:
     path = write("[profiles.x]\nretries = 1\n[profiles.threads]\nretries = 5")
     with pytest.raises(InvalidValueError, match=f"{path}, line 3: the profile 'threads' is built in"):
         parpool(2, profile="threads")
+    with pytest.raises(InvalidValueError, match=rf"in {path}: x\."):
+        parpool(2, profile="y")
     assert named_profile("x").retries == 1
     assert named_profile("inline").retries == 2
 
