@@ -39,7 +39,8 @@ class Backlog:
     def discard(self, task: Task) -> None:
         """Forget a task that has ended."""
         del self.tasks[task.spec.task_id]
-        task.pace.waiting -= task.waiting
+        if task.settled < task.size:
+            task.pace.waiting -= task.waiting
         task.pace.num_tasks -= 1
         if task.pace.num_tasks == 0:
             self.idle_paces[task.spec.fn_id] = self.paces.pop(task.spec.fn_id)

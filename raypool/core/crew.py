@@ -9,7 +9,7 @@ from raypool.core.messages import Command, DropPlace, ParkWorker, SetTimer, Star
 from raypool.core.model import Attempt, Bench, Lane, Place, Task, TaskSpec, Worker, WorkerState
 from raypool.errors import LossReason
 
-STARTING, IDLE, BUSY = WorkerState.STARTING, WorkerState.IDLE, WorkerState.BUSY  # Python 3.11 takes its time to look these up
+IDLE = WorkerState.IDLE  # Python 3.11 takes its time to look these up
 
 
 class Crew:
@@ -193,11 +193,9 @@ class Crew:
                 lane.bench.seat(worker)
 
     def engage(self, worker: Worker, attempt: Attempt) -> None:
-        """Note that a worker is sent a call, under the next number; or will be, if it is starting."""
+        """Note that a worker has a call, under the next number."""
         worker.attempts[self.next_attempt_id] = attempt
         self.next_attempt_id += 1
-        if worker.state is not STARTING:
-            worker.state = BUSY
         self.idle.pop(worker.worker_id, None)
         self.offer_ahead(worker, attempt)
 

@@ -6,7 +6,9 @@ from raypool.core import messages as m
 from raypool.core.backlog import Backlog
 from raypool.core.crew import Crew
 from raypool.core.ledger import Ledger
-from raypool.core.model import Attempt, Flight, Lane, Order, Task, TaskState, Worker, WorkerState
+from raypool.core.model import Attempt, Lane, Order, Task, TaskState, Worker, WorkerState
+
+BUSY = WorkerState.BUSY  # Python 3.11 takes its time to look these up
 
 
 class Dispatcher:
@@ -76,8 +78,11 @@ class Dispatcher:
             worker = self._crew.renew(worker)
             self._out += self._crew.launch(worker, self._now)
         before = self._first_elsewhere(worker, heap) if self._crew.lanes else None
-        flight = (self._crew.next_attempt_id, worker.worker_id)
-        self._start(worker, flight, self._backlog.take(heap, flight, num_workers, before))
+        attempt_id = self._crew.next_attempt_id
+        attempt = self._backlog.take(heap, (attempt_id, worker.worker_id), num_workers, before)
+        self._crew.engage(worker, attempt)
+        if not attempt.is_fresh or worker.state is not WorkerState.STARTING:  # else `begin` follows when it is ready
+            self._call(worker, attempt_id, attempt)
 
     def _first_elsewhere(self, worker: Worker, heap: list[Order]) -> Order | None:
         """Return what comes first in the other queues that a worker has to look into."""
@@ -90,30 +95,26 @@ class Dispatcher:
             self._ledger.end(gang, TaskState.FAILED)
         elif len(self._crew.members) == gang.size:
             for worker in self._crew.start_gang():
-                flight = (self._crew.next_attempt_id, worker.worker_id)
-                self._start(worker, flight, self._backlog.take_rank(gang, flight))
-
-    def _start(self, worker: Worker, flight: Flight, attempt: Attempt) -> None:
-        self._crew.engage(worker, attempt)
-        self._ledger.counts.attempts += 1
-        if not attempt.is_fresh or worker.state is WorkerState.BUSY:  # else `begin` follows when it is ready
-            self._call(flight, attempt)
+                attempt_id = self._crew.next_attempt_id
+                attempt = self._backlog.take_rank(gang, (attempt_id, worker.worker_id))
+                self._crew.engage(worker, attempt)
+                self._call(worker, attempt_id, attempt)
 
     def begin(self, worker: Worker, now: float) -> list[m.Command]:
         """Send a worker that has come up the call that it was started for, unless nobody wants that any more."""
         ((attempt_id, attempt),) = worker.attempts.items()
         self._now, self._out = now, []
         if attempt.slices[0].task_id in self._backlog.tasks:
-            worker.state = WorkerState.BUSY
-            self._call((attempt_id, worker.worker_id), attempt)
+            self._call(worker, attempt_id, attempt)
         else:
             del worker.attempts[attempt_id]
         return self._out
 
-    def _call(self, flight: Flight, attempt: Attempt) -> None:
-        attempt_id, worker_id = flight
-        self._out.append(m.RunTasks(worker_id, attempt_id, attempt.slices))
+    def _call(self, worker: Worker, attempt_id: int, attempt: Attempt) -> None:
+        worker.state = BUSY
+        self._ledger.counts.attempts += 1
+        self._out.append(m.RunTasks(worker.worker_id, attempt_id, attempt.slices))
         if attempt.runs_alone:
             timeout_s = self._backlog.tasks[attempt.slices[0].task_id].spec.timeout_s
             if timeout_s is not None:
-                self._out.append(m.SetTimer(self._now + timeout_s, "timeout", worker_id, attempt_id))
+                self._out.append(m.SetTimer(self._now + timeout_s, "timeout", worker.worker_id, attempt_id))
