@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import functools
 import os
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
 from time import time
 from typing import TYPE_CHECKING, Any, Protocol
@@ -94,6 +96,7 @@ class Running:
     should_stop: bool = False
     say: Callable[[Running, str, Any], None] = _say_nothing
     printed: deque[tuple[int, str]] | None = None
+    outer: Running | None = None  # the task in which this one was called for
     find_way: Callable[[], Way] | None = None  # to the pool's exchange, if that is in this process
 
 
@@ -104,22 +107,31 @@ running: ContextVar[Running | None] = ContextVar("raypool_running", default=None
 """Set round every slice that runs in this thread."""
 
 _running_in_process: Running | None = None
-_left_over: frozenset[threading.Thread] = frozenset()
 
 
 def note_in_process(note: Running | None) -> None:
-    """Note what this whole process is running, for its other threads: a worker process runs one thing at a time."""
-    global _running_in_process, _left_over
+    """Note what this whole process is running, for threads of native libraries: a worker process runs one thing at a time."""
+    global _running_in_process
     _running_in_process = note
-    if note is not None:
-        main, own = threading.main_thread(), threading.Thread
-        # Threads of native libraries, which are of another class, are nobody's.
-        _left_over = frozenset(thread for thread in threading.enumerate() if thread is not main and type(thread) is own)
 
 
-def _is_left_over() -> bool:
-    """Whether this is a thread of an earlier task: what it says is not about the one that runs now."""
-    return threading.current_thread() in _left_over
+def let_notes_travel() -> None:
+    """Let threads, and what is handed to pools of threads, run in the context of whoever starts or submits them.
+
+    So what they report and print is about the task that they work for: also if they outlive it, or were there before it. From
+    Python 3.14 on threads can do so by themselves (`thread_inherit_context`). For worker processes, which are raypool's own.
+    """
+    start, submit = threading.Thread.start, concurrent.futures.ThreadPoolExecutor.submit
+
+    def start_in_context(self: threading.Thread) -> None:
+        self.run = functools.partial(copy_context().run, self.run)  # type: ignore[method-assign]
+        start(self)
+
+    def submit_in_context(self: Any, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        return submit(self, copy_context().run, fn, *args, **kwargs)
+
+    threading.Thread.start = start_in_context  # type: ignore[method-assign]
+    concurrent.futures.ThreadPoolExecutor.submit = submit_in_context  # type: ignore[method-assign]
 
 
 def note_here() -> Running | None:
@@ -128,12 +140,11 @@ def note_here() -> Running | None:
 
 
 def notes_here() -> Iterator[Running]:
-    """Yield the note of what this thread may speak for, and that of the task in which it runs: of a loop in a task, say."""
-    inner = running.get()
-    if inner is not None:
-        yield inner
-    if _running_in_process is not None and _running_in_process is not inner and not _is_left_over():
-        yield _running_in_process
+    """Yield the note of what is running here, and those of what it runs in, from the inside out: a loop in a task, say."""
+    note = note_here()
+    while note is not None:
+        yield note
+        note = note.outer
 
 
 def _fall_silent() -> None:

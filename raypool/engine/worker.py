@@ -26,7 +26,7 @@ from raypool.engine.ray_calls import ask
 from raypool.engine.runner import Surroundings, run_parts, set_up
 from raypool.results import Results
 from raypool.shared import discard_all
-from raypool.task import mark_worker_process, set_link
+from raypool.task import let_notes_travel, mark_worker_process, set_link
 
 DRAIN_TIMEOUT_S = 2.0
 """How long a worker that ends waits until what it has said last is sent [s]."""
@@ -66,6 +66,7 @@ class PoolWorker:
 
     def __init__(self, index: int, worker_id: int) -> None:
         mark_worker_process()
+        let_notes_travel()
         with contextlib.suppress(PermissionError):  # it is the head of a group already
             os.setpgid(0, 0)  # so that its children can be ended with it
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # and those of its children, which would be init's otherwise

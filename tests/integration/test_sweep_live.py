@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import threading
 import time
@@ -120,32 +121,37 @@ def test_a_fresh_process_that_dies_and_one_that_is_cancelled(pool: ParallelPool,
     assert pool.parfeval_on_all(abs, -1).result(90) == [1, 1]
 
 
-def test_what_a_thread_of_an_earlier_task_reports_is_not_the_next_ones(pool: ParallelPool, make_gate: Any) -> None:
+def test_threads_speak_for_the_task_that_has_started_them(pool: ParallelPool, make_gate: Any) -> None:
+    """Also when they outlive it; and a pool of threads for whichever task hands something in."""
     go_on, has_ended, may_end = make_gate(), make_gate(), make_gate()
+    workers = pool.constant(lambda: concurrent.futures.ThreadPoolExecutor(1))
 
-    def leave_a_thread() -> None:
+    def first() -> None:
         def go_on_reporting() -> None:
             go_on.wait()
-            report(of="the first")
-            print("of the first")
+            report(of="the first, late")
+            print("late")
             has_ended.open()
 
         threading.Thread(target=go_on_reporting).start()
+        workers.value.submit(report, of="the first").result()
 
-    def work() -> None:
-        thread = threading.Thread(target=lambda: report(of="the second"))
-        thread.start()
-        thread.join()
+    def second() -> None:
+        workers.value.submit(report, of="the second").result()
+        workers.value.submit(print, "by a pool of threads").result()
         may_end.wait()
 
-    pool.options(worker=0).parfeval(leave_a_thread).result(30)
-    future = pool.options(worker=0).parfeval(work)
+    early = pool.options(worker=0).parfeval(first)
+    early.result(30)
+    later = pool.options(worker=0).parfeval(second)
     go_on.open()
     has_ended.wait()
     may_end.open()
-    future.result(30)
-    assert list(future.metrics["of"]) == ["the second"]
-    assert future.diary == ""
+    later.result(30)
+    assert list(later.metrics["of"]) == ["the second"]
+    assert later.diary == "by a pool of threads\n"
+    assert list(early.metrics["of"]) == ["the first", "the first, late"]
+    assert early.diary == "late\n"
 
 
 def test_a_call_on_all_runs_when_one_of_its_parts_does(pool: ParallelPool, make_gate: Any, eventually: Any) -> None:

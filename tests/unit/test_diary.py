@@ -110,6 +110,7 @@ def test_threads_are_told_apart(listener: Listener) -> None:
 
 def test_in_a_worker_process_all_threads_belong_to_the_task(listener: Listener) -> None:
     inner = Listener()
+    inner.note.outer = listener.note
     note_in_process(listener.note)
     try:
         with listening():
