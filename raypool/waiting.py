@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from raypool.errors import InvalidTypeError, InvalidValueError
 from raypool.futures import Future
+from raypool.queues import check_timeout
 
 T = TypeVar("T")
 
@@ -46,6 +47,7 @@ def fetch_next(futures: Sequence[Future[T]], timeout_s: float | None = None) -> 
         (0, 3)
     """
     checked = _checked(futures)
+    check_timeout(timeout_s)
     until = None if timeout_s is None else time.monotonic() + timeout_s
     while True:
         with _reading:
@@ -121,6 +123,7 @@ def wait(futures: Sequence[Future[Any]], timeout_s: float | None = None) -> bool
         ...     wait([pool.parfeval(divmod, 1, 0)])
         True
     """
+    check_timeout(timeout_s)
     return not _wait(_checked(futures), timeout_s).not_done
 
 

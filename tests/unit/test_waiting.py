@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from raypool import Future, InvalidValueError, after_all, after_each, fetch_next, fetch_outputs, wait
+from raypool import Future, InvalidTypeError, InvalidValueError, after_all, after_each, fetch_next, fetch_outputs, wait
 from raypool.futures import Deferred, Missing
 
 
@@ -163,3 +163,17 @@ def test_what_has_come_in_is_called_before_the_interpreter_ends() -> None:
             begun.set()
     """
     assert run(code) == [b"called"] * 3
+
+
+@pytest.mark.parametrize("timeout_s", ["x", True, [1]])
+def test_a_time_that_is_none(timeout_s: Any) -> None:
+    for verb in (fetch_next, wait):
+        with pytest.raises(InvalidTypeError, match="number of seconds"):
+            verb([Future("f")], timeout_s)
+
+
+@pytest.mark.parametrize("timeout_s", [-1, float("nan")])
+def test_a_time_that_cannot_pass(timeout_s: Any) -> None:
+    for verb in (fetch_next, wait):
+        with pytest.raises(InvalidValueError, match="no time to wait"):
+            verb([Future("f")], timeout_s)
