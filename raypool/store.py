@@ -256,5 +256,5 @@ os.register_at_fork(after_in_child=_own_exchange.cache_clear)
 def _check_key(key: Any) -> None:
     parts = key if type(key) is tuple else (key,)
     for part in parts:
-        if not isinstance(part, (str, int)):
+        if not isinstance(part, (str, int)) or isinstance(part, bool):  # True would be 1
             raise InvalidTypeError(f"The key {key!r} is neither a text nor a whole number, nor a tuple of them.")
