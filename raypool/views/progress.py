@@ -63,7 +63,8 @@ class LiveProgress:
         # What the user prints goes above the picture, but only if it was meant for the same terminal.
         self._live = Live(console=self._console, auto_refresh=False, redirect_stdout=sys.stdout.isatty())
         self._clock = clock
-        self._started = self._drawn_at = 0.0
+        self._started = self._drawn_at = self._settled_at = 0.0
+        self._num_settled = 0
         self._seen: tuple[LoopWork, int | None] | None = None
         self._tally = Tally()
         self._has_screen = False
@@ -77,7 +78,7 @@ class LiveProgress:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         try:
             if self._seen is not None:
-                self._draw(self._headline(*self._seen))
+                self._draw(self._headline(*self._seen, is_over=True))
         finally:
             self._stop()
             if self._has_screen:
@@ -90,6 +91,8 @@ class LiveProgress:
             work: The loop.
             total: How many items it has; None while that is not known.
         """
+        if self._seen is None or work.num_settled != self._num_settled:
+            self._num_settled, self._settled_at = work.num_settled, self._clock()
         self._seen = work, total
         now = self._clock()
         if not 0 <= now - self._drawn_at < MIN_INTERVAL_S:
@@ -112,7 +115,7 @@ class LiveProgress:
             with contextlib.suppress(OSError):
                 end()
 
-    def _headline(self, work: LoopWork, total: int | None) -> RenderableType:
+    def _headline(self, work: LoopWork, total: int | None, is_over: bool = False) -> RenderableType:
         """Return the bar and the numbers in one line. Where they have no room, the time left goes first, then the bar."""
         width = self._console.width
         elapsed = max(self._clock() - self._started, 0.0)
@@ -124,13 +127,14 @@ class LiveProgress:
             counts.append(f", {num_failed:,} failed", style="red")
         room = width - label.cell_len - counts.cell_len - 3
         times = duration(elapsed)
-        if total is not None and 0 < settled < total and not work.is_done:
-            longer = f"{times}, about {duration(elapsed / settled * (total - settled))} left"
+        left_s = elapsed / settled * (total - settled) if total is not None and settled else 0.0
+        if left_s > max(self._clock() - self._settled_at, 0.0) and not is_over:  # else what runs takes longer than what has ended
+            longer = f"{times}, about {duration(left_s)} left"
             times = longer if len(longer) <= room else times
         cells: list[RenderableType] = [label, counts, Text(" " + times, style="dim")]
         room = min(room - len(times) - 1, MAX_BAR)
         if room >= MIN_BAR:
-            is_going_on = total is None and not work.is_done
+            is_going_on = total is None and not is_over
             cells.insert(1, ProgressBar(total or 1, settled if total else 1, room, pulse=is_going_on))
         line = Table.grid(*(Column(no_wrap=True) for _ in cells), padding=(0, 1, 0, 0))
         line.add_row(*cells)

@@ -95,6 +95,14 @@ def test_says_how_far_the_loop_is_and_how_long_it_will_take(terminal: Terminal) 
     assert "━━━" in terminal.lines[0]
 
 
+def test_an_estimate_that_was_overtaken_is_not_shown(terminal: Terminal) -> None:
+    """Eleven items were quick, the last two are not."""
+    for index in range(11):
+        terminal.finish(0, terminal.run(0, index))
+    assert text_of(terminal.at(11)[0]) == "train 11 of 13 11 s, about 2 s left"
+    assert text_of(terminal.at(60)[0]) == "train 11 of 13 1:00"
+
+
 def test_shows_what_each_worker_is_at(terminal: Terminal) -> None:
     terminal.finish(0, terminal.run(0, 0))
     terminal.run(0, 2)
@@ -195,7 +203,7 @@ def test_an_exception_leaves_the_terminal_as_it_was(error: BaseException) -> Non
 
     with pytest.raises(type(error)):
         run_and_fail()
-    assert [text_of(line) for line in terminal.lines] == ["train 1 of 13 1 s, about 12 s left"]
+    assert [text_of(line) for line in terminal.lines] == ["train 1 of 13 1 s"], "nothing is left to wait for"
     assert terminal.is_cursor_shown
 
 
