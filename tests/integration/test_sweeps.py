@@ -139,8 +139,9 @@ def test_an_endless_generator_is_drawn_lazily(pool: ParallelPool, gate: Any, eve
 
     assert isinstance(error, StopAsyncIteration)
     assert len(seen) <= 101 + 3 * 64
-    assert [value for value in error.results[:100] if value is not None] == list(range(100))
-    assert not pool.busy
+    missing = [number for number in range(100) if error.results[number] != number]
+    assert len(missing) < 2 * 3, "more than what two calls for each worker held when item 100 failed"
+    assert eventually(lambda: not pool.busy)
 
 
 def test_a_failure_says_where_it_happened(pool: ParallelPool) -> None:

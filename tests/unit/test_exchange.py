@@ -272,6 +272,7 @@ def test_a_listener_that_has_gone_with_its_process_is_forgotten(
 
 def test_the_end_of_a_store(store: ValueStore, local: LocalExchange, eventually: Any) -> None:
     errors: list[BaseException] = []
+    before = set(threading.enumerate())
 
     def wait() -> None:
         try:
@@ -293,7 +294,7 @@ def test_the_end_of_a_store(store: ValueStore, local: LocalExchange, eventually:
     listener.remove()
     assert repr(store) == "<ValueStore: closed>"
     names = ("raypool-store", "raypool-exchange")
-    assert eventually(lambda: not any(thread.name in names for thread in threading.enumerate()))
+    assert eventually(lambda: not any(thread.name in names for thread in set(threading.enumerate()) - before))
 
 
 def test_a_store_that_nobody_has_asked_starts_no_thread() -> None:

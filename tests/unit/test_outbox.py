@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import signal
@@ -187,6 +188,16 @@ class Listener:
     feed: Feed | None = None
 
 
+@pytest.fixture
+def without_collector() -> Iterator[None]:
+    """Others have hooks in Python's garbage collector, and an interruption in one of them would be theirs."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("without_collector")
 @pytest.mark.parametrize("is_direct", [False, True])
 def test_an_interruption_at_any_moment_breaks_nothing(is_direct: bool) -> None:
     """A task may be cancelled while it reports: the signal's handler raises wherever the main thread is."""
