@@ -9,6 +9,8 @@ from raypool.core.crew import Crew
 from raypool.core.model import Counts, Report, Slice, Task, TaskState, WorkerState
 from raypool.errors import LossReason
 
+FINISHED = TaskState.FINISHED  # Python 3.11 takes its time to look these up
+
 
 class Ledger:
     """Writes down what has become of items, and says so in `out`."""
@@ -23,7 +25,7 @@ class Ledger:
         """Queue what a task still has to run, or end it."""
         lane = task.lane
         if task.settled == task.size and not task.is_open:
-            self.end(task, TaskState.FINISHED)
+            self.end(task, FINISHED)
         elif lane is None:
             self._backlog.push(task, self._backlog.heap)
         elif lane.lost is None:
@@ -115,7 +117,7 @@ class Ledger:
         if task.is_open or (pieces and task.spec.fail_fast):
             self.end(task, TaskState.FAILED)
         elif task.settled == task.size:
-            self.end(task, TaskState.FINISHED)
+            self.end(task, FINISHED)
 
     def _fail_items(self, task: Task, items: Slice, reason: LossReason) -> None:
         count = items.stop - items.start

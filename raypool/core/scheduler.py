@@ -26,6 +26,8 @@ STORY_LENGTH = 200
 
 DEFAULT_START_TIMEOUT_S = 60.0
 
+OPEN = PoolState.OPEN  # Python 3.11 takes its time to look these up
+
 
 class Scheduler:
     """Which task runs where and when, and what becomes of it.
@@ -95,7 +97,7 @@ class Scheduler:
         self._last_task_id = spec.task_id
         self.counts.submitted += spec.size
         task = self.backlog.admit(spec)
-        if self.state is not PoolState.OPEN:
+        if self.state is not OPEN:
             self.ledger.end(task, TaskState.FAILED if self.state is PoolState.BROKEN else TaskState.CANCELLED)
             return
         if spec.place is not None or (spec.places is not None and not spec.is_gang):
