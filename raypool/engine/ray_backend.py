@@ -287,8 +287,10 @@ class RayBackend:
             return
         sendables, (number, batch), fetched_bytes, header = pickle.loads(answer)
         self._traffic.add(place, fetched_bytes, len(answer))
-        self._hub.deliver(worker_id, number, batch)
-        catch_up = self._hub.waiter(worker_id, number)
+        catch_up = None
+        if number:  # it has said something, now or before
+            self._hub.deliver(worker_id, number, batch)
+            catch_up = self._hub.waiter(worker_id, number)
         values: Values
         if header is not None:
             values = MessageValues(header)
