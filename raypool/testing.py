@@ -16,10 +16,12 @@ import random
 from array import array
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from raypool.core import messages as m
 from raypool.core.invariants import check_invariants
@@ -28,6 +30,7 @@ from raypool.core.policy import MAX_IN_FLIGHT
 from raypool.core.scheduler import Scheduler
 from raypool.engine.backend import Failure, Function, LocalValues, Part, SliceResult, WorkerInfo, nothing_done
 from raypool.engine.engine import Engine
+from raypool.engine.exchange import LocalExchange
 from raypool.engine.guard import Guard
 from raypool.engine.inbox import Message
 from raypool.engine.runner import Surroundings, run_parts
@@ -141,7 +144,7 @@ class Dice:
 
     def stop(self, worker_id: int, attempt_id: int, now: float) -> tuple[float, m.WorkerLost | m.AttemptFinished] | None:
         """Decide what becomes of a call that is told to end, after how long [s]; None: it ends before, or goes on for others."""
-        course = next(course for course in self._courses[worker_id] if course.attempt_id == attempt_id)
+        course = next(course for course in reversed(self._courses[worker_id]) if course.attempt_id == attempt_id)
         event: m.WorkerLost | m.AttemptFinished
         if self.happens(self.plan.p_stubborn):
             seconds, event = self.plan.grace_s, m.WorkerLost(worker_id, LossReason.STOPPED)
@@ -150,6 +153,18 @@ class Dice:
         else:
             return None
         return (seconds, event) if now + seconds < course.ends_at else None
+
+
+class _Call(NamedTuple):
+    """A call, how long each of its items takes [s], and whether its worker dies, before it begins or after."""
+
+    worker_id: int
+    attempt_id: int
+    parts: Sequence[Part]
+    functions: Sequence[Function]
+    seconds: float
+    is_lost: bool
+    dies_first: bool
 
 
 class SimBackend:
@@ -161,6 +176,8 @@ class SimBackend:
         self._dice = Dice(plan)
         self._next_place = 0
         self._infos: dict[int, WorkerInfo] = {}
+        self._exchange = LocalExchange()
+        self._ranks: dict[int, list[_Call]] = {}  # of gangs whose first rank has not come, by task
 
     def claim(self, least: int | None, most: int | None) -> list[int]:
         """Claim as many places as wanted (one, if any number will do)."""
@@ -181,39 +198,60 @@ class SimBackend:
         """Nothing has to be given back."""
 
     def find_way(self) -> Way:
-        """Nothing is shared by workers that do not exist."""
-        raise NotImplementedError
+        """Return the way to the exchange, which is a real one."""
+        return self._exchange
 
     def pack(self, value: Any, what: str, *, is_trial: bool = False) -> Any:
         """Return the value: it does not travel."""
         return value
 
     def run(self, worker_id: int, attempt_id: int, parts: Sequence[Part], functions: Sequence[Function]) -> None:
-        """Run a call now; its answer, or the loss of its worker, arrives later."""
-        known = {function.fn_id: function.packed for function in functions}
+        """Run a call now; its answer, or the loss of its worker, arrives later. Ranks run when the first has come, the last."""
         is_lost = self._dice.happens(self._dice.plan.p_loss)
-        seconds = self._dice.item_s()
-        lost: Message = (m.WorkerLost(worker_id, LossReason.EXIT), "it was planned that it would die")
-        ends_at = self._clock.now() + seconds * sum(part.num_items for part in parts)
-        self._dice.note(worker_id, Course(attempt_id, ends_at, len(parts)))
-        if is_lost and self._dice.happens(0.5):
-            self._clock.put_later(seconds, lost)
+        call = _Call(worker_id, attempt_id, parts, functions, self._dice.item_s(), is_lost, is_lost and self._dice.happens(0.5))
+        if not parts[0].is_rank:
+            self._finish(call, None if call.dies_first else self._run(call))
             return
+        self._dice.note(worker_id, Course(attempt_id, inf, len(parts)))
+        self._ranks.setdefault(parts[0].task_id, []).append(call)
+        if parts[0].start == 0:
+            self._run_gang(self._ranks.pop(parts[0].task_id))
+
+    def _run_gang(self, gang: list[_Call]) -> None:
+        """Run all ranks at once, in threads. If one is to die first, none runs: the others wait for it until they are stopped."""
+        dying = [call for call in gang if call.dies_first]
+        with ThreadPoolExecutor(len(gang)) as threads:
+            answers = threads.map(self._run, [] if dying else gang)
+            for call, answer in zip(dying or gang, [None] * len(dying) or answers, strict=True):
+                self._finish(call, answer)
+
+    def _run(self, call: _Call) -> Message:
+        """Call the functions; return what the worker answers, if it lives."""
+        find = {function.fn_id: function.packed for function in call.functions}.__getitem__
+        info = self._infos[call.worker_id]
+        here = Surroundings(info, find, lambda items: items, Guard(), self._say, find_way=self.find_way)
         try:
-            here = Surroundings(self._infos[worker_id], known.__getitem__, lambda items: items, Guard(), self._say)
-            raw = run_parts(attempt_id, parts, here)
+            raw = run_parts(call.attempt_id, call.parts, here)
         except SystemExit as error:
-            died: Message = (m.WorkerLost(worker_id, LossReason.EXIT), f"the function called sys.exit({error.code!r})")
-            self._clock.put_later(seconds, died)
-            return
+            return m.WorkerLost(call.worker_id, LossReason.EXIT), f"the function called sys.exit({error.code!r})"
         results = []
         for part in raw:
-            durations_s = array("d", [seconds] * part.done)
+            durations_s = array("d", [call.seconds] * part.done)
             failures = {index: Failure(error, None) for index, error in part.errors.items()}
-            started_at = self._clock.now()
-            results.append(SliceResult(part.start, part.done, LocalValues(part.values), 0, failures, durations_s, started_at))
-        answer: Message = (m.AttemptFinished(worker_id, attempt_id, ()), results)
-        self._clock.put_later(seconds * sum(part.done for part in raw), lost if is_lost else answer)
+            values = LocalValues(part.values)
+            results.append(SliceResult(part.start, part.done, values, 0, failures, durations_s, self._clock.now()))
+        return m.AttemptFinished(call.worker_id, call.attempt_id, ()), results
+
+    def _finish(self, call: _Call, answer: Message | None) -> None:
+        """Let a call end: with what the worker answers (None: it has died before it could begin), or with its death."""
+        ends_at = self._clock.now() + call.seconds * sum(part.num_items for part in call.parts)
+        self._dice.note(call.worker_id, Course(call.attempt_id, ends_at, len(call.parts)))
+        is_answer = answer is not None and isinstance(answer[0], m.AttemptFinished)
+        seconds = call.seconds * (sum(result.done for result in answer[1]) if answer is not None and is_answer else 1)
+        if call.is_lost:
+            answer = (m.WorkerLost(call.worker_id, LossReason.EXIT), "it was planned that it would die")
+        assert answer is not None
+        self._clock.put_later(seconds, answer)
 
     def signal(self, worker_id: int, attempt_id: int, task_id: int, wish: m.Signal) -> None:
         """Let a call that is told to end come back soon, or lose its worker. The function has run already."""
@@ -223,7 +261,8 @@ class SimBackend:
             self._clock.put_later(seconds, (event, "it was planned that it would not end" if is_lost else [nothing_done()]))
 
     def close(self) -> None:
-        """Nothing is left."""
+        """End the exchange; nothing else is left."""
+        self._exchange.close()
 
 
 def sim_pool(num_workers: int, plan: FaultPlan | None = None, **changes: Any) -> ParallelPool:
@@ -307,7 +346,10 @@ class _Simulation:
 
     def _carry_out(self, command: m.Command) -> None:
         kind, plan = type(command), self._dice.plan
-        if isinstance(command, m.RunTasks):
+        if isinstance(command, m.RunGang):
+            for call in command.runs:
+                self._carry_out(call)
+        elif isinstance(command, m.RunTasks):
             seconds, event = self._outcome(command)
             self._dice.note(command.worker_id, Course(command.attempt_id, self._now + seconds, len(command.slices)))
             self._later(seconds, event)

@@ -24,6 +24,7 @@ class Backlog:
         self.heap: list[Order] = []
         self.paces: dict[int, Pace] = {}  # of functions that have tasks
         self.idle_paces: dict[int, Pace] = {}  # of others, the newest last
+        self.waiting_gangs: dict[int, None] = {}  # those that have not started
 
     def admit(self, spec: TaskSpec) -> Task:
         """Take in a new task (it still has to be queued)."""
@@ -34,11 +35,15 @@ class Backlog:
         pace.num_tasks += 1
         pace.waiting += spec.size
         task = self.tasks[spec.task_id] = Task(spec, pace, spec.size, spec.is_open)
+        if spec.is_gang:
+            self.waiting_gangs[spec.task_id] = None
         return task
 
     def discard(self, task: Task) -> None:
         """Forget a task that has ended."""
         del self.tasks[task.spec.task_id]
+        if self.waiting_gangs:
+            self.waiting_gangs.pop(task.spec.task_id, None)
         if task.settled < task.size:
             task.pace.waiting -= task.waiting
         task.pace.num_tasks -= 1

@@ -6,14 +6,14 @@ from collections import OrderedDict
 
 from raypool.core import policy
 from raypool.core.messages import Command, DropPlace, ParkWorker, SetTimer, StartWorker, Vacate
-from raypool.core.model import Attempt, Bench, Lane, Place, Task, TaskSpec, Worker, WorkerState
+from raypool.core.model import Attempt, Bench, Gathering, Lane, Place, Task, TaskSpec, Worker, WorkerState
 from raypool.errors import LossReason
 
 IDLE = WorkerState.IDLE  # Python 3.11 takes its time to look these up
 
 
 class Crew:
-    """Workers by what they could do next: one that is not in `idle`, `torn`, `members` or `ahead` takes nothing now.
+    """Workers by what they could do next: one that is in none of `idle`, `torn`, `barred`, `ahead` and no gang takes nothing now.
 
     Args:
         start_timeout_s: A worker that has not come up after this time [s] is lost.
@@ -24,12 +24,11 @@ class Crew:
         self.workers: dict[int, Worker] = {}
         self.idle: dict[int, None] = {}  # free for any task
         self.torn: dict[int, None] = {}  # free, but something in the lanes of their place may come first
+        self.barred: dict[int, None] = {}  # free, but what comes first for them is a gang that can't collect yet
         self.ahead: OrderedDict[int, None] = OrderedDict()  # running one call, could take the next
         self.retiring: dict[int, None] = {}  # end after what they are running
         self.parked: dict[int, None] = {}  # without a process, until there is work
-        self.gang: Task | None = None  # the one that collects its workers
-        self.members: dict[int, None] = {}  # free, and held for it
-        self.wanted: dict[int, None] | None = None  # the places that it may use; None means all
+        self.gatherings: dict[int, Gathering] = {}  # gangs that collect their workers, by task; no two want one place
         self.lanes: dict[tuple[int, ...] | int, Lane] = {}  # that have places, by key
         self.calling: dict[tuple[int, ...] | int, Lane] = {}  # those that may have work for somebody idle
         self.deserted: list[Lane] = []  # those that have lost their last place, until somebody looks after their tasks
@@ -120,8 +119,10 @@ class Crew:
         self.retiring.pop(worker.worker_id, None)
 
     def _set_aside(self, worker: Worker) -> None:
-        for group in (self.idle, self.torn, self.ahead, self.members, self.parked):
+        for group in (self.idle, self.torn, self.barred, self.ahead, self.parked):
             group.pop(worker.worker_id, None)
+        for gathering in self.gatherings.values():
+            gathering.members.pop(worker.worker_id, None)
 
     def _vacate(self, place: Place, reason: LossReason) -> Vacate:
         self._withdraw(place, reason)
@@ -130,8 +131,6 @@ class Crew:
 
     def _withdraw(self, place: Place, reason: LossReason) -> None:
         """Let nobody wait for this place any more."""
-        if self.wanted is not None:
-            self.wanted.pop(place.place, None)
         for lane in list(place.lanes.values()):
             self._leave_lane(lane, place, reason)
 
@@ -184,8 +183,8 @@ class Crew:
         lanes = self.places[worker.place].lanes.values() if self.lanes else ()
         if lanes and any(lane.heap for lane in lanes):
             self.torn[worker.worker_id] = None
-        elif self.gang is not None and self.may_join(worker):
-            self.members[worker.worker_id] = None
+        elif self.gatherings and (gathering := self.gathering_for(worker)) is not None:
+            gathering.members[worker.worker_id] = None
         else:
             self.idle[worker.worker_id] = None
             self.bench.seat(worker)
@@ -257,47 +256,69 @@ class Crew:
 
     # --- gangs --------------------------------------------------------------------------------------------------------
 
-    def may_join(self, worker: Worker) -> bool:
-        """Whether a worker could be one of the gang that collects."""
-        return self.wanted is None or worker.place in self.wanted
+    def gathering_for(self, worker: Worker) -> Gathering | None:
+        """Return the gang that would hold a worker if that were free."""
+        return next((gathering for gathering in self.gatherings.values() if gathering.wants(worker.place)), None)
 
     @property
-    def has_enough(self) -> bool:
-        """Whether there are places enough for the gang that collects, free or not."""
-        assert self.gang is not None
-        return self.gang.size <= (self.size if self.wanted is None else len(self.wanted))
+    def is_reserved(self) -> bool:
+        """Whether a gang collects that wants whoever becomes free."""
+        return any(gathering.gang.lane is None for gathering in self.gatherings.values())
+
+    def has_enough(self, gang: Task) -> bool:
+        """Whether there are places enough for a gang, free or not."""
+        return gang.size <= (self.size if gang.lane is None else len(gang.lane.places))
 
     def collect(self, gang: Task) -> None:
         """Hold free workers for a gang until there are enough; those that become free later join it by themselves."""
-        self.gang = gang
-        places = gang.spec.places
-        if places is None:
-            self.wanted = None
-            while self.idle and len(self.members) < gang.size:
-                self.join(self.first_idle(self.bench))
+        gathering = self.gatherings[gang.spec.task_id] = Gathering(gang)
+        self.tear()
+        if gang.lane is None:
+            while self.idle and len(gathering.members) < gang.size:
+                self.join(self.first_idle(self.bench), gathering)
             return
-        self.wanted = {place: None for place in sorted(places) if self._stays(place)}
-        for place in self.wanted:
+        for place in gang.lane.places:
             worker = self.workers[self.places[place].worker_id]
-            if worker.worker_id in self.idle and len(self.members) < gang.size:
-                self.join(worker)
+            if worker.worker_id in self.idle and len(gathering.members) < gang.size:
+                self.join(worker, gathering)
 
-    def join(self, worker: Worker) -> None:
-        """Move a free worker to the gang that collects."""
+    def join(self, worker: Worker, gathering: Gathering) -> None:
+        """Move a free worker to a gang that collects."""
         self._set_aside(worker)
-        self.members[worker.worker_id] = None
+        gathering.members[worker.worker_id] = None
 
-    def start_gang(self) -> list[Worker]:
-        """Let the gang go: return its workers in the order of their places."""
-        members = [self.workers[worker_id] for worker_id in self.members]
-        self.gang = None
-        self.members.clear()
-        return sorted(members, key=lambda worker: worker.place)
+    def assemble(self, gathering: Gathering) -> list[Worker]:
+        """Let a gang go: return its workers in the order of their ranks."""
+        del self.gatherings[gathering.gang.spec.task_id]
+        self.tear()
+        members = [self.workers[worker_id] for worker_id in gathering.members]
+        rank = {place: number for number, place in reversed(list(enumerate(gathering.gang.spec.places or ())))}
+        return sorted(members, key=lambda worker: (rank.get(worker.place, 0), worker.place))
 
-    def release_gang(self) -> None:
-        """Give up collecting."""
-        for worker in self.start_gang():
-            self.free(worker)
+    def give_up(self, gang: Task) -> None:
+        """Collect for a gang no more, if that has begun."""
+        gathering = self.gatherings.get(gang.spec.task_id)
+        if gathering is not None:
+            for worker in self.assemble(gathering):
+                self.free(worker)
+
+    def bar(self, worker: Worker) -> None:
+        """Let a free worker wait with the gang that comes first for it."""
+        self._set_aside(worker)
+        self.barred[worker.worker_id] = None
+
+    def tear(self) -> None:
+        """Let those that wait with a gang look again what comes first for them."""
+        self.torn.update(self.barred)
+        self.barred.clear()
+
+    def recall(self, gang: Task) -> None:
+        """Let free workers that a gang wants, which can't collect yet, look what comes first for them: nothing behind it may."""
+        wanted = self.places if gang.lane is None else gang.lane.places
+        for worker_id in [self.places[place].worker_id for place in wanted] if self.idle else ():
+            if worker_id in self.idle:
+                del self.idle[worker_id]
+                self.torn[worker_id] = None
 
     def _stays(self, place_id: int) -> bool:
         place = self.places.get(place_id)

@@ -6,7 +6,7 @@ from raypool.core import messages as m
 from raypool.core.backlog import Backlog
 from raypool.core.crew import Crew
 from raypool.core.ledger import Ledger
-from raypool.core.model import Attempt, Lane, Order, Task, TaskState, Worker, WorkerState
+from raypool.core.model import Attempt, Gathering, Lane, Order, Task, TaskState, Worker, WorkerState
 
 BUSY = WorkerState.BUSY  # Python 3.11 takes its time to look these up
 
@@ -24,27 +24,27 @@ class Dispatcher:
     def give_out(self, now: float) -> list[m.Command]:
         """Give out work until nobody is free or nothing is left that may start.
 
-        One gang collects at a time: two could each hold what the other needs. The next one holds up what stands behind it.
+        Gangs collect at the same time if they can't want the same place: two could each hold what the other needs.
         """
-        backlog, crew, heap = self._backlog, self._crew, self._backlog.heap
+        backlog, crew, heap, waiting_gangs = self._backlog, self._crew, self._backlog.heap, self._backlog.waiting_gangs
         self._now = now
         self._out = []
+        if crew.barred:
+            crew.tear()
         while True:
-            if crew.gang is not None:
-                self._try_gang(crew.gang)
+            while waiting_gangs and self._see_to_gangs():
+                pass
             head = backlog.head(heap)
-            if head is not None and crew.gang is not None and head.spec.is_gang:
+            if head is not None and head.spec.is_gang:  # it can't collect yet; those whom it wants are not idle
                 head = None
             lane = self._calling_lane() if crew.calling else None
             if lane is not None and (head is None or lane.heap[0] < heap[0]):
                 self._send(crew.first_idle(lane.bench), lane)
-            elif head is not None and head.spec.is_gang:
-                crew.collect(backlog.pop(heap))
             elif head is not None and crew.idle:
                 self._send(crew.first_idle(crew.bench))
             elif crew.torn:
-                self._offer(crew.workers[next(iter(crew.torn))], head)
-            elif head is not None and crew.ahead and crew.gang is None and backlog.wants_look_ahead(head, crew.size):
+                self._offer(crew.workers[next(iter(crew.torn))])
+            elif head is not None and crew.ahead and not crew.is_reserved and backlog.wants_look_ahead(head, crew.size):
                 self._send(crew.workers[next(iter(crew.ahead))])
             else:
                 return self._out
@@ -58,18 +58,28 @@ class Dispatcher:
             del crew.calling[lane.key]  # whoever becomes free there will look by himself
         return None
 
-    def _offer(self, worker: Worker, head: Task | None) -> None:
-        """Let a free worker do what comes first: something in its lanes, the pool's next, or the gang that collects."""
-        crew = self._crew
+    def _offer(self, worker: Worker) -> None:
+        """Let a free worker do what comes first: something in its lanes, the gang that collects, or the pool's next."""
+        crew, backlog = self._crew, self._backlog
         del crew.torn[worker.worker_id]
-        lanes = [lane for lane in crew.places[worker.place].lanes.values() if self._backlog.head(lane.heap) is not None]
-        lane = min(lanes, key=lambda lane: lane.heap[0], default=None)
-        if lane is None:
-            crew.free(worker)
-        elif crew.gang is not None and crew.gang.order < lane.heap[0] and crew.may_join(worker):
-            crew.join(worker)
+        queues: list[Lane | None] = [None, *crew.places[worker.place].lanes.values()]
+        heads = [
+            (head, lane) for lane in queues if (head := backlog.head(backlog.heap if lane is None else lane.heap)) is not None
+        ]
+        first, lane = min(heads, key=lambda entry: entry[0].order, default=(None, None))
+        gathering = crew.gathering_for(worker) if crew.gatherings else None
+        if first is None:
+            may_run = False
         else:
-            self._send(worker, lane if head is None or lane.heap[0] < head.order else None)
+            may_run = not first.spec.is_gang and (gathering is None or (lane is not None and first.order < gathering.gang.order))
+        if may_run:
+            self._send(worker, lane)
+        elif gathering is not None:
+            crew.join(worker, gathering)
+        elif first is not None:
+            crew.bar(worker)
+        else:
+            crew.free(worker)
 
     def _send(self, worker: Worker, lane: Lane | None = None) -> None:
         """Send a worker the next call from a lane, or from the pool's queue."""
@@ -82,39 +92,86 @@ class Dispatcher:
         attempt = self._backlog.take(heap, (attempt_id, worker.worker_id), num_workers, before)
         self._crew.engage(worker, attempt)
         if not attempt.is_fresh or worker.state is not WorkerState.STARTING:  # else `begin` follows when it is ready
-            self._call(worker, attempt_id, attempt)
+            self._out.append(self._call(worker, attempt_id, attempt))
+            if attempt.runs_alone:
+                self._out += self._timer(worker, attempt_id, attempt)
 
     def _first_elsewhere(self, worker: Worker, heap: list[Order]) -> Order | None:
-        """Return what comes first in the other queues that a worker has to look into."""
-        heaps = [self._backlog.heap, *(lane.heap for lane in self._crew.places[worker.place].lanes.values())]
-        return min((other[0] for other in heaps if other is not heap and self._backlog.head(other) is not None), default=None)
+        """Return what comes first for a worker that does not stand in this queue: in others, or a gang that collects."""
+        crew = self._crew
+        heaps = [self._backlog.heap, *(lane.heap for lane in crew.places[worker.place].lanes.values())]
+        orders = [other[0] for other in heaps if other is not heap and self._backlog.head(other) is not None]
+        gathering = crew.gathering_for(worker) if crew.gatherings else None
+        if gathering is not None:
+            orders.append(gathering.gang.order)
+        return min(orders, default=None)
 
-    def _try_gang(self, gang: Task) -> None:
-        """Let a gang go if it has all its workers, and give it up if it never can."""
-        if not self._crew.has_enough:
-            self._ledger.end(gang, TaskState.FAILED)
-        elif len(self._crew.members) == gang.size:
-            for worker in self._crew.start_gang():
-                attempt_id = self._crew.next_attempt_id
-                attempt = self._backlog.take_rank(gang, (attempt_id, worker.worker_id))
-                self._crew.engage(worker, attempt)
-                self._call(worker, attempt_id, attempt)
+    def _see_to_gangs(self) -> bool:
+        """Let a gang go that has all its workers, or fail that never can, or begin to collect; False if there is none.
+
+        One that can't begin, since an earlier one collects or waits that could want the same place, keeps what comes after it
+        from the workers that it wants.
+        """
+        crew = self._crew
+        for gathering in crew.gatherings.values():
+            if len(gathering.members) == gathering.gang.size:
+                self._start_gang(gathering)
+                return True
+        called = self._called_gangs()
+        for gang in [*called, *(gathering.gang for gathering in crew.gatherings.values())]:
+            if not crew.has_enough(gang):
+                self._ledger.end(gang, TaskState.FAILED)
+                return True
+        for number, gang in enumerate(called):
+            if self._may_collect(gang, called[:number]):
+                self._backlog.pop(self._backlog.heap if gang.lane is None else gang.lane.heap)
+                crew.collect(gang)
+                return True
+            crew.recall(gang)
+        return False
+
+    def _called_gangs(self) -> list[Task]:
+        """Return the gangs whose turn it is, in their order."""
+        backlog = self._backlog
+        heads = [backlog.head(heap) for heap in (backlog.heap, *(lane.heap for lane in self._crew.lanes.values()))]
+        return sorted((head for head in heads if head is not None and head.spec.is_gang), key=lambda gang: gang.order)
+
+    def _may_collect(self, gang: Task, before: list[Task]) -> bool:
+        heap = self._backlog.heap
+        if self._backlog.head(heap) is not None and heap[0] < gang.order:
+            return False
+        others = [*before, *(gathering.gang for gathering in self._crew.gatherings.values())]
+        return not any(gang.spec.may_meet(other.spec) for other in others)
+
+    def _start_gang(self, gathering: Gathering) -> None:
+        del self._backlog.waiting_gangs[gathering.gang.spec.task_id]
+        runs, timers = [], []
+        for worker in self._crew.assemble(gathering):
+            attempt_id = self._crew.next_attempt_id
+            attempt = self._backlog.take_rank(gathering.gang, (attempt_id, worker.worker_id))
+            self._crew.engage(worker, attempt)
+            runs.append(self._call(worker, attempt_id, attempt))
+            timers += self._timer(worker, attempt_id, attempt)
+        self._out += [m.RunGang(tuple(runs)), *timers]
 
     def begin(self, worker: Worker, now: float) -> list[m.Command]:
         """Send a worker that has come up the call that it was started for, unless nobody wants that any more."""
         ((attempt_id, attempt),) = worker.attempts.items()
         self._now, self._out = now, []
         if attempt.slices[0].task_id in self._backlog.tasks:
-            self._call(worker, attempt_id, attempt)
+            self._out += [self._call(worker, attempt_id, attempt), *self._timer(worker, attempt_id, attempt)]
         else:
             del worker.attempts[attempt_id]
         return self._out
 
-    def _call(self, worker: Worker, attempt_id: int, attempt: Attempt) -> None:
+    def _call(self, worker: Worker, attempt_id: int, attempt: Attempt) -> m.RunTasks:
         worker.state = BUSY
         self._ledger.counts.attempts += 1
-        self._out.append(m.RunTasks(worker.worker_id, attempt_id, attempt.slices))
-        if attempt.runs_alone:
-            timeout_s = self._backlog.tasks[attempt.slices[0].task_id].spec.timeout_s
-            if timeout_s is not None:
-                self._out.append(m.SetTimer(self._now + timeout_s, "timeout", worker.worker_id, attempt_id))
+        return m.RunTasks(worker.worker_id, attempt_id, attempt.slices)
+
+    def _timer(self, worker: Worker, attempt_id: int, attempt: Attempt) -> list[m.Command]:
+        """Return the timer of a call whose time is limited."""
+        timeout_s = self._backlog.tasks[attempt.slices[0].task_id].spec.timeout_s if attempt.runs_alone else None
+        if timeout_s is None:
+            return []
+        return [m.SetTimer(self._now + timeout_s, "timeout", worker.worker_id, attempt_id)]

@@ -21,6 +21,8 @@ def check_invariants(scheduler: Scheduler) -> None:
     for task_id, task in scheduler.backlog.tasks.items():
         _check_task(task, flying.get(task_id, []))
         _check_gang(scheduler, task)
+    known = (scheduler.backlog.waiting_gangs, scheduler.crew.gatherings, scheduler.ledger.broken_up)
+    assert all(number in scheduler.backlog.tasks for numbers in known for number in numbers), "a gang that has ended is kept"
     _check_attempts(scheduler)
     _check_queue(scheduler)
     _check_paces(scheduler)
@@ -45,12 +47,11 @@ def _check_groups(scheduler: Scheduler) -> None:
     crew = scheduler.crew
     occupied = {place.worker_id: place.place for place in crew.places.values()}
     assert occupied == {w.worker_id: w.place for w in crew.workers.values()}, "not one live worker in each place"
-    for group in (crew.idle, crew.ahead, crew.members, crew.retiring, crew.parked):
+    for group in (crew.idle, crew.barred, crew.ahead, _members(scheduler), crew.retiring, crew.parked):
         assert group.keys() <= crew.workers.keys(), "a group names a worker that is gone"
     assert not crew.torn, "a free worker whose lanes may have work was not asked"
     assert not crew.calling, "a lane that may have work for somebody was not asked"
     assert not crew.deserted, "nobody has looked after the tasks of a lane without places"
-    assert crew.gang is not None or not crew.members, "workers are held for no gang"
     assert not crew.parked or not scheduler.backlog.tasks, "workers are parked although there is work"
     for bench, workers in [
         (crew.bench, list(crew.idle)),
@@ -80,7 +81,7 @@ def _check_lanes(scheduler: Scheduler) -> None:
         lanes = {key: lane for key, lane in crew.lanes.items() if number in lane.places}
         assert place.lanes == lanes, f"place {number}: does not know its lanes"
     for number, task in tasks.items():
-        is_special = task.spec.place is not None or (task.spec.places is not None and not task.spec.is_gang)
+        is_special = task.spec.place is not None or task.spec.places is not None
         assert is_special == (task.lane is not None), f"task {number}: in a wrong queue"
         if task.lane is not None:
             assert number in task.lane.tasks, f"task {number}: its lane does not know it"
@@ -91,14 +92,15 @@ def _check_lanes(scheduler: Scheduler) -> None:
 
 def _check_worker(scheduler: Scheduler, worker: Worker) -> None:
     crew, number = scheduler.crew, worker.worker_id
-    is_idle, is_member, is_ahead, is_retiring, is_parked = (
-        number in group for group in (crew.idle, crew.members, crew.ahead, crew.retiring, crew.parked)
+    is_idle, is_barred, is_ahead, is_retiring, is_parked = (
+        number in group for group in (crew.idle, crew.barred, crew.ahead, crew.retiring, crew.parked)
     )
+    num_groups = is_idle + is_barred + _members(scheduler)[number]
     may_have = (worker.state is WorkerState.BUSY, _is_reserved(worker))
     assert any(may_have) == bool(worker.attempts), f"worker {number}: busy without an attempt"
     has_fresh = any(attempt.is_fresh for attempt in worker.attempts.values())
     assert not (has_fresh and worker.has_delivered), f"worker {number}: not fresh"
-    assert is_idle + is_member == (worker.state is WorkerState.IDLE), f"worker {number}: in a wrong group"
+    assert num_groups == (worker.state is WorkerState.IDLE), f"worker {number}: in a wrong group"
     assert is_parked == (worker.state is WorkerState.PARKED), f"worker {number}: parked, or not"
     assert not is_retiring or worker.attempts, f"worker {number}: stays without an attempt"
     assert not (is_retiring and is_ahead), f"worker {number}: is to take one more, and to go"
@@ -145,9 +147,15 @@ def _check_task(task: Task, flights: list[tuple[int, int, Slice]]) -> None:
 
 
 def _check_gang(scheduler: Scheduler, task: Task) -> None:
-    if task.spec.is_gang:
-        assert task.cursor in (0, task.size), f"gang {task.spec.task_id} has started by half"
-        assert not task.again, f"gang {task.spec.task_id}: a rank is to run by itself"
+    number = task.spec.task_id
+    if not task.spec.is_gang:
+        assert number not in scheduler.ledger.broken_up, f"task {number} is no gang, and is broken up"
+        return
+    assert task.cursor in (0, task.size), f"gang {number} has started by half"
+    assert not task.again, f"gang {number}: a rank is to run by itself"
+    assert (number in scheduler.backlog.waiting_gangs) == (not task.flights), f"gang {number} waits and runs, or neither"
+    assert (number in scheduler.crew.gatherings) == (not task.flights and not task.is_queued), f"gang {number} waits nowhere"
+    assert number not in scheduler.ledger.broken_up or task.flights, f"gang {number} is broken up, and does not run"
 
 
 def _check_attempts(scheduler: Scheduler) -> None:
@@ -178,7 +186,7 @@ def _check_queue(scheduler: Scheduler) -> None:
             assert task.waiting == task.is_open == 0, f"task {task_id}: waits for nobody"
         else:
             assert task.is_queued == is_here, f"task {task_id}: wrong mark of being queued"
-            assert is_here == (task.is_ready and task is not crew.gang), f"task {task_id}: waits in no queue"
+            assert is_here == (task.is_ready and task_id not in crew.gatherings), f"task {task_id}: waits in no queue"
 
 
 def _check_paces(scheduler: Scheduler) -> None:
@@ -197,17 +205,56 @@ def _check_paces(scheduler: Scheduler) -> None:
 def _check_work_conserving(scheduler: Scheduler) -> None:
     crew, backlog = scheduler.crew, scheduler.backlog
     head = backlog.head(backlog.heap)
-    if head is not None and head.spec.is_gang:
-        assert crew.gang is not None, "a gang waits that nobody collects for"
-    elif head is not None:
-        assert not crew.idle, f"task {head.spec.task_id} waits although workers are free"
+    assert head is None or not crew.idle, f"task {head.spec.task_id} waits although workers are free"
     for lane in crew.lanes.values():
         waiting = backlog.head(lane.heap)
         assert waiting is None or not _idle_in(scheduler, lane), f"lane {lane.key} waits although workers are free"
-    if crew.gang is not None:
-        assert len(crew.members) < crew.gang.size, "a gang is complete and has not started"
-        assert crew.has_enough, "a gang waits for workers that there are not"
-        for number in crew.idle:
-            assert not crew.may_join(crew.workers[number]), f"worker {number} is free and not with the gang"
-        for number in crew.members:
-            assert crew.may_join(crew.workers[number]), f"worker {number} is held for a gang that can't use it"
+    for worker_id in crew.barred:
+        first = min((task.order for task in _heads_for(scheduler, worker_id)), default=None)
+        assert first is not None, f"worker {worker_id} waits for nothing"
+        assert backlog.tasks[first[1]].spec.is_gang, f"worker {worker_id} waits although task {first[1]} could run"
+    _check_gatherings(scheduler)
+    _check_called_gangs(scheduler)
+
+
+def _heads_for(scheduler: Scheduler, worker_id: int) -> list[Task]:
+    """Return what comes first in each of the queues that a worker looks into."""
+    crew, backlog = scheduler.crew, scheduler.backlog
+    lanes = crew.places[crew.workers[worker_id].place].lanes.values()
+    heads = [backlog.head(heap) for heap in (backlog.heap, *(lane.heap for lane in lanes))]
+    return [head for head in heads if head is not None]
+
+
+def _check_gatherings(scheduler: Scheduler) -> None:
+    crew = scheduler.crew
+    gatherings = list(crew.gatherings.values())
+    for gathering in gatherings:
+        gang, members = gathering.gang, gathering.members
+        name = f"gang {gang.spec.task_id}"
+        assert crew.gatherings[gang.spec.task_id] is gathering, f"{name}: under a wrong key"
+        assert len(members) < gang.size, f"{name} is complete and has not started"
+        assert crew.has_enough(gang), f"{name} waits for workers that there are not"
+        others = [other.gang.spec for other in gatherings if other is not gathering]
+        assert not any(gang.spec.may_meet(other) for other in others), f"{name} collects what another one does"
+        for number in (*crew.idle, *crew.barred):
+            assert not gathering.wants(crew.workers[number].place), f"worker {number} is free and not with {name}"
+        for number in members:
+            assert gathering.wants(crew.workers[number].place), f"worker {number} is held for a gang that can't use it"
+
+
+def _check_called_gangs(scheduler: Scheduler) -> None:
+    """Whatever keeps the gang that is first in its queue from collecting comes before it."""
+    crew, backlog = scheduler.crew, scheduler.backlog
+    heads = [backlog.head(heap) for heap in (backlog.heap, *(lane.heap for lane in crew.lanes.values()))]
+    called = [head for head in heads if head is not None and head.spec.is_gang]
+    collecting = [gathering.gang for gathering in crew.gatherings.values()]
+    for gang in called:
+        before = [*collecting, *(other for other in called if other.order < gang.order)]
+        is_early = heads[0] is not None and heads[0].order < gang.order
+        is_in_the_way = any(other.spec.may_meet(gang.spec) for other in before)
+        assert is_early or is_in_the_way, f"gang {gang.spec.task_id} waits although it could collect"
+
+
+def _members(scheduler: Scheduler) -> Counter[int]:
+    """Return the workers that are held for gangs; one that is held for two counts twice."""
+    return Counter(number for gathering in scheduler.crew.gatherings.values() for number in gathering.members)

@@ -9,7 +9,8 @@ from raypool.core.crew import Crew
 from raypool.core.model import Counts, Report, Slice, Task, TaskState, WorkerState
 from raypool.errors import LossReason
 
-FINISHED = TaskState.FINISHED  # Python 3.11 takes its time to look these up
+FINISHED, FAILED = TaskState.FINISHED, TaskState.FAILED  # Python 3.11 takes its time to look these up
+STOPPED = LossReason.STOPPED
 
 
 class Ledger:
@@ -20,12 +21,13 @@ class Ledger:
         self.out: list[m.Command] = []
         self._backlog = backlog
         self._crew = crew
+        self.broken_up: dict[int, None] = {}  # gangs whose ranks were told to stop, because one has failed
 
     def go_on(self, task: Task) -> None:
         """Queue what a task still has to run, or end it."""
         lane = task.lane
         if task.settled == task.size and not task.is_open:
-            self.end(task, FINISHED)
+            self.end(task, FAILED if self.broken_up and task.spec.task_id in self.broken_up else FINISHED)
         elif lane is None:
             self._backlog.push(task, self._backlog.heap)
         elif lane.lost is None:
@@ -36,14 +38,15 @@ class Ledger:
 
     def end(self, task: Task, state: TaskState) -> None:
         """End a task; what runs of it now runs in vain, and is told to stop."""
-        if task.flights:
+        if task.flights and task.spec.task_id not in self.broken_up:
             self.signal(task, m.Signal.CANCEL)
         self._backlog.discard(task)
         self.counts.cancelled += task.size - task.settled
         if task.lane is not None:
             self._crew.leave(task)
-        if self._crew.gang is task:
-            self._crew.release_gang()
+        if task.spec.is_gang:
+            self._crew.give_up(task)
+            self.broken_up.pop(task.spec.task_id, None)
         self.out.append(m.EndTask(task.spec.task_id, state))
 
     def signal(self, task: Task, signal: m.Signal) -> None:
@@ -70,7 +73,7 @@ class Ledger:
         if stop < piece.stop:
             again.append(piece._replace(start=stop))
         if again and task.spec.is_gang:  # the other ranks have begun: it can't follow them
-            self._fail_items(task, again.pop(), LossReason.UNKNOWN)
+            self._fail_items(task, again.pop(), STOPPED if task.spec.task_id in self.broken_up else LossReason.UNKNOWN)
             failed += 1
         self._after_landing(task, again, failed > 0)
 
@@ -100,10 +103,25 @@ class Ledger:
         self._count_settled(task, count, count)
         self._after_landing(task, [], has_failed=True)
 
+    def time_out_gang(self, gang: Task) -> None:
+        """Stop all ranks of a gang whose time is over. They are waited for, so nothing is settled yet."""
+        if gang.spec.task_id not in self.broken_up:
+            assert gang.spec.timeout_s is not None
+            self.out.append(m.TimeOutItems(Slice(gang.spec.task_id, 0, gang.size, 1), gang.spec.timeout_s))
+            self._break_up(gang)
+
+    def _break_up(self, gang: Task) -> None:
+        """Stop the ranks that are left of a gang, once: without the one that has failed they might wait for ever."""
+        if gang.spec.task_id not in self.broken_up:
+            self.broken_up[gang.spec.task_id] = None
+            self.signal(gang, m.Signal.CANCEL)
+
     def _after_landing(self, task: Task, again: list[Slice], has_failed: bool) -> None:
         """Queue what has to run again, and end the task if that was all or if one failure is enough."""
         if again:
             self._backlog.run_again(task, again)
+        if has_failed and task.spec.is_gang:
+            self._break_up(task)
         if has_failed and task.spec.fail_fast:
             self.end(task, TaskState.FAILED)
         else:
@@ -111,6 +129,10 @@ class Ledger:
 
     def _fail_waiting(self, task: Task, reason: LossReason) -> None:
         """Fail all that waits of a task that nobody may run any more; what still runs of it may come back."""
+        if task.spec.is_gang:
+            if task.waiting:
+                self.end(task, FAILED)
+            return
         pieces = self._backlog.give_up(task)
         for piece in pieces:
             self._fail_items(task, piece, reason)

@@ -135,6 +135,12 @@ class RunTasks(NamedTuple):
     slices: tuple[Slice, ...]
 
 
+class RunGang(NamedTuple):
+    """Make these calls at the same time: the ranks of a gang, in order."""
+
+    runs: tuple[RunTasks, ...]
+
+
 class SignalTask(NamedTuple):
     """Tell what runs of this task in this attempt to stop. An attempt that the worker has answered meanwhile is not meant."""
 
@@ -152,14 +158,20 @@ class SettleItems(NamedTuple):
 
 
 class FailItems(NamedTuple):
-    """These items have lost their worker for the last time."""
+    """These items have lost their worker for the last time.
+
+    A rank of a gang that was not begun has failed too: with `LossReason.STOPPED` if the gang was being stopped by then.
+    """
 
     items: Slice
     reason: LossReason
 
 
 class TimeOutItems(NamedTuple):
-    """These items have run longer than they may; they have failed, whatever still comes of them."""
+    """These items have run longer than they may; they have failed, whatever still comes of them.
+
+    For a gang it is a notice, said once, about all its ranks: nothing is settled by it, each is told of as it comes back.
+    """
 
     items: Slice
     timeout_s: float
@@ -205,6 +217,7 @@ Command = (
     | Vacate
     | ParkWorker
     | RunTasks
+    | RunGang
     | SignalTask
     | SettleItems
     | FailItems

@@ -70,9 +70,9 @@ class TaskSpec(NamedTuple):
     `is_open`: more items may follow (`ItemsAdded`). `retries`: how often an item may run again after it has lost its
     worker; with 0 an item never shares a call and never runs twice. `place`: runs on the worker that holds this place now,
     or fails with it. `is_gang`: its items are ranks, which start together and never run again. `places`: the only
-    places that it may use. `fail_fast`: the first failure ends the task. `chunk_size`: a call takes so many items, whatever
-    they take (None: by their pace). `timeout_s`: an item that runs longer has failed [s]; such items never share a call.
-    `is_fresh`: each item runs in a process that has run nothing before, and ends after it.
+    places that it may use, in the order of a gang's ranks. `fail_fast`: the first failure ends the task. `chunk_size`: a
+    call takes so many items, whatever they take (None: by their pace). `timeout_s`: an item that runs longer has failed [s];
+    such items never share a call. `is_fresh`: each item runs in a process that has run nothing before, and ends after it.
     """
 
     task_id: int
@@ -95,11 +95,15 @@ class TaskSpec(NamedTuple):
         """Whether these wishes have a meaning, and go together."""
         if self.place is not None and (self.is_gang or self.is_fresh or self.places is not None):
             return False  # a bound task means a process, not a place
-        if self.is_gang and (self.is_open or self.is_fresh):
-            return False
+        if self.is_gang and (self.is_open or self.is_fresh or self.fail_fast or self.max_workers is not None):
+            return False  # one failure ends a gang anyway, but not before all ranks have come back
         may_start = (self.max_workers is None or self.max_workers > 0) and (self.chunk_size is None or self.chunk_size > 0)
         may_last = self.timeout_s is None or self.timeout_s > 0
         return may_start and may_last and self.size >= 0 and self.retries >= 0
+
+    def may_meet(self, other: TaskSpec) -> bool:
+        """Whether there could be a place for both, at some time."""
+        return self.places is None or other.places is None or not set(self.places).isdisjoint(other.places)
 
     def runs_alone(self) -> bool:
         """Whether an item of it never shares a call, and nothing is queued behind it."""
@@ -236,6 +240,18 @@ class Task:
     def is_suspect(self) -> bool:
         """Whether its next slice has lost a worker before, and so runs with nothing beside it."""
         return bool(self.again) and self.again[0].attempt > 1  # type: ignore[index]
+
+
+@dataclass(slots=True, eq=False)
+class Gathering:
+    """A gang and the free workers that are held for it until there are enough."""
+
+    gang: Task
+    members: dict[int, None] = field(default_factory=dict)
+
+    def wants(self, place: int) -> bool:
+        """Whether the worker in a place could be one of them."""
+        return self.gang.lane is None or place in self.gang.lane.places
 
 
 class Attempt(NamedTuple):

@@ -100,9 +100,12 @@ class Scheduler:
         if self.state is not OPEN:
             self.ledger.end(task, TaskState.FAILED if self.state is PoolState.BROKEN else TaskState.CANCELLED)
             return
-        if spec.place is not None or (spec.places is not None and not spec.is_gang):
+        if spec.place is not None or spec.places is not None:
             task.lane = self.crew.lane_for(spec)
             task.lane.tasks[spec.task_id] = None
+        if spec.is_gang and not self.crew.has_enough(task):
+            self.ledger.end(task, TaskState.FAILED)
+            return
         self.ledger.go_on(task)
         if self.crew.parked and self.backlog.tasks:
             self._out += self.crew.wake(self._now)
@@ -213,8 +216,11 @@ class Scheduler:
         """Fail what has run for too long. Its worker stays busy until the call has come back."""
         attempt = worker.attempts.get(attempt_id)
         for piece in attempt.slices if attempt is not None else ():
-            task = self.backlog.land(piece, attempt_id)
-            if task is not None:
+            task = self.backlog.tasks.get(piece.task_id)
+            if task is not None and task.spec.is_gang:
+                self.ledger.time_out_gang(task)
+            elif self.backlog.land(piece, attempt_id) is not None:
+                assert task is not None
                 self.ledger.time_out(task, piece, attempt_id, worker.worker_id)
 
     def _lose(self, worker: Worker, reason: LossReason, was_idle: bool) -> None:

@@ -40,6 +40,8 @@ class Job:
     calls: int = 0  # slices in flight
     end: TaskState | None = None
     is_cancelled: bool = False
+    has_started: bool = False  # of a gang: with all its ranks
+    is_broken_up: bool = False  # of a gang: a rank has failed, or its time was over
 
     @property
     def is_plain(self) -> bool:
@@ -140,11 +142,10 @@ class World(RuleBasedStateMachine):
         size=st.integers(0, 4),
         places=st.none() | PLACES,
         priority=st.sampled_from([0, 0, 1]),
-        fail_fast=st.booleans(),
         timeout_s=TIMEOUTS,
     )
-    def submit_gang(self, fn_id, size, places, priority, fail_fast, timeout_s) -> None:
-        wishes = {"places": places, "fail_fast": fail_fast, "timeout_s": timeout_s}
+    def submit_gang(self, fn_id, size, places, priority, timeout_s) -> None:
+        wishes = {"places": places, "timeout_s": timeout_s}
         self.submit_spec(TaskSpec(len(self.jobs), fn_id, size, False, priority, is_gang=True, **wishes))
 
     @rule(
@@ -249,6 +250,9 @@ class World(RuleBasedStateMachine):
     def answer(self, call: m.RunTasks, reports: tuple[Report, ...]) -> None:
         self.land(call.attempt_id)
         self.hands[call.worker_id].calls.remove(call.attempt_id)
+        for piece, report in zip(call.slices, reports, strict=True):
+            job = self.jobs[piece.task_id]
+            job.is_broken_up |= job.spec.is_gang and job.end is None and report.failed > 0
         self.past.append((call.worker_id, call.attempt_id, reports))
         self.tell(m.AttemptFinished(call.worker_id, call.attempt_id, reports), answered=call)
 
@@ -340,8 +344,8 @@ class World(RuleBasedStateMachine):
         was_used = any(job.end is None for job in self.jobs.values() if job.spec is not new_spec)
         commands = self.scheduler.handle(event, self.now)
         for command in commands:
-            if isinstance(command, m.TimeOutItems):  # makes room for what is sent in its place, before it is told
-                self.take_out(self.call_of(command.items))
+            if isinstance(command, m.TimeOutItems) and not self.is_gang(command.items):
+                self.take_out(self.call_of(command.items))  # makes room for what is sent in its place, before it is told
         for command in commands:
             if isinstance(command, m.SettleItems):
                 self.on_settle(command, answered)
@@ -351,11 +355,12 @@ class World(RuleBasedStateMachine):
                 self.on_signal(command, event)
             else:
                 getattr(self, f"on_{type(command).__name__}")(command)
-        runs = [command for command in commands if isinstance(command, m.RunTasks)]
+        runs = [call for command in commands for call in calls_in(command)]
         assert not (runs and was_over)
-        self.check_gangs(runs)
         self.check_order(runs)
+        self.check_overtaking(runs)
         self.check_signals(commands)
+        self.check_broken_up()
         if any(job.end is None for job in self.jobs.values()):
             self.used_at = self.now
             assert None not in self.places.values(), "workers are parked although there is work"
@@ -363,7 +368,26 @@ class World(RuleBasedStateMachine):
             self.used_at = self.now
         return commands
 
-    def on_RunTasks(self, call: m.RunTasks) -> None:
+    def on_RunGang(self, gang: m.RunGang) -> None:
+        """A gang starts whole, and once, each rank in a place of its own."""
+        task_id = gang.runs[0].slices[0].task_id
+        job = self.jobs[task_id]
+        assert job.spec.is_gang
+        assert not job.has_started
+        job.has_started = True
+        for call in gang.runs:
+            self.on_RunTasks(call, is_rank=True)
+        assert [call.slices for call in gang.runs] == [(Slice(task_id, rank, rank + 1, 1),) for rank in range(job.size)]
+        places = [self.hands[call.worker_id].place for call in gang.runs]
+        assert len(set(places)) == len(places)
+        order = places if job.spec.places is None else [job.spec.places.index(place) for place in places]
+        assert order == sorted(order), "ranks are not in the order of their places"
+
+    def is_gang(self, items: Slice) -> bool:
+        return self.jobs[items.task_id].spec.is_gang
+
+    def on_RunTasks(self, call: m.RunTasks, is_rank: bool = False) -> None:
+        assert is_rank == self.is_gang(call.slices[0]), "a rank is called by itself"
         hand = self.hands[call.worker_id]
         assert hand.is_ready
         assert not hand.is_spent
@@ -404,17 +428,40 @@ class World(RuleBasedStateMachine):
             assert [call.slices for call in ranks] == [(Slice(task_id, i, i + 1, 1),) for i in range(self.jobs[task_id].size)]
             assert places == sorted(set(places)), "ranks are not on distinct workers, in the order of their places"
 
+    def check_overtaking(self, runs: list[m.RunTasks]) -> None:
+        """Nothing starts in a place that an older gang waits for; among gangs, that holds for those with the same wishes."""
+        gangs = [job for job in self.jobs.values() if job.spec.is_gang and job.has_more and not job.has_started]
+        for call in runs:
+            started = self.jobs[call.slices[0].task_id]
+            place = self.hands[call.worker_id].place
+            for gang in gangs:
+                if started.spec.is_fresh or not gang.may_run_on(call.worker_id, place):
+                    continue  # the first may have had its worker before, which was starting
+                if not started.spec.is_gang or (started.spec.places, started.spec.priority) == (
+                    gang.spec.places,
+                    gang.spec.priority,
+                ):
+                    assert all(order_of(self.jobs[piece.task_id]) < order_of(gang) for piece in call.slices), "overtaken"
+
+    def check_broken_up(self) -> None:
+        """The ranks in flight of a gang in which something has failed were all told to stop; no others were."""
+        for task_id, job in self.jobs.items():
+            if not job.spec.is_gang or job.end is not None:
+                continue
+            flying = {(call.attempt_id, task_id) for call in self.calls.values() if call.slices[0].task_id == task_id}
+            assert flying & self.signals == (flying if job.is_broken_up else set())
+            assert bool(flying) == job.has_started, "a gang has not ended with its last rank"
+            assert job.has_started or not job.outcomes, "a rank has an outcome that has not begun"
+
     def check_order(self, runs: list[m.RunTasks]) -> None:
-        """Nobody starts a task while an older one waits that he could take, unless that one waits behind a gang."""
+        """Nobody starts a task while an older one waits that he could take."""
         waiting = [job for job in self.jobs.values() if job.has_more]
-        gangs = [order_of(job) for job in waiting if job.spec.is_gang]
         for call in runs:
             started, place = self.jobs[call.slices[0].task_id], self.hands[call.worker_id].place
             for job in waiting:
                 if job.spec.is_fresh or started.spec.is_fresh:
                     continue  # it may have its worker already, which is starting
-                is_held_up = job.is_plain and any(order < order_of(job) for order in gangs)
-                if job.spec.is_gang or started.spec.is_gang or is_held_up or not job.may_run_on(call.worker_id, place):
+                if job.spec.is_gang or started.spec.is_gang or not job.may_run_on(call.worker_id, place):
                     continue
                 assert all(order_of(self.jobs[piece.task_id]) <= order_of(job) for piece in call.slices), "out of turn"
 
@@ -441,8 +488,14 @@ class World(RuleBasedStateMachine):
         return call
 
     def on_TimeOutItems(self, command: m.TimeOutItems) -> None:
+        job = self.jobs[command.items.task_id]
+        assert command.timeout_s == job.spec.timeout_s
+        if job.spec.is_gang:
+            assert command.items == Slice(job.spec.task_id, 0, job.size, 1)
+            assert not job.is_broken_up, "said twice, or too late"
+            job.is_broken_up = True
+            return
         call = self.call_of(command.items)
-        assert command.timeout_s == self.jobs[command.items.task_id].spec.timeout_s
         self.timed_out.add(call.attempt_id)
         self.note_outcome(command.items, "timed out")
 
@@ -459,6 +512,10 @@ class World(RuleBasedStateMachine):
         self.note_outcome(items, "settled")
 
     def on_FailItems(self, command: m.FailItems) -> None:
+        job = self.jobs[command.items.task_id]
+        if job.spec.is_gang:
+            assert job.has_started
+            job.is_broken_up = True
         self.note_outcome(command.items, "failed")
 
     def note_outcome(self, items: Slice, outcome: str) -> None:
@@ -473,6 +530,9 @@ class World(RuleBasedStateMachine):
         job = self.jobs[command.task_id]
         assert job.end is None, "a task ends twice"
         job.end = command.state
+        if job.has_started and not job.is_cancelled and not self.cancels_queued and not self.is_broken:
+            assert sorted(job.outcomes) == list(range(job.size)), "a gang has ended before its ranks"
+            assert command.state is (TaskState.FAILED if job.is_broken_up else TaskState.FINISHED)
         if command.state is TaskState.FINISHED:
             assert not job.is_open
             assert sorted(job.outcomes) == list(range(job.size))
@@ -573,9 +633,21 @@ class World(RuleBasedStateMachine):
         assert not self.hands
 
 
+def calls_in(command: m.Command) -> tuple[m.RunTasks, ...]:
+    """Return the calls that a command makes."""
+    if isinstance(command, m.RunGang):
+        return command.runs
+    return (command,) if isinstance(command, m.RunTasks) else ()
+
+
 def picked(options: list, pick: int):
     """Return one of several."""
     return options[pick % len(options)]
+
+
+def wishes_of(gang: Job) -> tuple[tuple[int, ...] | None, int]:
+    """Return where a gang may run, and how urgent it is."""
+    return gang.spec.places, gang.spec.priority
 
 
 def order_of(job: Job) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raypool.core.model import TaskSpec
-from raypool.errors import TaskTimeoutError
+from raypool.errors import SpmdError, TaskTimeoutError
 from raypool.testing import FaultPlan, replay, sim_pool, simulate
 
 plans = st.builds(
@@ -41,7 +41,7 @@ Wishes = list[dict[str, Any]]
 
 def specs_of(drawn: Wishes, num_workers: int) -> list[TaskSpec]:
     specs = [TaskSpec(number, **wishes) for number, wishes in enumerate(drawn)]
-    return [spec._replace(size=min(spec.size, num_workers)) if spec.is_gang else spec for spec in specs]
+    return [spec._replace(size=min(spec.size, num_workers), fail_fast=False) if spec.is_gang else spec for spec in specs]
 
 
 @settings(max_examples=100, deadline=None)
@@ -142,3 +142,20 @@ def test_a_simulation_kills_what_does_not_stop() -> None:
     assert (gentle.workers_lost, gentle.finished + gentle.failed) == (0, 60)
     assert stubborn.workers_lost > 0
     assert stubborn.finished + stubborn.failed == 60
+
+
+def test_ranks_of_simulated_workers_talk_to_each_other() -> None:
+    with sim_pool(3) as pool:
+        assert list(pool.spmd(lambda context: context.all_reduce(context.rank + 1))) == [6, 6, 6]
+
+
+def test_a_simulated_rank_that_dies_ends_the_call_and_the_next_one_works() -> None:
+    ends = []
+    with sim_pool(3, FaultPlan(seed=1, p_loss=0.3)) as pool:
+        for _ in range(8):
+            try:
+                ends.append(list(pool.spmd(lambda context: context.all_reduce(1))) == [3, 3, 3])
+            except SpmdError as error:
+                ends.append(all("was lost" in str(failure) for failure in error.failures.values()))
+    assert ends == [True] * 8
+    assert pool.statistics().workers_lost > 0

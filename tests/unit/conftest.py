@@ -29,7 +29,9 @@ class Pool:
         """Hand an event to the scheduler, and see that all is well after it."""
         commands = self.scheduler.handle(event, self.now)
         check_invariants(self.scheduler)
-        self.calls.update((command.attempt_id, command) for command in commands if isinstance(command, m.RunTasks))
+        for command in commands:
+            calls = command.runs if isinstance(command, m.RunGang) else (command,)
+            self.calls.update((call.attempt_id, call) for call in calls if isinstance(call, m.RunTasks))
         return commands
 
     def submit(self, task_id: int, fn_id: int = 0, **spec: Any) -> list[m.Command]:

@@ -77,19 +77,26 @@ for task_id in range(150):
     places = tuple(range(6)) if kind == 3 and chance.random() < 0.5 else None
     spec = TaskSpec(task_id, kind, size, priority=chance.randrange(2), place=place, is_gang=kind == 3, places=places)
     later(task_id * 0.002, m.TaskSubmitted(spec))
+
+def carry_out(command):
+    if isinstance(command, m.StartWorker):
+        later(0.1, m.WorkerReady(command.worker_id))
+    elif isinstance(command, m.SetTimer):
+        later(command.at - now, m.TimerFired(command.kind, command.worker_id))
+    elif isinstance(command, m.RunGang):
+        for call in command.runs:
+            carry_out(call)
+    elif isinstance(command, m.RunTasks) and chance.random() < 0.1:
+        later(0.01, m.WorkerLost(command.worker_id, LossReason.EXIT))
+    elif isinstance(command, m.RunTasks):
+        reports = tuple(Report(piece.stop - piece.start, busy_s=0.01) for piece in command.slices)
+        later(0.01, m.AttemptFinished(command.worker_id, command.attempt_id, reports))
+
 while agenda and now < 1000:
     now, _, _, event = heapq.heappop(agenda)
     for command in scheduler.handle(event, now):
         trace.append(command)
-        if isinstance(command, m.StartWorker):
-            later(0.1, m.WorkerReady(command.worker_id))
-        elif isinstance(command, m.SetTimer):
-            later(command.at - now, m.TimerFired(command.kind, command.worker_id))
-        elif isinstance(command, m.RunTasks) and chance.random() < 0.1:
-            later(0.01, m.WorkerLost(command.worker_id, LossReason.EXIT))
-        elif isinstance(command, m.RunTasks):
-            reports = tuple(Report(piece.stop - piece.start, busy_s=0.01) for piece in command.slices)
-            later(0.01, m.AttemptFinished(command.worker_id, command.attempt_id, reports))
+        carry_out(command)
 assert not scheduler.backlog.tasks
 print(len(trace))
 for command in trace:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from raypool.core.invariants import check_invariants
-from raypool.core.model import PoolState, Slice, WorkerState
+from raypool.core.model import Lane, PoolState, Slice, TaskState, WorkerState
 from raypool.errors import LossReason
 
 
@@ -41,6 +41,12 @@ def settle(scheduler, count):
     scheduler.backlog.tasks[0].settled = scheduler.counts.finished = count
 
 
+def collect_in(scheduler, places):
+    """Let the gang collect in certain places, after it has begun to do so anywhere."""
+    gathering = scheduler.crew.gatherings[2]
+    gathering.gang = replace(gathering.gang, lane=Lane(places, places=dict.fromkeys(places)))
+
+
 @pytest.mark.parametrize(
     ("rule", "spoil"),
     [
@@ -69,21 +75,29 @@ def settle(scheduler, count):
         ("was not asked", lambda s: s.crew.calling.setdefault(2, s.crew.lanes[2])),
         ("nobody has looked after", lambda s: s.crew.deserted.append(s.crew.lanes[2])),
         ("parked although there is work", lambda s: s.crew.parked.setdefault(3)),
-        ("parked, or not", lambda s: setattr(s.crew.workers[3], "state", WorkerState.PARKED) or s.crew.members.clear()),
+        (
+            "parked, or not",
+            lambda s: setattr(s.crew.workers[3], "state", WorkerState.PARKED) or s.crew.gatherings[2].members.clear(),
+        ),
         ("not fresh", lambda s: make_fresh(s.crew.workers[0])),
         ("look-ahead past its lanes", lambda s: s.crew.ahead.setdefault(2)),
         ("two workers on one seat", lambda s: s.crew.bench._seated.add(99)),
         ("busy without an attempt", lambda s: s.crew.workers[0].attempts.clear()),
         ("in a wrong group", lambda s: setattr(s.crew.workers[3], "state", WorkerState.STARTING)),
-        ("in a wrong group", lambda s: s.crew.members.clear()),
+        ("in a wrong group", lambda s: s.crew.gatherings[2].members.clear()),
         ("a worker that is gone", lambda s: s.crew.idle.setdefault(9)),
         ("not asked", lambda s: s.crew.torn.setdefault(3)),
-        ("held for no gang", lambda s: setattr(s.crew, "gang", None)),
+        ("a gang that has ended is kept", lambda s: s.backlog.waiting_gangs.setdefault(9)),
+        ("a gang that has ended is kept", lambda s: s.ledger.broken_up.setdefault(9)),
+        ("waits and runs, or neither", lambda s: s.backlog.waiting_gangs.pop(2)),
+        ("is no gang, and is broken up", lambda s: s.ledger.broken_up.setdefault(0)),
+        ("is broken up, and does not run", lambda s: s.ledger.broken_up.setdefault(2)),
+        ("waits although task 3 could run", lambda s: s.crew.bar(s.crew.workers[3])),
         ("not one live worker", lambda s: setattr(s.crew.places[0], "worker_id", 1)),
         ("stays without an attempt", lambda s: s.crew.retiring.setdefault(3)),
         ("look-ahead without a call", lambda s: s.crew.ahead.setdefault(3)),
-        ("waits for workers that there are not", lambda s: setattr(s.crew, "wanted", {3: None})),
-        ("can't use it", lambda s: setattr(s.crew, "wanted", {0: None, 1: None, 2: None})),
+        ("waits for workers that there are not", lambda s: collect_in(s, (3,))),
+        ("can't use it", lambda s: collect_in(s, (0, 1, 2))),
         ("do not add up", lambda s: setattr(s.counts, "finished", 1)),
         ("not closed", lambda s: (s.backlog.tasks.clear(), setattr(s, "state", PoolState.CLOSING))),
         ("keeps tasks", lambda s: setattr(s, "state", PoolState.CLOSED)),
@@ -94,3 +108,30 @@ def test_a_broken_rule_is_named(pool, rule, spoil):
     spoil(pool.scheduler)
     with pytest.raises(AssertionError, match=rule):
         check_invariants(pool.scheduler)
+
+
+@pytest.fixture
+def gangs(pool_of):
+    """Return a scheduler with a gang that collects and one that waits, since both want place 1."""
+    pool = pool_of(3)
+    pool.submit(0, place=1)
+    pool.submit(1, size=2, is_gang=True, places=(0, 1))
+    pool.submit(2, size=2, is_gang=True, places=(1, 2))
+    return pool.scheduler
+
+
+def test_two_gangs_that_could_take_each_others_workers_are_noticed(gangs):
+    gang = gangs.backlog.tasks[2]
+    gangs.backlog.pop(gang.lane.heap)
+    gangs.crew.collect(gang)
+    gangs.crew.join(gangs.crew.workers[2], gangs.crew.gatherings[2])
+    gangs.crew.torn.clear()
+    with pytest.raises(AssertionError, match="collects what another one does"):
+        check_invariants(gangs)
+
+
+def test_a_gang_that_waits_for_nothing_is_noticed(gangs):
+    gangs.ledger.end(gangs.backlog.tasks[1], TaskState.CANCELLED)
+    gangs.crew.bar(gangs.crew.workers[2])
+    with pytest.raises(AssertionError, match="gang 2 waits although it could collect"):
+        check_invariants(gangs)

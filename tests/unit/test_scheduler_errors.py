@@ -19,6 +19,8 @@ from raypool.errors import InternalError
         pytest.param(lambda pool: pool.submit(9, chunk_size=0), id="empty chunks"),
         pytest.param(lambda pool: pool.submit(9, is_gang=True, is_open=True), id="a gang without a size"),
         pytest.param(lambda pool: pool.submit(9, is_gang=True, place=0), id="a gang on one worker"),
+        pytest.param(lambda pool: pool.submit(9, is_gang=True, fail_fast=True), id="a gang that does not wait for its ranks"),
+        pytest.param(lambda pool: pool.submit(9, is_gang=True, size=2, max_workers=1), id="a gang of which less may run"),
         pytest.param(lambda pool: pool.add_items(2, 1, is_open=True), id="items for a task to come"),
         pytest.param(lambda pool: pool.add_items(0, 1, is_open=False), id="items for a closed task"),
         pytest.param(lambda pool: pool.add_items(1, -1, is_open=True), id="fewer items"),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from raypool.core.messages import EndTask, ParkWorker, RunTasks, SetTimer, Vacate
+from raypool.core.messages import EndTask, ParkWorker, RunGang, SetTimer, Vacate
 from raypool.core.model import TaskState, WorkerState
 from raypool.errors import LossReason
 
@@ -139,8 +139,7 @@ def test_tasks_for_some_places_and_gangs_wait_too(parked):
     parked.submit(1, size=2, is_gang=True)
     assert parked.ready(2) == []
     assert parked.ready(3) == [parked.runs(3, 0, (0, 0, 1))]
-    calls = [command for command in parked.finish(0) if isinstance(command, RunTasks)]
-    assert [call.worker_id for call in calls] == [2, 3]
+    assert parked.finish(0)[0] == RunGang((parked.runs(2, 1, (1, 0, 1)), parked.runs(3, 2, (1, 1, 2))))
 
 
 def test_a_pool_may_shrink_meanwhile(parked):

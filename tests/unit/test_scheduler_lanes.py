@@ -2,8 +2,8 @@
 
 import pytest
 
-from raypool.core.messages import DropPlace, EndTask, RunTasks, Vacate
-from raypool.core.model import TaskState
+from raypool.core.messages import AttemptFinished, DropPlace, EndTask, RunTasks, Vacate
+from raypool.core.model import Report, TaskState
 from raypool.errors import InternalError, LossReason
 
 FINISHED, FAILED, CANCELLED = TaskState.FINISHED, TaskState.FAILED, TaskState.CANCELLED
@@ -11,7 +11,8 @@ FINISHED, FAILED, CANCELLED = TaskState.FINISHED, TaskState.FAILED, TaskState.CA
 
 def started(commands):
     """Return who is called, and for which tasks."""
-    return [(call.worker_id, *(p.task_id for p in call.slices)) for call in commands if isinstance(call, RunTasks)]
+    calls = [call for command in commands for call in getattr(command, "runs", [command])]
+    return [(call.worker_id, *(p.task_id for p in call.slices)) for call in calls if isinstance(call, RunTasks)]
 
 
 # --- who may run it ---------------------------------------------------------------------------------------------------
@@ -182,7 +183,7 @@ def test_a_gang_holds_workers_before_younger_tasks_of_their_lanes(pool_of):
     pool.submit(1, size=2, is_gang=True)
     assert pool.submit(2, places=(1,)) == []
     assert started(pool.finish(0)) == [(0, 1), (1, 1)]
-    assert started(pool.finish(2)) == [(1, 2)]
+    assert started(pool.tell(AttemptFinished(1, 2, (Report(1),)))) == [(1, 2)]
 
 
 def test_older_tasks_of_the_lane_run_before_the_gang(pool_of):

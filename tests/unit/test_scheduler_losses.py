@@ -276,7 +276,7 @@ def test_when_the_last_place_is_given_up_the_pool_breaks_and_every_task_ends(poo
     pool.submit(0)
     pool.submit(1, size=10)
     pool.submit(2, size=0, is_open=True)
-    pool.submit(3, size=2, is_gang=True)
+    pool.submit(3, size=1, is_gang=True)
     assert drop_last_place(pool) == [
         Vacate(0),
         DropPlace(0, LossReason.NODE),

@@ -87,14 +87,6 @@ def test_it_ends_a_task_that_fails_fast(pool_of):
     assert pool.fire("timeout", 0, 0) == [*times_out(pool, 0, 0, (0, 0, 1)), pool.signals(1, 1, 0), EndTask(0, FAILED)]
 
 
-def test_a_rank_that_times_out_has_failed_and_the_others_go_on(pool_of):
-    pool = pool_of(2)
-    commands = pool.submit(0, size=2, is_gang=True, timeout_s=5.0)
-    assert commands[1::2] == [timer(pool, 0, 0), timer(pool, 1, 1)]
-    assert pool.fire("timeout", 1, 1) == times_out(pool, 1, 1, (0, 1, 2))
-    assert pool.finish(0)[-1] == EndTask(0, FINISHED)
-
-
 def test_what_was_stopped_leaves_room_for_the_next(pool_of):
     pool = pool_of(2)
     pool.submit(0, size=2, max_workers=1, timeout_s=5.0)
