@@ -15,6 +15,9 @@
     │   ├── SerializationError    something could not travel between processes
     │   └── TaskTimeoutError      its time limit was reached and it was stopped
     ├── SpmdError            some ranks of an spmd call failed
+    ├── CollectiveError      ranks that meet in a collective do not want the same, or some never came
+    ├── CompositeError       (+ IndexError)      a part of a Composite is not there
+    ├── RankInterrupted      a rank of an spmd call was ended because another one failed
     ├── TrainingError        a training ended without a result
     ├── CloudError           a cluster file, job or node request was refused
     └── InternalError        raypool's own mistake
@@ -37,6 +40,8 @@ from typing import Any
 
 __all__ = [
     "CloudError",
+    "CollectiveError",
+    "CompositeError",
     "InternalError",
     "InvalidTypeError",
     "InvalidValueError",
@@ -44,6 +49,7 @@ __all__ = [
     "PoolBrokenError",
     "PoolClosedError",
     "QueueClosedError",
+    "RankInterrupted",
     "RaypoolError",
     "RemoteTraceback",
     "ResourceError",
@@ -141,7 +147,36 @@ class TaskTimeoutError(TaskError):
 
 
 class SpmdError(RaypoolError):
-    """Some ranks of an spmd call failed: `.failures` maps rank to exception."""
+    """Some ranks of an spmd call failed: `.failures` maps rank to exception, `.first_rank` is the one that failed first.
+
+    Its `__cause__` is the exception of that rank. Ranks that were ended because of it are not among the failures.
+    """
+
+    failures: dict[int, BaseException]
+    first_rank: int | None
+
+
+class CollectiveError(RaypoolError):
+    """The ranks that meet in a collective do not want the same, or some do not come: `.missing` are those ranks."""
+
+    missing: tuple[int, ...]
+
+
+class CompositeError(RaypoolError, IndexError):
+    """A part of a `Composite` is not there: it was never set, or its worker is gone. `.rank` is whose part it is."""
+
+    rank: int
+
+
+class RankInterrupted(RaypoolError):
+    """A rank of an spmd call was ended because another one had failed, or the time was up.
+
+    `.at_hand` says which operation it was in, the how-many-th of the context's (0: none of these), and with which other rank
+    (None: with all); None if it was in none. `.place` is the line of the user's function that it was at.
+    """
+
+    at_hand: tuple[str, int, int | None] | None
+    place: str
 
 
 class TrainingError(RaypoolError):

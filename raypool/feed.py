@@ -234,14 +234,15 @@ class Feed:
             known_attempt, values = self._last.get(item, (attempt, {}))
         return values if known_attempt == attempt else {}
 
-    def metrics(self, has_items: bool) -> pd.DataFrame:
+    def metrics(self, column: str | None) -> pd.DataFrame:
         """Return the table of what was reported.
 
         Args:
-            has_items: It is of a loop: the rows stand in the order of its items, and `item` says which.
+            column: What to call the numbers of the items of a loop, or of ranks, which the rows are in the order of; None: it is
+                of a single call.
 
         Returns:
-            A row for each report, in order: `time` (UTC), `item`, `attempt`, then the metrics in the order in which they first
+            A row for each report, in order: `time` (UTC), the number, `attempt`, then the metrics in the order in which they first
             appear. A metric that is called like one of the first columns is in "reported_NAME".
         """
         import numpy as np
@@ -251,12 +252,12 @@ class Feed:
             self._pack_new_rows()
             parts = self._rows.parts()
         rows = [row for data in read(parts) for row in _unpickled(data)]
-        if has_items:
+        if column is not None:
             rows.sort(key=lambda row: row[1:3])
         times, items, attempts, metrics = zip(*rows, strict=True) if rows else ((), (), (), ())
         seconds = pd.to_datetime(np.array(times, float), unit="s", utc=True).as_unit("ns")
-        frame = {"time": seconds, "item": np.array(items, int), "attempt": np.array(attempts, int)}
-        head = pd.DataFrame(frame if has_items else {name: frame[name] for name in ("time", "attempt")})
+        numbers = {} if column is None else {column: np.array(items, int)}
+        head = pd.DataFrame({"time": seconds, **numbers, "attempt": np.array(attempts, int)})
         values = pd.DataFrame(list(metrics), index=head.index)
         return head.join(values.rename(columns={name: f"reported_{name}" for name in head}))
 

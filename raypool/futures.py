@@ -128,7 +128,7 @@ class Future(concurrent.futures.Future[T], Generic[T]):
             >>> job.metrics["loss"].tolist()
             [1.0, 0.5, 0.25]
         """
-        return self._caught_up().metrics(has_items=False)
+        return self._caught_up().metrics(None)
 
     @property
     def diary(self) -> str:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
+import functools
 import itertools
 import math
 import numbers
+import sys
 import time
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from raypool.core.messages import CancelRequested, ItemsAdded
-from raypool.core.model import Slice, TaskSpec
+from raypool.core.model import Slice, TaskSpec, TaskState
 from raypool.engine.driver import Driver
 from raypool.engine.work import LoopWork, Segment
 from raypool.errors import InvalidTypeError, InvalidValueError, TaskError
 from raypool.futures import Missing
 from raypool.results import Results, Row
+from raypool.task import in_task
 
 if TYPE_CHECKING:
     from raypool.engine.backend import Backend
@@ -250,3 +255,43 @@ def attach(error: BaseException, results: Results) -> None:
         error.results = results  # type: ignore[attr-defined]
     except AttributeError:
         return
+
+
+@contextlib.contextmanager
+def watched(progress: bool | None, label: str) -> Iterator[Watcher | None]:
+    """Show how a loop goes on, if that is wanted (None: on a terminal)."""
+    if in_task() or not (sys.stderr.isatty() if progress is None else progress):
+        yield None
+        return
+    from raypool.views.progress import LiveProgress
+
+    with LiveProgress(label) as view:
+        yield view
+
+
+def raise_if_failed(work: LoopWork, results: Results, on_error: str) -> None:
+    """Raise what ended the loop before its time, or its first failure if that is wanted."""
+    is_complete = work.state is TaskState.FINISHED
+    if is_complete and (on_error == "collect" or not results.errors):
+        return
+    error = work.first_error if on_error == "raise" or isinstance(work.first_error, KeyboardInterrupt) else None
+    error = error or work.broken_by
+    if error is None and is_complete:
+        error = next(iter(results.errors.values()))
+    if error is None:
+        error = concurrent.futures.CancelledError(f"The loop {work.label} was cancelled; what had finished is in .results.")
+    attach(error, results)
+    raise error
+
+
+def folded(results: Results, reduce: Callable[[Any, Any], Any], init: Any) -> Any:
+    """Fold the values of the items that have one, in their order."""
+    errors = results.errors
+    values = [value for index, value in enumerate(results) if index not in errors]
+    try:
+        if init is not None:
+            return functools.reduce(reduce, values, init)
+        return functools.reduce(reduce, values) if values else None
+    except Exception as error:
+        attach(error, results)
+        raise

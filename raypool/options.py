@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,3 +63,27 @@ def check_count(name: str, value: Any, least: int) -> None:
         raise InvalidTypeError(f"{name}={value!r} is not a whole number.")
     if value < least:
         raise InvalidValueError(f"{name}={value} is less than {least}.")
+
+
+def worker_numbers(workers: Any, numbers: Sequence[int]) -> list[int]:
+    """Return the numbers of these workers, each of which has to be there, once."""
+    try:
+        wanted = [worker if isinstance(worker, int) else _index_of(worker) for worker in workers]
+    except TypeError:
+        raise InvalidTypeError(
+            f"workers={workers!r} is not a list of workers, such as pool.workers[:2], or of their numbers."
+        ) from None
+    for number in wanted:
+        if not isinstance(number, int) or isinstance(number, bool):
+            raise InvalidTypeError(f"workers has {number!r} in it, which is neither a worker nor the number of one.")
+        if number not in numbers:
+            raise InvalidValueError(f"There is no worker {number} here. There are: {', '.join(map(str, numbers)) or 'none'}.")
+        if wanted.count(number) > 1:
+            raise InvalidValueError(f"Worker {number} is named twice. Name each worker once.")
+    return wanted
+
+
+def _index_of(worker: Any) -> Any:
+    """Return the number that a `WorkerInfo` has; what is none of these, as it is."""
+    index = getattr(worker, "index", None)
+    return index if isinstance(index, int) else worker

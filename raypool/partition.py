@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 from raypool.core.messages import CancelRequested
 from raypool.engine.backend import WorkerInfo
 from raypool.engine.traffic import TransferBytes
-from raypool.engine.work import CallWork, Work
-from raypool.errors import InvalidTypeError, InvalidValueError, PoolClosedError
+from raypool.engine.work import Work
+from raypool.errors import InvalidTypeError, PoolClosedError
 from raypool.futures import Future
-from raypool.options import Options, check_count
+from raypool.options import Options, check_count, worker_numbers
 from raypool.shared import Constant, content_of
 from raypool.store import ValueStore
 from raypool.task import in_task
@@ -27,7 +27,7 @@ Works = list[tuple[int, Work]]
 
 
 class TaskQueue:
-    """The single calls that have not ended (`parfeval`), of a pool or a part of one, as they are at the moment of asking."""
+    """The calls that have not ended (`parfeval`, `spmd_async`), of a pool or a part, as they are at the moment of asking."""
 
     def __init__(self, works: Callable[[], Works]) -> None:
         self._works = works
@@ -43,7 +43,8 @@ class TaskQueue:
         return self._in_state("running")
 
     def _in_state(self, state: str) -> list[Future[Any]]:
-        return [work.future for _, work in self._works() if isinstance(work, CallWork) and work.future.state == state]
+        futures = (work.holder for _, work in self._works())
+        return [future for future in futures if isinstance(future, Future) and future.state == state]
 
 
 class StaffedView(PoolView):
@@ -163,8 +164,8 @@ class StaffedView(PoolView):
             self._cancel(task_id, work)
 
     def _cancel(self, task_id: int, work: Work) -> None:
-        if isinstance(work, CallWork):
-            work.future.cancel()
+        if isinstance(work.holder, Future):
+            work.holder.cancel()
         else:
             self._engine.driver.post(CancelRequested(task_id))
 
@@ -231,7 +232,7 @@ class StaffedView(PoolView):
         numbers = self._numbers()
         there = [worker for worker in self.workers if worker.index in numbers]
         if workers is not None:
-            chosen = _named(workers, numbers)
+            chosen = worker_numbers(workers, numbers)
         elif per_gpu is not None:
             chosen = _picked(there, _gpu_names, per_gpu)
         else:
@@ -270,10 +271,10 @@ class PoolPart(StaffedView):
         self._is_over = True
         works = self._works()
         for task_id, work in works:
-            if cancel_futures and not (isinstance(work, CallWork) and work.future.running()):
+            if cancel_futures and not (isinstance(work.holder, Future) and work.holder.running()):
                 self._cancel(task_id, work)
         if wait and not in_task() and not self._engine.driver.is_own_thread:
-            concurrent.futures.wait([work.future for _, work in works if isinstance(work, CallWork)])
+            concurrent.futures.wait([work.holder for _, work in works if isinstance(work.holder, Future)])
 
     def __reduce__(self) -> Any:
         """Let a function that refers to it travel: on the worker it finds a pool that runs serially."""
@@ -298,21 +299,3 @@ def _picked(workers: Iterable[WorkerInfo], names: Callable[[WorkerInfo], Sequenc
             counts.update(own)
             picked.append(worker.index)
     return picked
-
-
-def _named(workers: Any, numbers: Sequence[int]) -> list[int]:
-    """Return the numbers of these workers, each of which has to be there, once."""
-    try:
-        wanted = [worker.index if isinstance(worker, WorkerInfo) else worker for worker in workers]
-    except TypeError:
-        raise InvalidTypeError(
-            f"workers={workers!r} is not a list of workers, such as pool.workers[:2], or of their numbers."
-        ) from None
-    for number in wanted:
-        if not isinstance(number, int) or isinstance(number, bool):
-            raise InvalidTypeError(f"workers has {number!r} in it, which is neither a worker nor the number of one.")
-        if number not in numbers:
-            raise InvalidValueError(f"There is no worker {number} here. There are: {', '.join(map(str, numbers)) or 'none'}.")
-        if wanted.count(number) > 1:
-            raise InvalidValueError(f"Worker {number} is named twice. Name each worker once.")
-    return wanted

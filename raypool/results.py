@@ -112,7 +112,7 @@ class Results(Sequence[Any]):
             >>> results.metrics[["item", "epoch", "loss"]].to_dict("list")
             {'item': [0, 0, 1, 1], 'epoch': [0, 1, 0, 1], 'loss': [0.1, 0.05, 0.2, 0.1]}
         """
-        return self._get_feed().metrics(has_items=True)
+        return self._get_feed().metrics("item")
 
     def to_frame(self) -> pd.DataFrame:
         """Return the table: one row an item, with its configuration, its values and how it ran.

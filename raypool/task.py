@@ -98,6 +98,7 @@ class Running:
     printed: deque[tuple[int, str]] | None = None
     outer: Running | None = None  # the task in which this one was called for
     find_way: Callable[[], Way] | None = None  # to the pool's exchange, if that is in this process
+    shield: Callable[[], None] | None = None  # says that no code of the user's follows: from here on nothing is interrupted
 
 
 Say = Callable[[Running, str, Any], None]

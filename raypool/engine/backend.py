@@ -55,6 +55,10 @@ class WorkerInfo:
         return replace(self, state=state)
 
 
+NOBODY = WorkerInfo(-1, "unknown host", 0)
+"""A worker of which nothing is known."""
+
+
 class Refusal(str):
     """Why a worker did not start and will not, however often that is tried: what the user's `setup` has raised."""
 
@@ -79,7 +83,7 @@ class Part(NamedTuple):
     is the function's one argument. `start`: the number of the first. `seed`: of the loop. `stops_on_error`: what comes after an
     item that fails is not wanted. `is_fixed`: the user has said how many items a call takes, so none is handed back.
     `should_stop`: somebody has asked for an early end before it began. `numbers`: those that the user calls the items by, where
-    they do not simply follow each other from `start` on.
+    they do not simply follow each other from `start` on. `is_rank`: others run beside it, and may wait for it.
     """
 
     task_id: int
@@ -95,6 +99,7 @@ class Part(NamedTuple):
     is_fixed: bool = False
     should_stop: bool = False
     numbers: Sequence[int] | None = None
+    is_rank: bool = False
 
 
 class Failure(NamedTuple):

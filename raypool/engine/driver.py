@@ -16,22 +16,22 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
 
 from raypool.core import messages as m
 from raypool.core.model import PoolState, Report, Slice, TaskSpec, TaskState, WorkerState
 from raypool.core.scheduler import Scheduler
 from raypool.engine import verdicts
 from raypool.engine.arrivals import Arrivals
-from raypool.engine.backend import Backend, Function, Part, Refusal, SliceResult, WorkerInfo, all_failed, nothing_done
+from raypool.engine.backend import NOBODY, Backend, Function, Part, Refusal, SliceResult, WorkerInfo, all_failed, nothing_done
 from raypool.engine.hub import Hub
 from raypool.engine.inbox import Inbox, Message
 from raypool.engine.timers import Timers
 from raypool.engine.trace import TraceWriter
 from raypool.engine.verdicts import Tell
-from raypool.engine.work import Work
-from raypool.errors import LossReason, PoolBrokenError, PoolClosedError, SerializationError, TaskError
+from raypool.engine.work import GangWork, Work
+from raypool.errors import LossReason, PoolBrokenError, PoolClosedError
 from raypool.futures import Future
 
 
@@ -40,9 +40,6 @@ class Sent(NamedTuple):
 
     piece: Slice
     known: SliceResult | None
-
-
-NOBODY = WorkerInfo(-1, "unknown host", 0)
 
 
 class Driver:
@@ -124,9 +121,18 @@ class Driver:
         if self.is_own_thread:
             return
         handled = threading.Event()
-        self.post(m.TimerFired("barrier", -1), handled)
+        self.do(handled.set)
         while not self.closed.is_set() and not handled.wait(0.1):
             pass
+
+    def do(self, chore: Callable[[], object]) -> None:
+        """Call something in the driver's thread, after all that was posted before; it has to be short.
+
+        This takes no lock, so that finalizers may call it, which run in the midst of anything.
+        """
+        self._inbox.put((None, chore))
+        if not self._inbox.is_threaded:
+            self._drain()
 
     # --- the loop -----------------------------------------------------------------------------------------------------
 
@@ -208,7 +214,10 @@ class Driver:
 
     # --- what comes in ------------------------------------------------------------------------------------------------
 
-    def _handle(self, event: m.Event, payload: Any) -> None:
+    def _handle(self, event: m.Event | None, payload: Any) -> None:
+        if event is None:
+            payload()
+            return
         self._fallen = []
         if isinstance(event, m.AttemptFinished):
             event = self._with_reports(event, payload)
@@ -230,8 +239,6 @@ class Driver:
             self._tell.note(verdicts.parked(len(commands)))
         for command in commands:
             self._carry_out(command)
-        if isinstance(payload, threading.Event):
-            payload.set()
 
     def _info_of(self, worker_id: int) -> WorkerInfo:
         worker = self.scheduler.crew.workers.get(worker_id)
@@ -258,7 +265,7 @@ class Driver:
     def _note_stopped(self, attempt_id: int, is_replaced: bool) -> None:
         """Let futures that were cancelled while they ran say what has become of their worker."""
         for future in self._stopping.pop(attempt_id, ()):
-            future.worker_replaced = is_replaced
+            future.worker_replaced = is_replaced or bool(future.worker_replaced)  # of a gang, any of them
 
     def _note_ready(self, event: m.WorkerReady, info: WorkerInfo) -> None:
         worker = self.scheduler.crew.workers.get(event.worker_id)
@@ -295,6 +302,8 @@ class Driver:
         match command:
             case m.RunTasks():
                 self._run(command)
+            case m.RunGang(runs):
+                self._run_gang(runs)
             case m.SettleItems(_, items):
                 self._settle(items)
             case m.EndTask(task_id, state):
@@ -349,14 +358,19 @@ class Driver:
                     parts.append(work.part(piece, self._backend.pack))
                     functions[work.function.fn_id] = work.function
                 except Exception as error:  # also a full object store, or a Ray that has ended
-                    if not isinstance(error, SerializationError):
-                        error = TaskError(f"{work.describe(piece)} could not be sent: {error}")
-                    known = all_failed(piece.start, piece.stop, error)
+                    known = all_failed(piece.start, piece.stop, verdicts.unsent(work.describe(piece), error))
             sent.append(Sent(piece, known))
         if parts:
             self._backend.run(command.worker_id, command.attempt_id, parts, list(functions.values()))
         else:
             self._inbox.put((m.AttemptFinished(command.worker_id, command.attempt_id, ()), []))
+
+    def _run_gang(self, runs: Sequence[m.RunTasks]) -> None:
+        """Call the ranks of a gang, which know of each other then. The first comes last: "inline" runs it in this very thread."""
+        gang = cast("GangWork", self.works[runs[0].slices[0].task_id])
+        gang.assemble([(run.worker_id, self._info_of(run.worker_id)) for run in runs])
+        for run in reversed(runs):
+            self._run(run)
 
     def _settle(self, items: Slice) -> None:
         answer = self._answer[items.task_id]
@@ -383,6 +397,4 @@ class Driver:
 
     def _drop(self, place: int) -> None:
         if not self.arrivals.note_failed(place, self._last_words):
-            self._tell.warn(
-                f"A worker could not be started again: {self._last_words}. The pool has {self.scheduler.crew.size} left."
-            )
+            self._tell.warn(verdicts.dropped(self._last_words, self.scheduler.crew.size))

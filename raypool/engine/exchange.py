@@ -1,4 +1,4 @@
-"""What the processes of a pool ask of each other while tasks run: room in queues, and the values of the pool's store.
+"""What the processes of a pool ask of each other while tasks run: room in queues, values of the pool's store, where to meet.
 
 `Exchange` runs in an event loop: of the node agent on Ray, or of a thread of this process (`LocalExchange`). Its methods return
 what is to be expected (no such key, a queue that was closed) and raise nothing. It knows keys and packed values only.
@@ -47,6 +47,7 @@ class Exchange:
         self._offers: dict[int, asyncio.Future[str]] = {}
         self._ends = QueueEnds()
         self._shelf = Shelf()
+        self._meeting_points = Shelf()
 
     # --- queues -------------------------------------------------------------------------------------------------------
 
@@ -94,6 +95,12 @@ class Exchange:
         if key not in (None, self._shelf.key):
             return None
         return [await getattr(self._shelf, verb)(*args)]
+
+    # --- ranks --------------------------------------------------------------------------------------------------------
+
+    async def meet(self, verb: str, *args: Any) -> Any:
+        """Put, wait for or remove the address at which the ranks of a group find each other."""
+        return await getattr(self._meeting_points, verb)(*args)
 
 
 class QueueEnds:

@@ -76,6 +76,10 @@ class Guard:
             note.should_stop = True
         self._is_armed = True
 
+    def shield(self) -> None:
+        """Interrupt what is at hand no more: what is left of it is no code of the user's, and has to be brought to its end."""
+        self._is_armed = False
+
     def end(self) -> None:
         """Note that code of the user's has ended."""
         self._is_armed = False
@@ -158,6 +162,12 @@ class ThreadGuard(Guard):
         with self._lock:
             self._thread_id = threading.get_ident()
             super().begin(task_id, note, limit)
+
+    def shield(self) -> None:
+        """Interrupt what is at hand no more."""
+        with self._lock:
+            super().shield()
+            _raise_in(self._thread_id, None)  # what was raised and has not arrived
 
     def end(self) -> None:
         """Note that code of the user's has ended."""

@@ -12,8 +12,8 @@ from raypool.core.messages import Event
 LONGEST_WAIT_S = 3600.0
 """Operating systems do not take any number of seconds; whoever waits longer looks again."""
 
-Message = tuple[Event, Any]
-"""An event, and what goes with it but not into the core."""
+Message = tuple[Event | None, Any]
+"""An event, and what goes with it but not into the core. Without an event: something to call."""
 
 
 class Inbox(Protocol):

@@ -1,5 +1,7 @@
 """Backends without Ray, in this process: "inline" runs a task in the thread that asks for it, "threads" in one thread a worker.
 
+The ranks of a gang run at the same time: "inline" runs the first in the thread that asks for it, each other in one of its own.
+
 They are the local mode: the same results as on Ray, milliseconds to start, and a debugger stops in the user's function.
 """
 
@@ -12,9 +14,9 @@ import platform
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from raypool.core.messages import AttemptFinished, Signal, WorkerLost, WorkerReady
+from raypool.core.messages import AttemptFinished, CancelRequested, Signal, WorkerLost, WorkerReady
 from raypool.engine.backend import Failure, Function, LocalValues, Part, Post, Refusal, SliceResult, WorkerInfo
 from raypool.engine.diary import listening
 from raypool.engine.guard import ThreadGuard
@@ -33,8 +35,16 @@ TEARDOWN_TIMEOUT_S = 10.0
 logger = logging.getLogger("raypool")
 
 
+class Rank(NamedTuple):
+    """A rank that is running; the first of a gang has no thread of its own."""
+
+    worker_id: int
+    attempt_id: int
+    thread: threading.Thread | None
+
+
 class InlineBackend:
-    """Runs each call at once, in the calling thread.
+    """Runs each call at once, in the calling thread; a rank other than the first in a thread of its own.
 
     Args:
         profile: How long a cancelled task has to end, and what workers end with.
@@ -53,6 +63,8 @@ class InlineBackend:
         self._workers: dict[int, WorkerInfo] = {}  # by worker id
         self._guards: dict[int, ThreadGuard] = {}
         self._set_ups: set[int] = set()  # workers whose setup has succeeded, so that they have something to tear down
+        self._ranks: dict[int, list[Rank]] = {}  # of gangs whose first rank has not come back, by task
+        self._broken_up: set[int] = set()  # those of them of which a rank has failed
         self._exchange: LocalExchange | None = None  # made when somebody asks for the store
         self._making = threading.Lock()
         self._is_closed = False
@@ -129,8 +141,46 @@ class InlineBackend:
         return value
 
     def run(self, worker_id: int, attempt_id: int, parts: Sequence[Part], functions: Sequence[Function]) -> None:
-        """Run the call now."""
-        self._call(worker_id, attempt_id, parts, functions, contextlib.nullcontext())
+        """Run the call now. The first rank of a gang has to come last: the others have ended when it returns."""
+        part = parts[0]
+        if not part.is_rank:
+            self._call(worker_id, attempt_id, parts, functions, contextlib.nullcontext())
+            return
+        call = (worker_id, attempt_id, parts, functions, contextlib.nullcontext())
+        thread = None
+        if part.start > 0:
+            thread = threading.Thread(target=self._call, args=call, name=f"raypool-rank-{part.start}", daemon=True)
+        self._ranks.setdefault(part.task_id, []).append(Rank(worker_id, attempt_id, thread))
+        if part.task_id in self._broken_up:
+            self._break_up(part.task_id)
+        if thread is not None:
+            thread.start()
+            return
+        try:
+            self._call(*call)
+            self._wait_for_ranks(part.task_id)
+        finally:
+            del self._ranks[part.task_id]
+            self._broken_up.discard(part.task_id)
+
+    def _wait_for_ranks(self, task_id: int) -> None:
+        for rank in self._ranks[task_id]:
+            while rank.thread is not None and rank.thread.is_alive():
+                try:
+                    rank.thread.join()
+                except KeyboardInterrupt:  # it means the gang
+                    self._post(CancelRequested(task_id), None)
+                    self._break_up(task_id)
+
+    def _break_up(self, task_id: int) -> None:
+        """Stop all ranks of a gang, now that one has failed: the driver, whose thread runs the first, can't say so."""
+        ranks = self._ranks.get(task_id, [])
+        if ranks:
+            self._broken_up.add(task_id)  # for those that have still to come
+        for rank in list(ranks):
+            guard = self._guards.get(rank.worker_id)
+            if guard is not None:
+                guard.request(Signal.CANCEL, rank.attempt_id, task_id)
 
     def _call(
         self,
@@ -150,9 +200,11 @@ class InlineBackend:
                     raw = run_parts(attempt_id, parts, here)
         except SystemExit as error:
             self._post(WorkerLost(worker_id, LossReason.EXIT), f"the function called sys.exit({error.code!r})")
+            self._break_up(parts[0].task_id)
             return False
         except Exception as error:  # not the user's function: raypool's own mistake, and nobody may wait for it
             self._post(WorkerLost(worker_id, LossReason.UNKNOWN), f"raypool failed in it, {type(error).__name__}: {error}")
+            self._break_up(parts[0].task_id)
             return False
         results = [
             SliceResult(
@@ -167,6 +219,8 @@ class InlineBackend:
             for part in raw
         ]
         self._post(AttemptFinished(worker_id, attempt_id, ()), results)
+        if parts[0].is_rank and (results[0].failures or not results[0].done):
+            self._break_up(parts[0].task_id)
         return True
 
     def signal(self, worker_id: int, attempt_id: int, task_id: int, wish: Signal) -> None:

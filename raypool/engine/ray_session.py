@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import logging
 import os
 import secrets
 import signal
@@ -50,6 +51,7 @@ def join_ray(address: str | None) -> None:
     global _users, _ours
     with _lock:
         _prepare(address)
+        logging.getLogger("ray.widgets.util").setLevel(logging.WARNING)  # in notebooks it asks for a package that nobody needs
         import ray
 
         if not ray.is_initialized():

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from raypool.engine.backend import Refusal, WorkerInfo
-from raypool.errors import LossReason, PoolBrokenError, TaskTimeoutError, WorkerLostError
+from raypool.errors import LossReason, PoolBrokenError, SerializationError, TaskError, TaskTimeoutError, WorkerLostError
 
 HINTS = {
     LossReason.OUT_OF_MEMORY: "Use smaller batches, or fewer workers on this machine.",
@@ -66,6 +66,16 @@ def not_started(num_failed: int, num_places: int, place: int, why: str, is_on_ra
     elif is_on_ray:
         step = " See the logs of Ray under /tmp/ray/session_latest/logs."
     return f"{num_failed} of {num_places} workers did not start; worker {place}: {why}.{step}"
+
+
+def dropped(words: str, num_left: int) -> str:
+    """Return what to say when a worker is not started again; `words` say why."""
+    return f"A worker could not be started again: {words}. The pool has {num_left} left."
+
+
+def unsent(what: str, error: Exception) -> TaskError:
+    """Return the error for items that could not be sent because of another."""
+    return error if isinstance(error, SerializationError) else TaskError(f"{what} could not be sent: {error}")
 
 
 def timed_out(worker: WorkerInfo, what: str, timeout_s: float) -> TaskTimeoutError:

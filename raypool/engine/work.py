@@ -51,6 +51,13 @@ class Work(Protocol):
         """Take it that nothing more will come; `error` stands for items without an outcome."""
 
 
+class GangWork(Work, Protocol):
+    """A task whose items are ranks, all called at the same time."""
+
+    def assemble(self, members: Sequence[tuple[int, WorkerInfo]]) -> None:
+        """Take note of who they are, by rank: worker id, worker. Comes before `begin`."""
+
+
 def described(failure: Failure, label: str, piece: Slice, worker: WorkerInfo) -> BaseException:
     """Return the user's exception with a note of where it happened, and the traceback there as its cause."""
     error, remote_traceback = failure

@@ -33,9 +33,9 @@ def packed(*rows: Row) -> tuple[bytes, dict[int, tuple[int, dict[str, Any]]]]:
 
 def test_nothing_said_is_an_empty_table_with_its_columns() -> None:
     feed = Feed()
-    assert list(feed.metrics(has_items=False)) == ["time", "attempt"]
-    assert list(feed.metrics(has_items=True)) == ["time", "item", "attempt"]
-    assert str(feed.metrics(has_items=True)["time"].dtype) == "datetime64[ns, UTC]"
+    assert list(feed.metrics(None)) == ["time", "attempt"]
+    assert list(feed.metrics("item")) == ["time", "item", "attempt"]
+    assert str(feed.metrics("item")["time"].dtype) == "datetime64[ns, UTC]"
     assert feed.text() == ""
     assert feed.last(0, 1) == {}
 
@@ -46,7 +46,7 @@ def test_rows_come_back_in_order_however_they_came() -> None:
     feed.add_rows(*packed(row(1), row(2)))
     for step in range(3, 3 + 2 * ROWS_AT_ONCE):
         feed.add_row(row(step))
-    frame = feed.metrics(has_items=False)
+    frame = feed.metrics(None)
     assert sorted(frame["step"]) == list(range(3 + 2 * ROWS_AT_ONCE))
     assert frame["step"].dtype == "int64"
     assert frame["time"].iloc[1].timestamp() == frame["step"].iloc[1]
@@ -56,7 +56,7 @@ def test_columns_stand_in_the_order_of_their_first_value_and_have_gaps() -> None
     feed = Feed()
     feed.add_row((1.5, 0, 1, {"loss": 0.5}))
     feed.add_row((2.5, 0, 2, {"phase": "test", "accuracy": 1.0, "loss": 0.25}))
-    frame = feed.metrics(has_items=False)
+    frame = feed.metrics(None)
     assert list(frame) == ["time", "attempt", "loss", "phase", "accuracy"]
     assert frame["attempt"].tolist() == [1, 2]
     assert frame["accuracy"].isna().tolist() == [True, False]
@@ -66,17 +66,17 @@ def test_columns_stand_in_the_order_of_their_first_value_and_have_gaps() -> None
 def test_a_metric_may_be_called_like_a_column() -> None:
     feed = Feed()
     feed.add_row((1.0, 3, 1, {"time": 7, "item": "a", "attempt": 9}))
-    assert feed.metrics(has_items=True)[["item", "reported_time", "reported_item", "reported_attempt"]].values.tolist() == [
+    assert feed.metrics("item")[["item", "reported_time", "reported_item", "reported_attempt"]].values.tolist() == [
         [3, 7, "a", 9]
     ]
-    assert list(feed.metrics(has_items=False)) == ["time", "attempt", "reported_time", "item", "reported_attempt"]
+    assert list(feed.metrics(None)) == ["time", "attempt", "reported_time", "item", "reported_attempt"]
 
 
 def test_the_rows_of_a_loop_stand_in_the_order_of_its_items() -> None:
     feed = Feed()
     feed.add_rows(*packed(row(0, item=2), row(1, item=2, attempt=2)))
     feed.add_rows(*packed(row(5, item=0), row(4, item=0)))
-    frame = feed.metrics(has_items=True)
+    frame = feed.metrics("item")
     assert frame[["item", "attempt", "step"]].values.tolist() == [[0, 1, 5], [0, 1, 4], [2, 1, 0], [2, 2, 1]]
 
 
@@ -115,7 +115,7 @@ def test_memory_stays_flat() -> None:
     finally:
         tracemalloc.stop()
     assert most < 1_500_000 < 1000 * (len(rows) + 10_000)
-    assert len(feed.metrics(has_items=False)) == 510_000
+    assert len(feed.metrics(None)) == 510_000
 
 
 def test_what_was_printed_is_kept_from_its_end() -> None:
@@ -157,10 +157,10 @@ def test_files_are_gone_with_what_is_in_them(monkeypatch: pytest.MonkeyPatch) ->
         for feed in feeds:
             feed.add_rows(*packed(*(row(step) for step in range(2000))))
     assert before < process.num_fds() <= before + 60
-    assert all(len(feed.metrics(has_items=False)) == 6000 for feed in feeds)
+    assert all(len(feed.metrics(None)) == 6000 for feed in feeds)
     del feed, feeds[1:]
     assert process.num_fds() <= before + 4
-    assert len(feeds[0].metrics(has_items=False)) == 6000
+    assert len(feeds[0].metrics(None)) == 6000
 
 
 @pytest.mark.parametrize("written", [0, 100])
@@ -206,9 +206,9 @@ def test_many_threads_may_write_and_read() -> None:
         thread.start()
     lengths = []
     while any(thread.is_alive() for thread in threads):
-        lengths.append(len(feed.metrics(has_items=True)))
+        lengths.append(len(feed.metrics("item")))
     assert lengths == sorted(lengths)
-    frame = feed.metrics(has_items=True)
+    frame = feed.metrics("item")
     assert all(frame.loc[frame["item"] == item, "step"].tolist() == list(range(2000)) for item in range(4))
     assert sorted(feed.text().split()) == sorted(str(item) for item in range(4) for _ in range(2000))
 
@@ -219,10 +219,10 @@ def test_travels_with_all_that_is_in_it() -> None:
         feed.add_row(row(step, item=step % 3))
     feed.add_text("x" * 2 * TEXT_BYTES)
     other = pickle.loads(pickle.dumps(feed))
-    assert other.metrics(has_items=True).equals(feed.metrics(has_items=True))
+    assert other.metrics("item").equals(feed.metrics("item"))
     assert other.text() == feed.text()
     other.add_row(row(1, item=9))
-    assert len(other.metrics(has_items=True)) == 5001
+    assert len(other.metrics("item")) == 5001
 
 
 def test_feeds_can_be_put_together() -> None:
@@ -234,7 +234,7 @@ def test_feeds_can_be_put_together() -> None:
     whole = Feed()
     for feed in feeds:
         whole.add_all_of(feed)
-    frame = whole.metrics(has_items=False)
+    frame = whole.metrics(None)
     assert frame[["number", "step"]].values.tolist() == [[number, step] for number in range(3) for step in range(700)]
     assert whole.text().splitlines()[1] == "1" * (TEXT_BYTES - 600_000) + "2" * 600_000
     assert feeds[0].text() == "0" * 600_000

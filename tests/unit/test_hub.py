@@ -52,7 +52,7 @@ def test_a_feed_is_made_by_the_first_word(hub: Hub, listener: Listener) -> None:
     assert listener.text == "one two"
     hub.say(note, "metrics", (12.0, {"loss": 1.5}))
     assert listener.feed is not None
-    assert listener.feed.metrics(has_items=True)[["item", "attempt", "loss"]].values.tolist() == [[3, 2, 1.5]]
+    assert listener.feed.metrics("item")[["item", "attempt", "loss"]].values.tolist() == [[3, 2, 1.5]]
 
 
 def test_tasks_are_told_apart_and_those_that_nobody_holds_are_not_heard(hub: Hub, listener: Listener) -> None:
