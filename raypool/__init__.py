@@ -6,9 +6,13 @@
 [2, 3, 4]
 """
 
+import typing
+
 from raypool.engine.backend import WorkerInfo
 from raypool.errors import (
     CloudError,
+    CollectiveError,
+    CompositeError,
     InternalError,
     InvalidTypeError,
     InvalidValueError,
@@ -41,10 +45,17 @@ from raypool.task import CurrentTask, current_task, report
 from raypool.view import PoolView
 from raypool.waiting import after_all, after_each, fetch_next, fetch_outputs, wait
 
+if typing.TYPE_CHECKING:
+    from raypool.spmd.composite import Composite
+    from raypool.spmd.context import SpmdContext
+
 __version__ = "0.1.0"
 
 __all__ = [
     "CloudError",
+    "CollectiveError",
+    "Composite",
+    "CompositeError",
     "Constant",
     "CurrentTask",
     "DataQueue",
@@ -66,6 +77,7 @@ __all__ = [
     "ResourceError",
     "Results",
     "SerializationError",
+    "SpmdContext",
     "SpmdError",
     "StartupError",
     "Statistics",
@@ -87,3 +99,16 @@ __all__ = [
     "report",
     "wait",
 ]
+
+
+def __getattr__(name: str) -> typing.Any:
+    """Import what only some need when they ask for it: all else should not wait for it."""
+    if name == "Composite":
+        from raypool.spmd.composite import Composite
+
+        return Composite
+    if name == "SpmdContext":
+        from raypool.spmd.context import SpmdContext
+
+        return SpmdContext
+    raise AttributeError(f"module 'raypool' has no attribute {name!r}")

@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import functools
-import sys
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from raypool.core.model import TaskSpec, TaskState
+from raypool.core.model import TaskSpec
 from raypool.engine.backend import WorkerInfo
+from raypool.engine.calls import Where, submit_call
 from raypool.engine.engine import Engine, function_name, open_engine
-from raypool.engine.work import CallWork, LoopOptions, LoopWork
-from raypool.errors import InvalidTypeError, InvalidValueError, ResourceError, SerializationError
+from raypool.engine.work import LoopOptions, LoopWork
+from raypool.errors import InvalidTypeError, InvalidValueError, ResourceError
 from raypool.futures import Future, gather
-from raypool.loop import LoopRun, Watcher, attach, listed, longest_first
+from raypool.loop import LoopRun, folded, listed, longest_first, raise_if_failed, watched
 from raypool.options import Options, check_callable, check_count
 from raypool.profiles import Profile
-from raypool.results import Results
 from raypool.shared import call_once
 from raypool.store import FindWay
 from raypool.task import current_task, in_task
+
+if TYPE_CHECKING:
+    from raypool.spmd.composite import Composite
 
 T = TypeVar("T")
 
@@ -153,7 +154,7 @@ class PoolView(concurrent.futures.Executor):
         label = name or self._options.name or function.name
         fixed = chunk_size is not None
         work = LoopWork(function, (), LoopOptions(label, self._options.retry_on, seed, on_error == "raise", fixed, order))
-        options, (place, places) = self._options, self._where(engine)
+        options, where = self._options, self._where(engine)
 
         def make_spec(task_id: int, size: int, is_open: bool) -> TaskSpec:
             return TaskSpec(
@@ -164,18 +165,18 @@ class PoolView(concurrent.futures.Executor):
                 options.priority,
                 options.retries,
                 max_workers,
-                place=place,
-                places=places,
+                place=where.place,
+                places=where.places,
                 timeout_s=options.timeout_s,
-                is_fresh=self._is_fresh(engine),
+                is_fresh=where.is_fresh,
                 fail_fast=on_error == "raise",
                 chunk_size=chunk_size,
             )
 
-        with _watched(progress, label) as watcher:
+        with watched(progress, label) as watcher:
             results = LoopRun(engine.driver, engine.backend, work, watcher).run(sequence, make_spec)
-        _raise_if_failed(work, results, on_error)
-        return results if reduce is None else _folded(results, reduce, init)
+        raise_if_failed(work, results, on_error)
+        return results if reduce is None else folded(results, reduce, init)
 
     def _engine_here(self) -> Engine:
         """Return the engine for work that is called for here: in a task, a serial one."""
@@ -210,21 +211,18 @@ class PoolView(concurrent.futures.Executor):
         workers = self._engine.workers()
         return workers if self._places is None else [worker for worker in workers if worker.index in self._places]
 
-    def _where(self, engine: Engine) -> tuple[int | None, tuple[int, ...] | None]:
-        """Return the one place, or the only places, in which work is to run; what runs serially, in a task, runs where it is."""
+    def _where(self, engine: Engine) -> Where:
+        """Return where work is to run; what runs serially, in a task, runs where it is, and has no process of its own."""
         number = self._options.worker
+        is_fresh = self._options.fresh_process and engine.profile.backend == "ray"
         if engine is not self._engine:
-            return None, None
+            return Where()
         if number is None:
-            return None, self._places
+            return Where(None, self._places, is_fresh)
         numbers = self._numbers()
         if number not in numbers:
             raise InvalidValueError(f"There is no worker {number}. There are: {', '.join(map(str, numbers))}.")
-        return (None, (number,)) if self._is_fresh(engine) else (number, None)
-
-    def _is_fresh(self, engine: Engine) -> bool:
-        """Whether work is to have a process of its own; what runs in this process has none."""
-        return self._options.fresh_process and engine.profile.backend == "ray"
+        return Where(None, (number,), is_fresh) if is_fresh else Where(number)
 
     # --- one at a time ------------------------------------------------------------------------------------------------
 
@@ -248,29 +246,7 @@ class PoolView(concurrent.futures.Executor):
         """
         check_callable(fn)
         engine = self._engine_here()
-        options, (place, places) = self._options, self._where(engine)
-        function = engine.function(fn)
-        call = _packed_call(engine, function.name, args, kwargs)
-        future: Future[T] = Future(options.name or function.name)
-        work = CallWork(function, call, future, options.retry_on)
-        driver = engine.driver
-
-        def make_spec(task_id: int) -> TaskSpec:
-            future.task_id, future.on_ask = task_id, driver.ask_call
-            return TaskSpec(
-                task_id,
-                function.fn_id,
-                priority=options.priority,
-                retries=options.retries,
-                place=place,
-                places=places,
-                timeout_s=options.timeout_s,
-                is_fresh=self._is_fresh(engine),
-                fail_fast=True,
-            )
-
-        driver.submit(work, make_spec)
-        return future
+        return submit_call(engine, fn, args, kwargs, self._options, self._where(engine))
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
         """Do as `parfeval` does; the name that `concurrent.futures` gives it."""
@@ -311,6 +287,85 @@ class PoolView(concurrent.futures.Executor):
         ]
         return gather(futures, name)
 
+    # --- every worker at once -----------------------------------------------------------------------------------------
+
+    def spmd(self, fn: Callable[..., Any], /, *args: Any, workers: int | Iterable[int | WorkerInfo] | None = None) -> Composite:
+        """Call `fn(context, *args)` on all workers at the same time, each of which is a rank; return what they keep.
+
+        The ranks are in one process group, through which `context` (an `SpmdContext`) lets them talk: `context.all_reduce(x)` and
+        the like, and `torch.distributed` as it is, so that DDP, FSDP and tensor parallel work. The group stays warm for the next
+        call. No rank begins before all their workers are free, and what is handed in later waits for them; no rank ever runs
+        twice. Inside a task there is one rank, right there.
+
+        Args:
+            fn: Any function whose first argument is the context.
+            *args: What else to call it with, the same for each rank; of a `Composite` each gets its own part, where it is.
+            workers: Those that are to be ranks: how many, or which, by number or as they stand in `pool.workers`, rank 0 first.
+                0: a single rank, in this process. None: the workers of the first `Composite` among `args`; without one, all.
+
+        Returns:
+            A `Composite`: what each rank has returned, still on its worker. `composite[rank]` fetches one.
+
+        Raises:
+            SpmdError: A rank has failed, was lost, or the time was up (`options(timeout_s=...)`). The other ranks were ended, and
+                their workers go on.
+            ResourceError: There are fewer workers than were asked for.
+            InvalidValueError: A `Composite` is on other workers than the call.
+            CompositeError: An argument is a `Composite` of which a part is not there.
+            SerializationError: The function or an argument cannot be sent; it names the variable.
+            PoolClosedError: The pool was shut down.
+
+        Source:
+            MATLAB R2025b, spmd; PyTorch 2.13, torch.distributed.
+
+        Example:
+            >>> from raypool import parpool
+            >>> with parpool(3, profile="threads", quiet=True) as pool:
+            ...     list(pool.spmd(lambda context, x: context.all_reduce(x + context.rank), 10))
+            [33, 33, 33]
+        """
+        future = self.spmd_async(fn, *args, workers=workers)
+        if self._engine.driver.is_own_thread and not future.done():
+            future.cancel()
+            raise InvalidValueError(
+                "An spmd call cannot be waited for in the callback of a future: the pool would wait for itself. Use spmd_async."
+            )
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()  # Ctrl-C, say; one that has ended stays as it is
+            raise
+
+    def spmd_async(
+        self, fn: Callable[..., Any], /, *args: Any, workers: int | Iterable[int | WorkerInfo] | None = None
+    ) -> Future[Composite]:
+        """Do as `spmd` does, but return at once: a future of the `Composite`.
+
+        Its `metrics` have a column `rank`; to cancel it ends all ranks.
+
+        Example:
+            >>> from raypool import parpool
+            >>> with parpool(2, profile="threads", quiet=True) as pool:
+            ...     job = pool.spmd_async(lambda context: context.world_size)
+            ...     job.result()[1]
+            2
+        """
+        from raypool.spmd.composite import workers_of  # a fifth of what importing raypool would take
+        from raypool.spmd.run import choose_ranks, submit_spmd
+
+        check_callable(fn)
+        if self._options.fresh_process:
+            raise InvalidValueError("fresh_process=True does not go with spmd, whose ranks stay together from call to call.")
+        engine = self._engine_here()
+        if engine is not self._engine:
+            return submit_spmd(engine, fn, args, self._options, 1, (0,))
+        if workers is None and self._options.worker is not None:
+            workers = [self._options.worker]
+        size, places = choose_ranks(workers_of(args) if workers is None else workers, self._numbers(), self._places)
+        if size == 0:
+            return submit_spmd(serial_engine(self._engine.find_way), fn, args, self._options, 1, (0,))
+        return submit_spmd(engine, fn, args, self._options, size, places)
+
 
 def _call_in(places: tuple[int, ...], fn: Callable[..., T], *args: Any, **kwargs: Any) -> T | None:
     """Call a function if this is the worker of one of these places."""
@@ -327,53 +382,5 @@ def serial_engine(find_way: FindWay | None = None) -> Engine:
     return engine
 
 
-@contextlib.contextmanager
-def _watched(progress: bool | None, label: str) -> Iterator[Watcher | None]:
-    if in_task() or not (sys.stderr.isatty() if progress is None else progress):
-        yield None
-        return
-    from raypool.views.progress import LiveProgress
-
-    with LiveProgress(label) as view:
-        yield view
-
-
 def _serial_view() -> PoolView:
     return PoolView(serial_engine(), Options())
-
-
-def _raise_if_failed(work: LoopWork, results: Results, on_error: str) -> None:
-    """Raise what ended the loop before its time, or its first failure if that is wanted."""
-    is_complete = work.state is TaskState.FINISHED
-    if is_complete and (on_error == "collect" or not results.errors):
-        return
-    error = work.first_error if on_error == "raise" or isinstance(work.first_error, KeyboardInterrupt) else None
-    error = error or work.broken_by
-    if error is None and is_complete:
-        error = next(iter(results.errors.values()))
-    if error is None:
-        error = concurrent.futures.CancelledError(f"The loop {work.label} was cancelled; what had finished is in .results.")
-    attach(error, results)
-    raise error
-
-
-def _folded(results: Results, reduce: Callable[[Any, Any], Any], init: Any) -> Any:
-    errors = results.errors
-    values = [value for index, value in enumerate(results) if index not in errors]
-    try:
-        if init is not None:
-            return functools.reduce(reduce, values, init)
-        return functools.reduce(reduce, values) if values else None
-    except Exception as error:
-        attach(error, results)
-        raise
-
-
-def _packed_call(engine: Engine, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    pack = engine.backend.pack
-    try:
-        return pack([(args, kwargs)], f"the arguments of {name}")
-    except SerializationError:
-        for key, value in [*enumerate(args), *kwargs.items()]:
-            pack(value, f"argument {key!r} of {name}")  # raises the error that names it
-        raise

@@ -1,0 +1,392 @@
+"""The values of an spmd call, as whoever made the call holds them: each stays on the worker of its rank."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+import weakref
+from collections.abc import Iterator, Sequence
+from concurrent.futures import CancelledError
+from typing import Any, NamedTuple
+
+from raypool.core.model import WorkerState
+from raypool.engine.calls import Where, submit_call
+from raypool.engine.engine import Engine
+from raypool.errors import CompositeError, InvalidTypeError, InvalidValueError, PoolClosedError, RaypoolError, WorkerLostError
+from raypool.futures import Future
+from raypool.options import Options
+from raypool.spmd import parts
+from raypool.task import in_task
+
+MAX_LINES = 16
+"""The text of a Composite has a line for so many ranks at most."""
+
+
+class Entry(NamedTuple):
+    """Where the part of a rank is (the worker's number, and the process), and what is known of it; None: there is none."""
+
+    place: int
+    worker_id: int
+    description: parts.Description | None
+
+
+class Composite:
+    """What each rank of an spmd call has returned, still on its worker. Made by `pool.spmd`.
+
+    `c[rank]` brings the value of a rank here, as it is now, and `c[1:]` a list of several; both wait until those workers are
+    free. Small values that cannot change (a number, a short text, None) are here already. `c[rank] = value` sends a value to the
+    worker of that rank and keeps it there, also where there was none; `del c[rank]` frees the memory of one part. Iterating gives
+    all values in the order of the ranks.
+
+    As an argument of its own in another spmd call each rank gets its very own part back, and nothing is moved: a model that was
+    loaded once serves any number of calls. What these change in the part stays changed.
+
+    The parts live as long as this object, their workers and the pool. With "threads" and "inline" the parts are objects of this
+    process, and reading one gives the object itself. On Ray it gives a copy: a tensor on a GPU arrives on the CPU, while a model
+    stays on its device, so move it to the CPU first if there is no GPU here. A large NumPy array is read-only where it arrives.
+
+    Source:
+        MATLAB R2025b, Composite.
+
+    Example:
+        >>> from raypool import parpool
+        >>> with parpool(2, profile="threads", quiet=True) as pool:
+        ...     models = pool.spmd(lambda context: {"bias": context.rank})
+        ...     models
+        ...     models[1] = {"bias": 10}
+        ...     biases = pool.spmd(lambda context, model: model["bias"], models)
+        ...     list(biases), models[-1]
+        <Composite of 2 ranks>
+          0: dict of 1
+          1: dict of 1
+        ([0, 10], {'bias': 10})
+    """
+
+    def __init__(self, engine: Engine, key: str, entries: Sequence[Entry]) -> None:
+        self._engine = engine
+        self._key = key
+        self._entries = list(entries)  # by rank; changed one by one, never in length
+        self._is_in_task = in_task()  # made by a call within a task, which then may read it
+        weakref.finalize(self, _free, weakref.ref(engine), key, self._entries).atexit = False
+
+    # --- without asking anybody ---------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def workers(self) -> tuple[int, ...]:
+        """The number of the worker of each rank."""
+        return tuple(entry.place for entry in self._entries)
+
+    def exists(self, rank: int) -> bool:
+        """Return whether there is a value on this rank, and its worker lives. Asks nobody.
+
+        Raises:
+            CompositeError: There is no such rank.
+        """
+        entry = self._entries[self._index(rank)]
+        return not self._engine.is_over and entry.description is not None and _lives(self._engine, entry)
+
+    def __repr__(self) -> str:
+        title = f"<Composite of {_count(len(self))}>"
+        if self._engine.is_over:
+            return f"{title} (the pool is closed)"
+        lines = [f"  {rank}: {self._state_of(entry)}" for rank, entry in enumerate(self._entries[:MAX_LINES])]
+        rest = [f"  ... and {len(self) - MAX_LINES} more"] if len(self) > MAX_LINES else []
+        return "\n".join([title, *lines, *rest])
+
+    def _state_of(self, entry: Entry) -> str:
+        if entry.description is None:
+            return "missing"
+        return entry.description.text if _lives(self._engine, entry) else f"lost with worker {entry.place}"
+
+    def __reduce__(self) -> Any:
+        raise InvalidTypeError(
+            "A Composite's parts stay on their workers: pass it to pool.spmd as an argument of its own, or send c[rank]."
+        )
+
+    # --- reading ------------------------------------------------------------------------------------------------------
+
+    def __getitem__(self, rank: int | slice) -> Any:
+        """Bring the value of a rank here, or with a slice a list of several.
+
+        Raises:
+            CompositeError: There is no such rank, its part is missing, or its worker is lost. `.rank` says whose it is.
+            PoolClosedError: The pool was shut down.
+            SerializationError: The value cannot travel.
+            InvalidTypeError: `rank` is no number and no slice, or this is called in a task.
+            InvalidValueError: This is called in the callback of a future, which would wait for itself.
+        """
+        if isinstance(rank, slice):
+            return list(self._read(range(len(self))[rank]))
+        return next(self._read([self._index(rank)]))
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._read(range(len(self)))
+
+    def _read(self, ranks: Sequence[int]) -> Iterator[Any]:
+        """Ask the workers of all these ranks at once, then yield what they answer."""
+        self._check_usable()
+        entries = [self._present(rank) for rank in ranks]
+        asked = [None if entry.description.plain else self._ask(rank) for rank, entry in zip(ranks, entries, strict=True)]
+        return (
+            entry.description.plain[0] if future is None else self._answer(rank, entry, future)
+            for rank, entry, future in zip(ranks, entries, asked, strict=True)
+        )
+
+    def _ask(self, rank: int) -> Future[Any]:
+        return self._call(parts.read, rank, "reading rank {} of a Composite")
+
+    def _answer(self, rank: int, entry: Entry, future: Future[Any]) -> Any:
+        value = self._wait(rank, entry, future)
+        if type(value) is parts.Gone:
+            raise self._lost(rank, entry)
+        return value
+
+    # --- changing -----------------------------------------------------------------------------------------------------
+
+    def __setitem__(self, rank: int, value: Any) -> None:
+        """Send a value to the worker of a rank, and keep it there; return when it is there.
+
+        Raises:
+            CompositeError: There is no such rank, or its worker was lost meanwhile, or is no longer in the pool.
+            SerializationError: The value cannot be sent.
+            PoolClosedError: The pool was shut down.
+        """
+        rank = self._index(rank)
+        self._check_usable()
+        place = self._entries[rank].place
+        before = self._process_in(rank)
+        future = self._call(parts.keep, rank, "assigning rank {} of a Composite", value=value)
+        description = self._wait(rank, self._entries[rank], future)
+        entry = self._entries[rank] = Entry(place, before, description)
+        if not _lives(self._engine, entry):  # it was replaced before or after
+            raise self._lost(rank, entry)
+
+    def __delitem__(self, rank: int) -> None:
+        """Let a worker forget the part of its rank, and free its memory; the part is missing from then on.
+
+        Raises:
+            CompositeError: There is no such rank, or its part is missing already.
+        """
+        rank = self._index(rank)
+        self._check_usable()
+        entry = self._entries[rank]
+        if entry.description is None:
+            raise self._missing(rank)
+        self._entries[rank] = entry._replace(description=None)
+        if _lives(self._engine, entry):
+            with contextlib.suppress(CompositeError):  # lost meanwhile: it is gone all the same
+                self._wait(rank, entry, self._call(parts.remove, rank, "deleting rank {} of a Composite"))
+
+    def _process_in(self, rank: int) -> int:
+        crew = self._engine.driver.scheduler.crew
+        place = crew.places.get(self._entries[rank].place)
+        if place is None:
+            raise CompositeError(
+                f"Worker {self._entries[rank].place} of rank {rank} is no longer in the pool, so nothing can be kept there. "
+                "Make another Composite in an spmd call.",
+                rank=rank,
+            )
+        return place.worker_id
+
+    # --- asking -------------------------------------------------------------------------------------------------------
+
+    def _call(self, fn: Any, rank: int, name: str, **value: Any) -> Future[Any]:
+        options = Options(retries=0, name=name.format(rank))
+        where = Where(self._entries[rank].place)
+        return submit_call(self._engine, fn, (self._key, rank), value, options, where)
+
+    def _wait(self, rank: int, entry: Entry, future: Future[Any]) -> Any:
+        try:
+            return future.result()
+        except WorkerLostError as error:
+            self._check_open()
+            raise self._lost(rank, entry) from error
+        except CancelledError:
+            self._check_open()
+            raise
+        except BaseException:
+            future.cancel()  # Ctrl-C, say: nobody wants it any more
+            raise
+
+    def _index(self, rank: Any) -> int:
+        """Return the number of a rank, counted from the front."""
+        try:
+            if isinstance(rank, bool):
+                raise TypeError
+            number = operator.index(rank)
+        except TypeError:
+            raise InvalidTypeError(f"{rank!r} is not the number of a rank. Give a number from 0 to {len(self) - 1}.") from None
+        if not -len(self) <= number < len(self):
+            raise CompositeError(
+                f"There is no rank {number}: this Composite has {_count(len(self))}, 0 to {len(self) - 1}.", rank=number
+            )
+        return number % len(self)
+
+    def _check_usable(self) -> None:
+        """Make sure that the workers can be asked from here."""
+        self._check_open()
+        if in_task() and not self._is_in_task:
+            raise InvalidTypeError(
+                "A Composite cannot be used within a task: its parts stay on their workers. "
+                "Pass it to pool.spmd as an argument of its own, or send c[rank]."
+            )
+        if self._engine.driver.is_own_thread:
+            raise InvalidValueError(
+                "A Composite cannot be used here: this is the thread of its own pool (the callback of a future runs in it, say), "
+                "which would wait for itself. Use another thread, or raypool.after_each."
+            )
+
+    def _check_open(self) -> None:
+        try:
+            self._engine.check_open()
+        except PoolClosedError:
+            raise PoolClosedError(
+                "The pool was shut down, and the parts of this Composite have gone with it. Read what you need before."
+            ) from None
+
+    def _present(self, rank: int) -> Any:
+        """Return the entry of a part that is there."""
+        entry = self._entries[rank]
+        if entry.description is None:
+            raise self._missing(rank)
+        if not _lives(self._engine, entry):
+            raise self._lost(rank, entry)
+        return entry
+
+    def _missing(self, rank: int) -> CompositeError:
+        return CompositeError(f"The part of rank {rank} is missing: it was deleted. Assign c[{rank}] = ... first.", rank=rank)
+
+    def _lost(self, rank: int, entry: Entry) -> CompositeError:
+        return CompositeError(
+            f"Worker {entry.place} was lost, or replaced (idle_timeout_s, fresh_process), and the part of rank {rank} with it. "
+            f"Make it again in an spmd call, or assign c[{rank}] = ...",
+            rank=rank,
+        )
+
+    # --- for spmd calls -----------------------------------------------------------------------------------------------
+
+    def check_complete(self, num_ranks: int) -> None:
+        """Make sure that the parts of so many ranks are there. For the pool.
+
+        Raises:
+            PoolClosedError: The pool was shut down.
+            CompositeError: A part is missing, or its worker is lost.
+        """
+        self._check_open()
+        for rank in range(num_ranks):
+            self._present(rank)
+
+    def check_for(self, engine: Engine, places: tuple[int, ...]) -> None:
+        """Make sure that each rank of a call on these workers finds its part there. For the pool.
+
+        Raises:
+            PoolClosedError: The pool was shut down.
+            InvalidValueError: It is of another pool, or on other workers.
+            CompositeError: A part is missing, or its worker is lost.
+        """
+        self._check_open()
+        if self._engine is not engine and not (_is_serial(self._engine) and _is_serial(engine)):
+            raise InvalidValueError("A Composite belongs to another pool. Pass it to spmd of that pool, or send c[rank].")
+        if places != self.workers[: len(places)]:
+            raise InvalidValueError(
+                f"A Composite is not where this call runs: its ranks are on workers {_listed(self.workers)}; this call runs on "
+                f"{_listed(places)}. Pass workers=[{_listed(self.workers)}]."
+            )
+        self.check_complete(len(places))
+
+
+def workers_of(args: Sequence[Any]) -> tuple[int, ...] | None:
+    """Return the workers of the first Composite among these; None if there is none.
+
+    Raises:
+        PoolClosedError: Its pool was shut down.
+        CompositeError: A part is missing, or its worker is lost.
+    """
+    for arg in args:
+        if isinstance(arg, Composite):
+            arg.check_complete(len(arg))
+            return arg.workers
+    return None
+
+
+def check_located(args: Sequence[Any], engine: Engine, size: int, places: tuple[int, ...] | None) -> None:
+    """Make sure that the parts of all Composites among these are where a call runs: on these workers, rank 0 first.
+
+    Args:
+        args: The arguments of the call.
+        engine: Runs it.
+        size: How many ranks it has.
+        places: Where it may run; None: on any workers.
+
+    Raises:
+        PoolClosedError: The pool of a Composite was shut down.
+        InvalidValueError: One is of another pool, or on other workers.
+        CompositeError: A part is missing, or its worker is lost.
+    """
+    if places is None:
+        places = tuple(sorted(engine.driver.scheduler.crew.places))
+    for composite in (arg for arg in args if isinstance(arg, Composite)):
+        if len(places) != size:
+            raise InvalidValueError(
+                f"A Composite has its ranks on workers {_listed(composite.workers)}, and this call may run on any {size}. "
+                f"Pass workers=[{_listed(composite.workers)}], or leave workers out."
+            )
+        composite.check_for(engine, places)
+
+
+def marked(arg: Any) -> Any:
+    """Return what an argument of an spmd call is sent as."""
+    return parts.PartOf(arg._key) if isinstance(arg, Composite) else arg
+
+
+# --- freeing ----------------------------------------------------------------------------------------------------------
+
+
+def _is_serial(engine: Engine) -> bool:
+    """Whether it may be one of those that are made for a single call: in a task, or for workers=0. These have parts in common."""
+    return engine.profile.backend == "inline" and engine.driver.scheduler.crew.size == 1
+
+
+def _lives(engine: Engine, entry: Entry) -> bool:
+    """Whether the very process that has the part is there."""
+    worker = engine.driver.scheduler.crew.workers.get(entry.worker_id)
+    return worker is not None and worker.state is not WorkerState.PARKED
+
+
+def _free(engine_ref: weakref.ref[Engine], key: str, entries: list[Entry]) -> None:
+    """Free the parts of a Composite that nobody holds any more. This may run in the midst of anything, and takes no lock."""
+    engine = engine_ref()
+    if engine is None or engine.profile.backend != "ray":
+        parts.drop(key)
+    elif not engine.is_over:
+        seats = [(entry.worker_id, entry.place) for entry in entries]
+        engine.driver.do(functools.partial(forget_on, engine, key, seats))
+
+
+def forget_on(engine: Engine, key: str, seats: Sequence[tuple[int, int]]) -> None:
+    """Let workers (worker id, place) forget the parts that they keep under a key. Runs in the driver's thread; waits for nobody.
+
+    Those that have ended, or are parked, have forgotten everything, and nobody is started to be told so.
+    """
+    if engine.profile.backend != "ray":
+        parts.drop(key)  # one process: nobody else could use what torch's cache holds of the GPU
+        return
+    crew = engine.driver.scheduler.crew
+    for worker_id, place in seats:
+        worker = crew.workers.get(worker_id)
+        if engine.is_over or worker is None or worker.state is WorkerState.PARKED:
+            continue
+        with contextlib.suppress(RaypoolError):  # the pool has ended meanwhile, and its workers with it
+            submit_call(engine, parts.forget, (key,), {}, Options(retries=0, name="freeing a Composite"), Where(place))
+
+
+def _count(ranks: int) -> str:
+    return f"{ranks} rank" + ("s" if ranks != 1 else "")
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))

@@ -1,0 +1,400 @@
+"""What a function of an spmd call is given: who it is among the ranks, and how it talks to the others."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from raypool.errors import InvalidTypeError, InvalidValueError
+from raypool.spmd import collectives
+from raypool.spmd.addresses import free_port
+from raypool.spmd.collectives import Op
+from raypool.spmd.group import Assignment, Group, connect
+from raypool.spmd.world import alone_in_torch
+
+if TYPE_CHECKING:
+    import torch
+
+
+class SpmdContext:
+    """One rank of an spmd call: its number, its device, and the collectives.
+
+    A function of an spmd call is given one. Made without arguments it is that of a single rank, so the function runs by itself.
+
+    Every collective takes tensors, NumPy arrays, and any value that can be pickled. Tensors are changed in place where that has
+    a meaning, stay on their device, and are never copied through the host: they go through NCCL between GPUs, through gloo
+    between CPUs. Arrays and other values are never changed; a new one is returned. No gradients flow through a collective. All
+    ranks have to call the same ones in the same order; if they do not, all get the same `CollectiveError`. Every method may
+    raise that, and `SerializationError` for a value that cannot be pickled.
+
+    Attributes:
+        rank: The number of this rank, from 0.
+        world_size: How many ranks there are.
+        local_rank: The number of this rank among those on its machine.
+        local_world_size: How many ranks there are on its machine.
+
+    Source:
+        MATLAB R2025b, spmdIndex, spmdSize and the spmd functions; torch.distributed; mpi4py, whose names are the same for arrays
+        and any other value.
+
+    Example:
+        >>> from raypool import SpmdContext
+        >>> def average(ctx, value):
+        ...     return ctx.all_reduce(value, op="mean")
+        >>> average(SpmdContext(), 3.0)
+        3.0
+    """
+
+    def __init__(self, _group: Group | None = None) -> None:
+        self._group = _group if _group is not None else connect(Assignment(0, 1, 0, 1, -1, True, False, ""), None)
+        place = self._group.assignment
+        self.rank = place.rank
+        self.world_size = place.world_size
+        self.local_rank = place.local_rank
+        self.local_world_size = place.local_world_size
+        self._own_world: Any = None
+
+    def __repr__(self) -> str:
+        return f"SpmdContext(rank={self.rank}, world_size={self.world_size})"
+
+    @property
+    def device(self) -> torch.device:
+        """The `torch.device` of this rank: its worker's GPU if it has one that CUDA can use, else the CPU."""
+        device: torch.device = self._group.device
+        return device
+
+    # --- all together -------------------------------------------------------------------------------------------------
+
+    def barrier(self) -> None:
+        """Wait until all ranks have come here.
+
+        Raises:
+            CollectiveError: A rank has ended, or is in another collective.
+
+        Source:
+            MATLAB R2025b, spmdBarrier.
+
+        Example:
+            >>> from raypool import SpmdContext
+            >>> SpmdContext().barrier()
+        """
+        collectives.barrier(self._group)
+
+    def all_reduce(self, x: Any, op: Op = "sum") -> Any:
+        """Combine the values of all ranks, and return the result on every rank.
+
+        Args:
+            x: A tensor, which is changed; or an array or other value. All ranks bring the same kind, shape and dtype.
+            op: "sum", "product", "min", "max", "mean", or a function of two values, called in rank order. Of booleans
+                the sum is "or" and the product "and", as in NumPy; the mean of an array of integers is one of floats.
+
+        Returns:
+            The tensor that was passed; or a new value. The same on every rank, to the last bit.
+
+        Raises:
+            InvalidValueError: There is no such operation.
+            InvalidTypeError: It has no meaning for these values: the mean of a tensor of integers, the least of complex numbers.
+
+        Source:
+            torch.distributed.all_reduce; MATLAB R2025b, spmdPlus and spmdReduce.
+
+        Example:
+            >>> from raypool import SpmdContext
+            >>> SpmdContext().all_reduce({"seen": 3}, op=lambda a, b: {"seen": a["seen"] + b["seen"]})
+            {'seen': 3}
+        """
+        return collectives.all_reduce(self._group, x, op)
+
+    def reduce(self, x: Any, dst: int, op: Op = "sum") -> Any:
+        """Combine the values of all ranks, and return the result on one of them.
+
+        Args:
+            x: As for `all_reduce`; a tensor is changed on dst only.
+            dst: The rank that gets the result.
+            op: As for `all_reduce`.
+
+        Returns:
+            The result on dst, None on the others.
+
+        Raises:
+            InvalidValueError: There is no such operation or rank.
+            InvalidTypeError: As for `all_reduce`.
+
+        Source:
+            torch.distributed.reduce.
+
+        Example:
+            >>> from raypool import SpmdContext
+            >>> SpmdContext().reduce(2, dst=0, op="max")
+            2
+        """
+        self._check_rank("dst", dst)
+        return collectives.reduce(self._group, x, dst, op)
+
+    def broadcast(self, x: Any, src: int) -> Any:
+        """Give every rank the value of one.
+
+        Args:
+            x: On src the value. On the others a tensor like it, which it is written into, or anything else, which is ignored.
+            src: The rank whose value it is.
+
+        Returns:
+            The value: on src what was passed if that is a tensor; on the others the tensor that was passed, or a new value.
+
+        Raises:
+            InvalidValueError: There is no such rank.
+            CollectiveError: A rank has passed a tensor of another shape or dtype.
+
+        Source:
+            torch.distributed.broadcast; MATLAB R2025b, spmdBroadcast.
+
+        Example:
+            >>> from raypool import SpmdContext
+            >>> SpmdContext().broadcast([1, 2], src=0)
+            [1, 2]
+        """
+        self._check_rank("src", src)
+        return collectives.broadcast(self._group, x, src)
+
+    def all_gather(self, x: Any) -> list[Any]:
+        """Give every rank the values of all.
+
+        Args:
+            x: A tensor, array or other value; of any kind and shape on each rank.
+
+        Returns:
+            New values, in rank order.
+
+        Source:
+            torch.distributed.all_gather and all_gather_object; MATLAB R2025b, spmdCat.
+
+        Example:
+            >>> from raypool import SpmdContext
+            >>> SpmdContext().all_gather("a")
+            ['a']
+        """
+        return collectives.all_gather(self._group, x)
+
+    def gather(self, x: Any, dst: int) -> list[Any] | None:
+        """Give one rank the values of all.
+
+        Args:
+            x: A tensor, array or other value; of any kind and shape on each rank.
+            dst: The rank that gets them.
+
+        Returns:
+            On dst new values, in rank order; None on the others.
+
+        Raises:
+            InvalidValueError: There is no such rank.
+
+        Source:
+            torch.distributed.gather and gather_object.
+
+        Example:
+            >>> from raypool import SpmdContext
+            >>> SpmdContext().gather("a", dst=0)
+            ['a']
+        """
+        self._check_rank("dst", dst)
+        return collectives.gather(self._group, x, dst)
+
+    def scatter(self, parts: Sequence[Any] | None, src: int) -> Any:
+        """Give each rank its part of what one has.
+
+        Args:
+            parts: On src a list or tuple with one part for each rank, of any kind and shape; anything on the others.
+            src: The rank that has them.
+
+        Returns:
+            This rank's part, a new value.
+
+        Raises:
+            InvalidValueError: There is no such rank.
+            CollectiveError: src has not brought one part for each rank.
+
+        Source:
+            torch.distributed.scatter and scatter_object_list.
+
+        Example:
+            >>> from raypool import SpmdContext
+            >>> SpmdContext().scatter(["a"], src=0)
+            'a'
+        """
+        self._check_rank("src", src)
+        return collectives.scatter(self._group, parts, src)
+
+    # --- one to one ---------------------------------------------------------------------------------------------------
+
+    def send(self, x: Any, dst: int) -> None:
+        """Send a value to another rank, which has to `receive` it.
+
+        Args:
+            x: A tensor, array or other value.
+            dst: The rank that gets it.
+
+        Raises:
+            InvalidValueError: There is no such rank, or it is this one.
+
+        Source:
+            MATLAB R2025b, spmdSend.
+
+        Example:
+            >>> def hand_on(ctx):
+            ...     if ctx.rank == 0:
+            ...         ctx.send({"a": 1}, dst=1)
+            ...     elif ctx.rank == 1:
+            ...         return ctx.receive(src=0)
+        """
+        self._check_other("dst", dst)
+        collectives.send(self._group, x, dst)
+
+    def receive(self, src: int) -> Any:
+        """Return the next value that another rank sends to this one.
+
+        Args:
+            src: The rank that sends it.
+
+        Returns:
+            A new value; a tensor that was on a GPU is on this rank's `device`.
+
+        Raises:
+            InvalidValueError: There is no such rank, or it is this one.
+            CollectiveError: The rank has ended, and nothing has come.
+
+        Source:
+            MATLAB R2025b, spmdReceive.
+
+        Example:
+            >>> def hand_on(ctx):
+            ...     if ctx.rank == 0:
+            ...         ctx.send({"a": 1}, dst=1)
+            ...     elif ctx.rank == 1:
+            ...         return ctx.receive(src=0)
+        """
+        self._check_other("src", src)
+        return collectives.receive(self._group, src)
+
+    def send_receive(self, x: Any, dst: int | None, src: int | None) -> Any:
+        """Send to one rank and receive from another at once: ranks in a ring do not wait for each other.
+
+        Args:
+            x: A tensor, array or other value; ignored without dst.
+            dst: The rank that gets it, None for none: at the end of an open chain.
+            src: The rank that sends to this one, None for none: at the beginning.
+
+        Returns:
+            What src has sent, None without src.
+
+        Raises:
+            InvalidValueError: There is no such rank, or only one of the two is this one.
+            CollectiveError: The rank has ended, and nothing has come.
+
+        Source:
+            MATLAB R2025b, spmdSendReceive.
+
+        Example:
+            >>> def shift(ctx, x):
+            ...     right = ctx.rank + 1 if ctx.rank + 1 < ctx.world_size else None
+            ...     left = ctx.rank - 1 if ctx.rank > 0 else None
+            ...     return ctx.send_receive(x, dst=right, src=left)
+            >>> from raypool import SpmdContext
+            >>> shift(SpmdContext(), "a") is None
+            True
+        """
+        check = self._check_rank if dst == src else self._check_other  # a ring of one rank is a ring
+        if dst is not None:
+            check("dst", dst)
+        if src is not None:
+            check("src", src)
+        return collectives.send_receive(self._group, x, dst, src)
+
+    # --- for other libraries ------------------------------------------------------------------------------------------
+
+    @property
+    def process_group(self) -> Any:
+        """Torch's default process group, `torch.distributed.group.WORLD`: DDP, `fully_shard` and device meshes work inside.
+
+        Raises:
+            InvalidValueError: The ranks share a process, and torch has one default group for a process.
+        """
+        if self._group.world is not None:
+            return self._group.world
+        self._check_process("process_group is torch's default group", "the context's own collectives work here")
+        if self._own_world is None:
+            self._own_world = alone_in_torch()
+        return self._own_world
+
+    def tf_config(self) -> dict[str, Any]:
+        """Set TF_CONFIG, for `tf.distribute.MultiWorkerMirroredStrategy`, until the function ends. On all ranks together.
+
+        In calls with the same ranks the addresses stay the same: TensorFlow cannot change them in the life of a process.
+
+        Returns:
+            What is in it: the addresses of all ranks, and which one this is.
+
+        Raises:
+            InvalidValueError: The ranks share a process, and with it the environment.
+
+        Source:
+            TensorFlow guide, "Multi-worker training with Keras", TF_CONFIG.
+
+        Example:
+            >>> from raypool import SpmdContext
+            >>> SpmdContext().tf_config()["task"]
+            {'type': 'worker', 'index': 0}
+        """
+        self._check_process("TF_CONFIG is in the environment", "TensorFlow works with a process for each rank")
+        group = self._group
+        if not group.tf_addresses:
+            with free_port(group.address) as port:
+                group.tf_addresses = self.all_gather(f"{group.address}:{port}")
+        config = {"cluster": {"worker": group.tf_addresses}, "task": {"type": "worker", "index": self.rank}}
+        os.environ["TF_CONFIG"] = json.dumps(config)
+        return config
+
+    def jax_options(self) -> dict[str, Any]:
+        """Return what `jax.distributed.initialize(**ctx.jax_options())` needs. On all ranks together.
+
+        Returns:
+            `coordinator_address`, at a port that rank 0 has found free; `num_processes`; `process_id`.
+
+        Raises:
+            InvalidValueError: The ranks share a process.
+
+        Source:
+            JAX reference, jax.distributed.initialize.
+
+        Example:
+            >>> from raypool import SpmdContext
+            >>> options = SpmdContext().jax_options()
+            >>> options["num_processes"], options["process_id"]
+            (1, 0)
+        """
+        self._check_process("jax.distributed is set up once in a process", "JAX works with a process for each rank")
+        with free_port(self._group.address) as port:
+            address = self.broadcast(f"{self._group.address}:{port}", src=0)
+        return {"coordinator_address": address, "num_processes": self.world_size, "process_id": self.rank}
+
+    # --- checks -------------------------------------------------------------------------------------------------------
+
+    def _check_process(self, why: str, what_works: str) -> None:
+        if self.world_size > 1 and not self._group.assignment.has_process:
+            raise InvalidValueError(
+                f'The {self.world_size} ranks of this call are threads of one process, and {why}. Use parpool(profile="local"), '
+                f"where each rank has a process; {what_works}."
+            )
+
+    def _check_rank(self, name: str, rank: Any) -> None:
+        if isinstance(rank, bool) or not hasattr(rank, "__index__"):
+            raise InvalidTypeError(f"{name}={rank!r} is a {type(rank).__name__}. Ranks are whole numbers.")
+        if not 0 <= rank < self.world_size:
+            last = f"are {self.world_size}, from 0 to {self.world_size - 1}" if self.world_size > 1 else "is 1, number 0"
+            raise InvalidValueError(f"{name}={rank} is not a rank. There {last}.")
+
+    def _check_other(self, name: str, rank: Any) -> None:
+        self._check_rank(name, rank)
+        if rank == self.rank:
+            raise InvalidValueError(f"{name}={rank} is this rank itself. Send to another one, or just keep the value.")

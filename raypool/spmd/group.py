@@ -1,0 +1,331 @@
+"""The group of a rank: how it finds the others, what they meet through, and what the user's function sees of it.
+
+A worker keeps its group from call to call. It is kept by thread: a worker is a thread, of a process of its own on Ray, of this
+process with "threads".
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
+
+from raypool.errors import CollectiveError, InvalidValueError, RaypoolError
+from raypool.spmd.addresses import LOOPBACK, interfaces_for
+from raypool.spmd.failures import is_disconnect
+from raypool.spmd.lines import Alone, GlooLines, NcclLines, distributed
+from raypool.spmd.rendezvous import Assignment, find_others, in_thread
+from raypool.spmd.values import Packer
+from raypool.spmd.wire import BEGIN, END, Word, find_disagreement, ordinal
+from raypool.spmd.world import close_world, environment, is_registered, make_world, shown
+from raypool.task import Way, current_task
+
+__all__ = ["Assignment", "AtHand", "Group", "connect", "is_disconnect", "join", "leave"]
+
+logger = logging.getLogger("raypool")
+
+LONG_WAIT_S = 60.0
+"""A rank that has waited this long for others says so, once."""
+
+LOOK_AGAIN_S, LOOKS = 1.0, 3
+"""A rank that waits for a message looks this often whether the other one has ended, and gives up when it has seen it so often."""
+
+FAREWELL_S = 2.0
+"""So long at least the connections of a group outlive a good end [s]: closing one drops what the other side has not read yet."""
+
+ONE_TO_ONE = frozenset({"send", "receive", "send_receive"})
+
+
+class AtHand(NamedTuple):
+    """What a rank is in: which operation, how many it has begun in this call, and with which rank, None if with all."""
+
+    operation: str
+    number: int
+    peer: int | None
+
+
+class Group:
+    """One rank's side of a group of ranks."""
+
+    def __init__(self, assignment: Assignment, lines: Alone | GlooLines, packer: Packer) -> None:
+        self.assignment = assignment
+        self.lines = lines
+        self.packer = packer
+        self.address = LOOPBACK
+        self.store: Any = None
+        self.world: Any = None
+        self.nccl: NcclLines | None = None
+        self.at_hand: AtHand | None = None
+        self.master = (LOOPBACK, 0)
+        self.tf_addresses: list[str] = []  # of all ranks, once somebody has asked for them
+        self._num_worlds = 0
+        self._num_calls = 0
+        self._meetings = 0  # in this call
+        self._count = 0  # operations in this call
+        self._has_said = self._is_ending = self._has_ended_well = False
+        self._looks = self._seen_ended = 0
+        if isinstance(lines, GlooLines):
+            lines.waiting = self._still_waiting
+
+    @property
+    def rank(self) -> int:
+        """Return the number of this rank, from 0."""
+        return self.assignment.rank
+
+    @property
+    def world_size(self) -> int:
+        """Return how many ranks there are."""
+        return self.assignment.world_size
+
+    @property
+    def device(self) -> Any:
+        """Return the `torch.device` of this rank."""
+        return current_task().device
+
+    # --- meetings -----------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Meet at the beginning of a call, and see that torch's default group is there on all ranks."""
+        self._num_calls += 1
+        self._meetings = self._count = 0
+        self._is_ending = self._has_ended_well = False
+        self.at_hand = None
+        if not isinstance(self.lines, GlooLines):
+            return
+        with self._in("the beginning of the call"):
+            words = self._meet(Word(0, BEGIN, shape=(int(self._has_world()),)))
+            if not all(word.shape[0] for word in words):
+                self.make_world(has_nccl=self.nccl is not None)
+
+    def end(self) -> None:
+        """Meet at the end of a call. A rank that is still in a collective is found out: it waits for this one.
+
+        Raises:
+            CollectiveError: Some ranks have ended, and others wait for them.
+        """
+        self._is_ending, self.at_hand = True, None
+        if self.nccl is not None:
+            import torch
+
+            torch.cuda.synchronize()  # what this rank has sent last may still be on its way
+        with self._in("the end of the call"):
+            self.meet(Word(0, END))
+        self._is_ending, self._has_ended_well = False, True
+
+    def meet(self, word: Word) -> list[Word]:
+        """Say what this rank does, and hear what the others do.
+
+        Raises:
+            CollectiveError: They do not want the same; the same error on every rank.
+        """
+        self._meetings += 1
+        words = self._meet(word._replace(number=self._meetings))
+        disagreement = find_disagreement(words)
+        if disagreement is not None:
+            raise CollectiveError(disagreement.text, missing=disagreement.missing)
+        return words
+
+    def _meet(self, word: Word) -> list[Word]:
+        return [Word.read(entry) for entry in self.lines.meet(word.write())]
+
+    @contextmanager
+    def operation(self, name: str, peer: int | None = None) -> Iterator[None]:
+        """Note what this rank is in. After an error that is no finding of this module the note stays, for whoever reports it."""
+        self._count += 1
+        self.at_hand = AtHand(name, self._count, peer)
+        self._has_said, self._looks, self._seen_ended = False, 0, 0
+        with self._in(f"{name} (the {ordinal(self._count)} operation of this call)"):
+            try:
+                yield
+            except RaypoolError:  # a finding: the rank is in it no more
+                self.at_hand = None
+                raise
+        self.at_hand = None
+
+    @contextmanager
+    def _in(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            if not is_disconnect(error):
+                raise
+            raise CollectiveError(
+                f"Rank {self.rank} was in {what} when the connection to another rank broke. Most likely that rank has failed.",
+                missing=(),
+            ) from error
+
+    def _still_waiting(self, waited_s: float) -> None:
+        if self._is_ending:
+            self._say_ended()
+            return
+        at_hand = self.at_hand
+        if at_hand is None:
+            return
+        if at_hand.operation in ONE_TO_ONE and at_hand.peer is not None:
+            self._see_peer(at_hand, at_hand.peer, waited_s)
+        if waited_s > LONG_WAIT_S and not self._has_said:
+            self._has_said = True
+            whom = "the other ranks" if at_hand.peer is None else f"rank {at_hand.peer}"
+            since = time.strftime("%H:%M:%S", time.localtime(time.time() - waited_s))
+            logger.warning(
+                "Rank %d has waited for %s in %s (operation %d of this call) since %s. If they are not just slower, they are in "
+                "code that does not call it.",
+                self.rank,
+                whom,
+                at_hand.operation,
+                at_hand.number,
+                since,
+            )
+
+    def _say_ended(self) -> None:
+        """Let ranks that wait for a message know that none will come; only where the end takes longer than a moment."""
+        if not self._has_ended(self.rank):
+            self.store.set(self._ended_key(self.rank), b"1")
+
+    def _see_peer(self, at_hand: AtHand, peer: int, waited_s: float) -> None:
+        """Look now and then whether the rank on the other side has ended. What it has sent last may still be on its way."""
+        if waited_s < (self._looks + 1) * LOOK_AGAIN_S:
+            return
+        self._looks += 1
+        self._seen_ended = self._seen_ended + 1 if self._has_ended(peer) else 0
+        if self._seen_ended < LOOKS:
+            return
+        raise CollectiveError(
+            f"Rank {peer} has ended, and rank {self.rank} waits for it in {at_hand.operation} "
+            f"(the {ordinal(at_hand.number)} operation of this call). Every receive needs a send on the other rank, and every "
+            "send a receive.",
+            missing=(peer,),
+        )
+
+    def _has_ended(self, rank: int) -> bool:
+        return bool(self.store.check([self._ended_key(rank)]))
+
+    def _ended_key(self, rank: int) -> str:
+        return f"ended/{self._num_calls}/{rank}"
+
+    # --- torch's default group ----------------------------------------------------------------------------------------
+
+    def _has_world(self) -> bool:
+        return not self.assignment.has_process or (self.world is not None and is_registered(self.world))
+
+    def make_world(self, has_nccl: bool) -> None:
+        """Make torch's default group, instead of any that was there."""
+        if self.world is not None:
+            close_world(self.world)
+        self._num_worlds += 1
+        store = distributed().PrefixStore(f"world/{self._num_worlds}", self.store)
+        with environment(interfaces_for(self.address)):
+            self.world = in_thread(lambda: make_world(store, self.rank, self.world_size, has_nccl))
+        self.nccl = NcclLines(self.world) if has_nccl else None
+
+    @contextmanager
+    def visible(self) -> Iterator[None]:
+        """Show torch's default group and the environment of a rank, while the user's function runs.
+
+        A rank that shares its process with others has neither.
+        """
+        if not self.assignment.has_process:
+            yield
+            return
+        with environment(self._variables()), shown(self.world):
+            yield
+
+    def _variables(self) -> dict[str, str]:
+        place = self.assignment
+        # A worker with a GPU sees no other, and code that is written for torchrun takes LOCAL_RANK for the number of its device.
+        local = (0, 1) if self.device.type == "cuda" else (place.local_rank, place.local_world_size)
+        names = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        values = (*self.master, place.rank, place.world_size, *local)
+        return {name: str(value) for name, value in zip(names, values, strict=True)} | interfaces_for(self.address)
+
+    def close(self) -> None:
+        """Break all connections and let go of everything; ranks that wait for this one fail at once.
+
+        After a good end nobody waits for this rank, but what it has said last may not have been read everywhere.
+        """
+        if self._has_ended_well:
+            _retired.append((time.monotonic(), self.lines, self.store))
+        else:
+            self.lines.sever()
+        if self.world is not None:
+            with suppress(RuntimeError, ValueError):  # what the user has done to it is none of our business now
+                close_world(self.world)
+        self.world = self.nccl = self.store = None
+        self.lines = _Closed()
+
+
+_retired: list[tuple[float, Alone | GlooLines, Any]] = []
+"""Connections of groups that were left after a good end, since when, with the stores, which others may still ask."""
+
+
+def _close_retired() -> None:
+    for entry in list(_retired):
+        if time.monotonic() - entry[0] > FAREWELL_S:
+            with suppress(ValueError):  # another thread was faster
+                _retired.remove(entry)
+
+
+class _Closed(Alone):
+    """Of a group that is no more."""
+
+    def meet(self, slot: bytes) -> list[bytes]:
+        """Refuse."""
+        raise InvalidValueError("This call has ended, and its context with it. Use the context of a call only while it runs.")
+
+
+# --- finding each other -----------------------------------------------------------------------------------------------
+
+_here = threading.local()
+
+
+def join(assignment: Assignment, way: Way | None) -> Group:
+    """Return this worker's group: the one of the call before, or a new one. Waits for the other ranks; can be interrupted.
+
+    One that does not stay warm is none of the worker's: the thread may be that of a rank itself, in which the call was made.
+
+    Raises:
+        CollectiveError: The connection to another rank broke.
+        ConnectionError: Rank 0 cannot be reached.
+    """
+    _close_retired()
+    group: Group | None = getattr(_here, "group", None)
+    if not assignment.stays_warm:
+        group = connect(assignment, way)
+    elif group is not None and group.assignment.number == assignment.number:
+        group.assignment = assignment  # the value's key is another one in each call
+    else:
+        leave()
+        group = _here.group = connect(assignment, way)
+    group.begin()
+    return group
+
+
+def leave() -> None:
+    """Close this worker's group, if it has one. Ranks that wait for this one fail at once."""
+    group: Group | None = getattr(_here, "group", None)
+    _here.group = None
+    if group is not None:
+        group.close()
+
+
+def connect(assignment: Assignment, way: Way | None) -> Group:
+    """Find the other ranks, and make a group with them."""
+    packer = Packer(way if assignment.has_process else None)
+    if way is None or (assignment.world_size == 1 and not assignment.has_process):
+        return Group(assignment, Alone(), packer)
+    found = find_others(assignment, way)
+
+    def make() -> GlooLines | Alone:
+        if assignment.world_size == 1:
+            return Alone()
+        store = distributed().PrefixStore("control", found.store)
+        return GlooLines(store, assignment.rank, assignment.world_size, found.address)
+
+    group = Group(assignment, in_thread(make), packer)
+    group.store, group.address, group.master = found.store, found.address, found.master
+    if assignment.has_process:
+        group.make_world(found.has_nccl)
+    return group

@@ -1,0 +1,107 @@
+"""What runs in a worker for one rank of an spmd call."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from raypool.errors import RankInterrupted, TaskCancelled
+from raypool.spmd import parts
+from raypool.spmd.context import SpmdContext
+from raypool.spmd.failures import is_disconnect
+from raypool.spmd.group import Assignment, AtHand, Group, join, leave
+from raypool.store import way_finder_here
+from raypool.task import note_here
+
+OURS = str(Path(__file__).parents[1])
+"""Code in this folder is not the user's."""
+
+
+class RankFunction:
+    """A user's function, as every rank calls it: in a group with the others; what it returns stays in the worker."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self.func = fn  # called as in functools.partial, so that messages have its name
+
+    def __call__(self, assignment: Assignment, open_args: Callable[[], Sequence[Any]]) -> parts.Description:
+        """Run one rank.
+
+        Returns:
+            What to say of the value, which is kept here under the key of the assignment.
+
+        Raises:
+            RankInterrupted: It was ended because another rank had failed, or the time was up.
+            Exception: What the function has raised.
+        """
+        group: Group | None = None
+        has_returned = False
+        try:
+            group = join(assignment, way_finder_here()())
+            with group.visible():
+                args = [self._arrived(arg, assignment.rank) for arg in open_args()]
+                value = self.func(SpmdContext(group), *args)
+                del args
+                has_returned = True
+                group.end()
+        except BaseException as error:
+            outcome = _interruption(error, group, has_returned)
+            _shield()
+            _part(assignment, group)
+            if outcome is None:
+                raise
+        else:
+            if not assignment.stays_warm:
+                _part(assignment, group)
+            return parts.keep(assignment.key, assignment.rank, value)
+        raise outcome
+
+    def _arrived(self, arg: Any, rank: int) -> Any:
+        return parts.find(arg.key, rank) if isinstance(arg, parts.PartOf) else arg
+
+
+def _shield() -> None:
+    """Let nothing interrupt this rank any more: those that it leaves fail of it, and it is told to end, which must not hide why."""
+    note = note_here()
+    if note is not None and note.shield is not None:
+        note.shield()
+
+
+def _part(assignment: Assignment, group: Group | None) -> None:
+    """Leave the group for good, and let go all who wait for this rank."""
+    if assignment.stays_warm:
+        leave()
+    elif group is not None:
+        group.close()
+
+
+def _interruption(error: BaseException, group: Group | None, has_returned: bool) -> RankInterrupted | None:
+    """Return what to say of a rank that was ended from outside; None if it has failed by itself."""
+    is_cut_off = is_disconnect(error)
+    if not is_cut_off and not isinstance(error, TaskCancelled):
+        return None
+    at_hand = None if group is None else group.at_hand
+    if at_hand is None and has_returned:
+        at_hand = AtHand("at the end of the call", 0, None)
+    elif at_hand is None and is_cut_off and group is not None:  # in native code, which nothing else gets out of
+        at_hand = AtHand("in a collective of torch.distributed", 0, None)
+    place = _place(error)
+    return RankInterrupted(
+        f"It was interrupted {_where(at_hand, place)}, because another rank had failed or the time was up.",
+        at_hand=at_hand,
+        place=place,
+    )
+
+
+def _where(at_hand: AtHand | None, place: str) -> str:
+    if at_hand is None:
+        return f"at {place}" if place else "before it began"
+    return f"in {at_hand.operation}" if at_hand.number else at_hand.operation
+
+
+def _place(error: BaseException) -> str:
+    """Return the innermost line of the user's own that an exception has passed through."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(OURS) and "/torch/" not in frame.filename]
+    return f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else ""

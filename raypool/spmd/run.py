@@ -1,0 +1,271 @@
+"""An spmd call as the driver knows it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import uuid
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import InvalidStateError
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from raypool.core.model import Slice, TaskSpec, TaskState
+from raypool.engine.backend import NOBODY, Function, Part, SliceResult, WorkerInfo
+from raypool.engine.driver import Driver
+from raypool.engine.engine import Engine
+from raypool.engine.work import Pack, described
+from raypool.errors import InvalidValueError, ResourceError, TaskError, TaskTimeoutError
+from raypool.futures import Future
+from raypool.options import Options, check_count, worker_numbers
+from raypool.spmd.blame import RankFailure, spmd_error
+from raypool.spmd.composite import Composite, Entry, check_located, forget_on, marked
+from raypool.spmd.group import Assignment
+from raypool.spmd.parts import Description
+from raypool.spmd.rank import RankFunction
+from raypool.spmd.roster import Roster
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+class SpmdFuture(Future[Composite]):
+    """The future of an spmd call."""
+
+    @property
+    def metrics(self) -> pd.DataFrame:
+        """What the ranks have reported so far, all of it once they have ended.
+
+        A row for each report, by rank, then in order: `time` (UTC), `rank`, `attempt`, then the metrics in the order in which
+        they first appear. A metric that is called like one of those is in "reported_NAME".
+        """
+        return self._caught_up().metrics("rank")
+
+
+class SpmdWork:
+    """All ranks of a call; its outcome is a future of a `Composite`."""
+
+    def __init__(self, engine: Engine, function: Function, args: Sequence[Any], options: Options, size: int) -> None:
+        self.function = function
+        self.future = SpmdFuture(options.name or function.name)
+        self._timeout_s = options.timeout_s
+        self._engine = engine
+        self._open_args = engine.opener([marked(arg) for arg in args], f"the arguments of {self.future.name}")
+        self._args: Sequence[Any] = args  # a Composite among them is not to be collected before the ranks have got their parts
+        self._key = uuid.uuid4().hex
+        self._size = size
+        self._members: Sequence[tuple[int, WorkerInfo]] = ()
+        self._assignments: list[Assignment] = []
+        self._is_wanted = False
+        self._is_late = False
+        self._descriptions: dict[int, Description] = {}
+        self._failures: list[RankFailure] = []
+        self._catch_ups: list[Callable[[], None]] = []
+        self.future.catch_up = self._catch_up
+
+    def _catch_up(self) -> None:
+        for catch_up in list(self._catch_ups):
+            catch_up()
+
+    @property
+    def holder(self) -> SpmdFuture:
+        """The future."""
+        return self.future
+
+    def assemble(self, members: Sequence[tuple[int, WorkerInfo]]) -> None:
+        """Give each rank its assignment; the group of the last call serves again if it has the same ranks."""
+        future = self.future
+        self._members = members
+        self._is_wanted = future.start()
+        future.attempts, future.started_at = 1, datetime.now(UTC)
+        self._assign(roster_of(self._engine.driver).number_for([worker_id for worker_id, _ in members]))
+
+    def _assign(self, number: int) -> None:
+        """Tell each rank who it is, in the group with this number."""
+        backend = self._engine.profile.backend
+        # Of the pool, not of this call: NCCL asks only once in a process which network it is to use.
+        is_one_host = len({worker.host for worker in self._engine.driver.infos.values()}) == 1
+        num_there = Counter(worker.host for _, worker in self._members)
+        num_seen: Counter[str] = Counter()
+        for rank, (_, worker) in enumerate(self._members):
+            host = worker.host
+            self._assignments.append(
+                Assignment(
+                    rank,
+                    world_size=self._size,
+                    local_rank=num_seen[host],
+                    local_world_size=num_there[host],
+                    number=number,
+                    is_one_host=is_one_host,
+                    has_process=backend == "ray",
+                    key=self._key,
+                    stays_warm=backend != "inline",
+                )
+            )
+            num_seen[host] += 1
+
+    def begin(self, piece: Slice, worker: WorkerInfo) -> bool:
+        """Say whether anybody still wants it."""
+        return self._is_wanted
+
+    def part(self, piece: Slice, pack: Pack) -> Part:
+        """Return one rank, ready to travel."""
+        name = self.future.name
+        call = pack([((self._assignments[piece.start], self._open_args), {})], f"the arguments of {name}")
+        return Part(
+            piece.task_id,
+            self.function.fn_id,
+            call,
+            1,
+            piece.start,
+            piece.attempt,
+            is_call=True,
+            name=name,
+            should_stop=self.future.stop_requested,
+            is_rank=True,
+        )
+
+    def wants_retry(self, error: BaseException) -> bool:
+        """Say no: the other ranks have gone on."""
+        return False
+
+    def describe(self, piece: Slice) -> str:
+        """Return which ranks these are, of which call."""
+        ranks = f"rank {piece.start}" if piece.stop == piece.start + 1 else f"ranks {piece.start} to {piece.stop - 1}"
+        return f"{ranks} of {self.future.name}"
+
+    def settle(self, piece: Slice, result: SliceResult, worker: WorkerInfo) -> None:
+        """Take the outcome of a rank."""
+        rank = piece.start
+        if result.catch_up is not None:
+            self._catch_ups.append(result.catch_up)
+        failure = result.failures.get(rank)
+        if failure is None:
+            self._descriptions[rank] = result.values.get()[result.offset]
+        else:
+            error = described(failure, self.describe(piece), piece, worker)
+            self._failures.append(RankFailure(rank, error, result.started_at + result.durations_s[0], worker))
+
+    def fail(self, piece: Slice, error: TaskError) -> None:
+        """Take it that a rank was lost with its worker, or that the time of all is up."""
+        if isinstance(error, TaskTimeoutError):
+            self._is_late = True
+            return
+        for rank in range(piece.start, piece.stop):
+            worker = self._members[rank][1] if self._members else NOBODY
+            self._failures.append(RankFailure(rank, error, time.time(), worker))
+
+    def end(self, state: TaskState, error: BaseException | None) -> None:
+        """Resolve the future: with the values that the ranks keep, or with what has gone wrong."""
+        self._args, self._open_args = (), tuple
+        future = self.future
+        future.finished_at = datetime.now(UTC)
+        if state is TaskState.FINISHED and len(self._descriptions) == self._size and not future.cancelled():
+            self._finish()
+            return
+        worker_ids = [worker_id for worker_id, _ in self._members]
+        roster_of(self._engine.driver).forget(worker_ids)
+        forget_on(self._engine, self._key, [(worker_id, worker.index) for worker_id, worker in self._members])
+        if future.cancelled() or (state is TaskState.CANCELLED and future.cancel()):
+            future.notify_cancelled()
+        elif future.running() or future.start():
+            with contextlib.suppress(InvalidStateError):  # it was cancelled in this instant
+                future.set_exception(self._error(state, error))
+
+    def _finish(self) -> None:
+        entries = [
+            Entry(worker.index, worker_id, self._descriptions[rank]) for rank, (worker_id, worker) in enumerate(self._members)
+        ]
+        with contextlib.suppress(InvalidStateError):
+            self.future.set_result(Composite(self._engine, self._key, entries))
+
+    def _error(self, state: TaskState, error: BaseException | None) -> BaseException:
+        if self._failures:
+            return spmd_error(self.future.name, self._size, self._failures, self._timeout_s if self._is_late else None)
+        if error is not None:
+            return error
+        if state is TaskState.CANCELLED:
+            return TaskError(f"{self.future.name} was given up while it ran: the pool was shut down.")
+        available = self._engine.driver.scheduler.crew.size
+        return ResourceError(
+            f"{self.future.name} has lost a worker that it was to run on before it began: requested {self._size}, available "
+            f"{available}. Ask for fewer ranks, or open another pool.",
+            requested=self._size,
+            available=available,
+            holders=(),
+        )
+
+
+def choose_ranks(workers: Any, numbers: Sequence[int], places: tuple[int, ...] | None) -> tuple[int, tuple[int, ...] | None]:
+    """Return how many ranks a call has, and the only places that it may use, rank 0 first (None: any).
+
+    Args:
+        workers: How many, or which; None for all.
+        numbers: The workers that there are.
+        places: The only places that it may use anyway.
+
+    Raises:
+        ResourceError: There are fewer.
+        InvalidValueError, InvalidTypeError: There is no such worker, or nobody is named.
+    """
+    if workers is None:
+        return len(numbers), places
+    if not isinstance(workers, int):
+        chosen = worker_numbers(workers, numbers)
+        if not chosen:
+            raise InvalidValueError("workers=[] names nobody. Name those that are to be ranks, or leave it out for all.")
+        return len(chosen), tuple(chosen)
+    check_count("workers", workers, least=0)
+    if workers > len(numbers):
+        raise ResourceError(
+            f"An spmd call asks for more ranks than there are workers: requested {workers}, available {len(numbers)}. "
+            "Each rank needs a worker of its own: ask for fewer, or open a larger pool.",
+            requested=workers,
+            available=len(numbers),
+            holders=(),
+        )
+    return workers, places
+
+
+_rosters: weakref.WeakKeyDictionary[Driver, Roster] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def roster_of(driver: Driver) -> Roster:
+    """Return what is known of the groups of a pool."""
+    with _lock:
+        return _rosters.setdefault(driver, Roster())
+
+
+def submit_spmd(
+    engine: Engine, fn: Callable[..., Any], args: Sequence[Any], options: Options, size: int, places: tuple[int, ...] | None
+) -> SpmdFuture:
+    """Hand in a call with so many ranks, on any workers or in some of these places; return its future.
+
+    Raises:
+        SerializationError: The function or an argument cannot be sent; it names the variable.
+        InvalidValueError: An argument is a `Composite` that is on other workers.
+        CompositeError: An argument is a `Composite` of which a part is not there.
+    """
+    check_located(args, engine, size, places)
+    function = engine.function(RankFunction(fn))
+    work = SpmdWork(engine, function, args, options, size)
+    future = work.future
+
+    def make_spec(task_id: int) -> TaskSpec:
+        future.task_id, future.on_ask = task_id, engine.driver.ask_call
+        return TaskSpec(
+            task_id,
+            function.fn_id,
+            size,
+            priority=options.priority,
+            is_gang=True,
+            places=places,
+            timeout_s=options.timeout_s,
+        )
+
+    engine.driver.submit(work, make_spec)
+    return future

@@ -1,0 +1,211 @@
+"""What ranks tell each other when they meet: which collective each is in, and with what.
+
+Every collective begins with a meeting: each rank writes one `Word` into a slot of fixed size, and reads everybody's. So all ranks
+see the same, and come to the same judgement: either all go on, or all raise the same error, and the group can be used further.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+SLOT_BYTES = 1024
+"""Of a word. On one machine a meeting with 1024 bytes takes as long as one with 256; what fits needs no second message."""
+
+MAX_NAMED = 8
+"""An error names so many ranks by number."""
+
+END, BEGIN = "end", "begin"
+"""What ranks meet for that is no collective of the user's: their function has returned; a call begins."""
+
+HAS_ENDED = "has ended"
+
+AGREE = frozenset({"all_reduce", "reduce"})
+"""Collectives in which all values must be of one kind, dtype, shape and device."""
+
+
+class Word(NamedTuple):
+    """What one rank does: which meeting of this call it is, which operation, with what.
+
+    `kind`: "tensor", "array", "value" (anything that is pickled) or "" (nothing). `peer`: dst or src, -1 without. `op`: of a
+    reduction. `size`: of a pickled value [bytes]. `payload`: that value itself, or the memory of a tensor or array on a CPU,
+    if it fits into the slot.
+    """
+
+    number: int
+    operation: str
+    kind: str = ""
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    device: str = ""
+    peer: int = -1
+    op: str = ""
+    size: int = 0
+    payload: bytes | None = None
+
+    def write(self) -> bytes:
+        """Return the slot; without the payload, if that does not fit."""
+        word = self if self.size <= SLOT_BYTES else self._replace(payload=None)
+        slot = pickle.dumps(tuple(word), protocol=5)
+        if len(slot) > SLOT_BYTES:
+            slot = pickle.dumps(tuple(word._replace(payload=None)), protocol=5)
+        return slot.ljust(SLOT_BYTES, b"\0")
+
+    @staticmethod
+    def read(slot: bytes) -> Word:
+        """Return the word in a slot."""
+        return Word(*pickle.loads(slot))  # a pickle knows where it ends
+
+
+class Disagreement(NamedTuple):
+    """What is wrong with a meeting, in words, and the ranks that did not come to what the others are in."""
+
+    text: str
+    missing: tuple[int, ...] = ()
+
+
+def find_disagreement(words: Sequence[Word]) -> Disagreement | None:
+    """Judge what all ranks say; the same on every rank."""
+    first = words[0]
+    if any(word.operation != first.operation or word.number != first.number for word in words):
+        return _of_operations(words)
+    if first.operation == "broadcast":
+        return _of_peers(words) or _of_targets(words)
+    if first.operation == "scatter":
+        return _of_peers(words) or _of_parts(words)
+    return _of_peers(words) or _of_reduction(words)
+
+
+def _of_peers(words: Sequence[Word]) -> Disagreement | None:
+    first = words[0]
+    if any(word.peer != first.peer for word in words):
+        return Disagreement(_parties([_to_whom(word) for word in words], first) + " All ranks have to give the same dst or src.")
+    return None
+
+
+def _of_reduction(words: Sequence[Word]) -> Disagreement | None:
+    first = words[0]
+    if any(word.op != first.op for word in words):
+        return Disagreement(
+            _parties([f"{word.operation} with {_op(word)}" for word in words], first) + " All have to use one op."
+        )
+    if first.operation in AGREE and any(_form(word) != _form(first) for word in words):
+        return Disagreement(
+            _parties([_with_what(word) for word in words], first)
+            + " All ranks have to bring values of one kind, shape and dtype; all_gather takes different ones."
+        )
+    return None
+
+
+def _of_operations(words: Sequence[Word]) -> Disagreement:
+    ended = tuple(rank for rank, word in enumerate(words) if word.operation == END)
+    waiting = next((word for word in words if word.operation != END), words[0])
+    others = {word.operation for word in words if word.operation != END}
+    if ended and len(others) == 1:
+        waits = [rank for rank, word in enumerate(words) if word.operation != END]
+        return Disagreement(
+            f"{_ranks(ended).capitalize()} {_has(ended)} ended, {_ranks(waits)} {_wait(waits)} for {_it(ended)} in "
+            f"{waiting.operation} (the {ordinal(waiting.number)} collective of this call). Every rank has to call the same "
+            "collectives: look for a return, a break or an if that not all ranks take, or for loops of different length.",
+            ended,
+        )
+    differ = len({word.number for word in words}) > 1 and not ended
+    did = [f"{word.operation} (its {ordinal(word.number)} collective)" if differ else word.operation for word in words]
+    did = [HAS_ENDED if word.operation == END else text for word, text in zip(words, did, strict=True)]
+    return Disagreement(
+        _parties(did, waiting)
+        + " Every rank has to call the same collectives in the same order: look for an if that not all ranks take,"
+        " or an exception that one rank has caught.",
+        ended,
+    )
+
+
+def _of_targets(words: Sequence[Word]) -> Disagreement | None:
+    """A rank that brings a tensor to a broadcast wants the source's in it."""
+    source = words[words[0].peer]
+    odd = [rank for rank, word in enumerate(words) if word.kind == "tensor" and _form(word) != _form(source)]
+    if not odd:
+        return None
+    return Disagreement(
+        f"Rank {source.peer} broadcasts {_what(source)}, {_ranks(odd)} {_wait(odd, 'want')} it in {_what(words[odd[0]])} "
+        f"(the {ordinal(source.number)} collective of this call). Pass a tensor like that of rank {source.peer}, or None for a "
+        "new one."
+    )
+
+
+def _of_parts(words: Sequence[Word]) -> Disagreement | None:
+    source = words[words[0].peer]
+    if source.shape == (len(words),):
+        return None
+    has = f"{source.shape[0]} parts" if source.shape else "no list of parts"
+    return Disagreement(
+        f"Rank {source.peer} scatters {has} to {len(words)} ranks (the {ordinal(source.number)} collective of this call). "
+        "Pass a list or tuple with one part for each rank, in rank order."
+    )
+
+
+def _form(word: Word) -> tuple[object, ...]:
+    return word.kind, word.dtype, word.shape, word.device
+
+
+def _to_whom(word: Word) -> str:
+    return f"{word.operation} {'to' if word.operation in ('reduce', 'gather') else 'from'} rank {word.peer}"
+
+
+def _op(word: Word) -> str:
+    return "a function" if word.op == "function" else f"op={word.op!r}"
+
+
+def _with_what(word: Word) -> str:
+    return f"{word.operation} of {_what(word)}"
+
+
+def _what(word: Word) -> str:
+    if word.kind in ("tensor", "array"):
+        place = " on a GPU" if word.device == "cuda" else ""
+        an = "an" if word.dtype[:1] in "aeiou" else "a"
+        return f"{an} {word.dtype} {word.kind} {word.shape}{place}"
+    return "a Python value" if word.kind else "nothing"
+
+
+def _parties(did: Sequence[str], word: Word) -> str:
+    """Say who is in what, those who do the same together."""
+    ranks_by_deed: dict[str, list[int]] = {}
+    for rank, deed in enumerate(did):
+        ranks_by_deed.setdefault(deed, []).append(rank)
+    text = ", ".join(_party(ranks, deed) for deed, ranks in ranks_by_deed.items())
+    return f"{text[0].upper()}{text[1:]} (the {ordinal(word.number)} collective of this call)."
+
+
+def _party(ranks: Sequence[int], deed: str) -> str:
+    if deed == HAS_ENDED:
+        return f"{_ranks(ranks)} {_has(ranks)} ended"
+    return f"{_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} in {deed}"
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    named = [str(rank) for rank in ranks]
+    if len(named) == 1:
+        return f"rank {named[0]}"
+    if len(named) > MAX_NAMED:
+        return f"ranks {', '.join(named[:MAX_NAMED])} and {len(named) - MAX_NAMED} others"
+    return f"ranks {', '.join(named[:-1])} and {named[-1]}"
+
+
+def _has(ranks: Sequence[int]) -> str:
+    return "has" if len(ranks) == 1 else "have"
+
+
+def _wait(ranks: Sequence[int], verb: str = "wait") -> str:
+    return f"{verb}s" if len(ranks) == 1 else verb
+
+
+def _it(ranks: Sequence[int]) -> str:
+    return "it" if len(ranks) == 1 else "them"
+
+
+def ordinal(number: int) -> str:
+    """Return 1st, 2nd, 3rd, ..."""
+    ending = "th" if 10 <= number % 100 <= 20 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{ending}"

@@ -1,0 +1,127 @@
+"""Torch's default process group, and the environment, as a rank of an spmd call sees them while its function runs.
+
+Between calls both are hidden, so that whatever else runs on the worker finds them as it has left them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from raypool.spmd.lines import FOR_EVER, distributed, sever
+
+OWN_NAMES = ("TF_CONFIG",)
+"""Variables that a context sets on request, and that are put back with the others."""
+
+
+def make_world(store: Any, rank: int, world_size: int, has_nccl: bool) -> Any:
+    """Make torch's default group, and hide it. All ranks have to be known to come: this waits for them in native code."""
+    import torch
+
+    dist = distributed()
+    before = swap_default(None)
+    try:
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if has_nccl else "gloo",
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=FOR_EVER,
+            # With the device NCCL connects all ranks at once. Else it would connect pairs at their first message, each waiting
+            # for the other, and ranks that send in a ring would wait for ever.
+            device_id=torch.device("cuda", torch.cuda.current_device()) if has_nccl else None,
+        )
+        return dist.group.WORLD
+    finally:
+        swap_default(before)
+
+
+def swap_default(group: Any) -> Any:
+    """Make a group torch's default one, None for none; return the one before.
+
+    Torch has no public way to hide its default group. The private one is what its own `init_process_group` uses.
+    """
+    from torch.distributed import distributed_c10d
+
+    dist = distributed()
+    before = dist.group.WORLD
+    distributed_c10d._update_default_pg(group)
+    return before
+
+
+def is_registered(world: Any) -> bool:
+    """Whether torch still knows a group: `destroy_process_group`, called by the user, makes it forget them all.
+
+    Torch has no public way to ask this for a group that is hidden.
+    """
+    from torch.distributed import distributed_c10d
+
+    return world in distributed_c10d._world.pg_map
+
+
+def close_world(world: Any) -> None:
+    """Close torch's default group, and all that were made from it: whoever waits in one, here or elsewhere, fails at once.
+
+    References to them may live on, in a model in the frames of a traceback, say: so dropping ours would not be enough.
+    """
+    from torch.distributed import distributed_c10d
+
+    dist = distributed()
+    if not is_registered(world):
+        return
+    swap_default(world)
+    for group in list(distributed_c10d._world.pg_map):
+        _sever_gloo(group)
+    if "nccl" in dist.get_backend_config(world):
+        distributed_c10d._abort_process_group()  # destroying waits for what runs on the GPU, which waits for the others
+    else:
+        dist.destroy_process_group()
+
+
+def _sever_gloo(group: Any) -> None:
+    import torch
+
+    dist = distributed()
+    with contextlib.suppress(RuntimeError):  # it has nothing for CPUs
+        gloo = group._get_backend(torch.device("cpu"))
+        gloo = getattr(gloo, "wrapped_pg", gloo)  # with TORCH_DISTRIBUTED_DEBUG=DETAIL
+        if isinstance(gloo, dist.ProcessGroupGloo):
+            sever(gloo)
+
+
+@contextlib.contextmanager
+def environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables for a while."""
+    before = {name: os.environ.get(name) for name in (*values, *OWN_NAMES)}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def shown(world: Any) -> Iterator[None]:
+    """Make a group torch's default one for a while."""
+    before = swap_default(world)
+    try:
+        yield
+    finally:
+        swap_default(before)
+
+
+def alone_in_torch() -> Any:
+    """Return a group with this process only: torch's default one, which is made if there is none."""
+    dist = distributed()
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        return dist.group.WORLD
+    if dist.get_world_size() == 1:
+        return dist.group.WORLD
+    return dist.new_group([dist.get_rank()], use_local_synchronization=True)

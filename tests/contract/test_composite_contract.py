@@ -1,0 +1,576 @@
+"""What an spmd call returns: values that stay on their workers until they are read, passed back or dropped."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import pickle
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raypool import (
+    Composite,
+    CompositeError,
+    InvalidTypeError,
+    InvalidValueError,
+    ParallelPool,
+    PoolClosedError,
+    SerializationError,
+    SpmdError,
+    WorkerResources,
+    current_task,
+)
+from raypool.spmd import parts
+from raypool.spmd.composite import Entry
+
+LARGE = 1_000_000
+ON_TOP = 6_000
+"""What a call costs besides its values, at most [bytes]."""
+
+in_processes = pytest.mark.parametrize("make_pool", ["local"], indirect=True)
+with_threads = pytest.mark.parametrize("make_pool", ["threads", "local"], indirect=True)
+
+
+@pytest.fixture(scope="module")
+def pool(make_pool: Any, by_value: None) -> Iterator[ParallelPool]:
+    """Give a pool whose ranks have met (in this process through a thread), which then is nothing that a test leaves behind."""
+    changes: dict[str, Any] = {"resources": WorkerResources()} if make_pool.is_in_processes else {}
+    with make_pool(3, **changes) as pool:
+        assert list(pool.spmd(lambda context: context.rank)) == [0, 1, 2]
+        yield pool
+
+
+def make(context: Any) -> dict[str, Any]:
+    return {"rank": context.rank, "calls": 0}
+
+
+def bump(context: Any, part: dict[str, Any]) -> int:
+    part["calls"] += 1
+    return part["calls"]
+
+
+def large(context: Any) -> Any:
+    return np.full(LARGE, context.rank, np.uint8)
+
+
+def identity(context: Any, part: Any) -> int:
+    return id(part)
+
+
+def number_of_kept(key: str) -> int:
+    from raypool.spmd import parts  # the one of the worker's process
+
+    return len(parts._parts.get(key, {}))
+
+
+def is_freed(pool: ParallelPool, key: str) -> bool:
+    return not any(pool.parfeval_on_all(number_of_kept, key).result(60))
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def test_each_rank_is_read_by_its_number(pool: ParallelPool) -> None:
+    composite = pool.spmd(make)
+    assert type(composite) is Composite
+    assert len(composite) == 3
+    assert composite.workers == tuple(worker.index for worker in pool.workers)
+    assert composite[1] == {"rank": 1, "calls": 0}
+    assert composite[-1] == composite[np.int64(2)] == {"rank": 2, "calls": 0}
+    assert [part["rank"] for part in composite[1:]] == [1, 2]
+    assert [part["rank"] for part in composite[::-1]] == [2, 1, 0]
+    assert [part["rank"] for part in composite] == [0, 1, 2]
+    assert [part["rank"] for part in reversed(composite)] == [2, 1, 0]
+    assert composite[3:] == []
+
+
+def test_a_rank_is_where_it_was_asked_for(pool: ParallelPool) -> None:
+    composite = pool.spmd(lambda context: [current_task().worker], workers=[1, 2])
+    assert composite.workers == (1, 2)
+    assert list(composite) == [[1], [2]]
+
+
+@pytest.mark.parametrize("value", [None, 3, 2.5, True, "text", b"bytes", (), [], {}, ["a", None]])
+def test_any_value_comes_back_equal(pool: ParallelPool, value: Any) -> None:
+    composite = pool.spmd(lambda context: value)
+    assert all(composite.exists(rank) for rank in range(3))
+    assert list(composite) == [value] * 3
+
+
+def test_a_read_brings_what_the_part_is_now(pool: ParallelPool) -> None:
+    composite = pool.spmd(make)
+    before = [part["calls"] for part in composite]
+    pool.spmd(bump, composite)
+    assert before == [0, 0, 0]
+    assert [part["calls"] for part in composite] == [1, 1, 1]
+
+
+@in_processes
+def test_small_values_that_cannot_change_cost_nothing_to_read(pool: ParallelPool) -> None:
+    composite = pool.spmd(lambda context: (None, context.rank, "x" * 500)[context.rank])
+    with pool.transfer_bytes() as moved:
+        assert list(composite) == [None, 1, "x" * 500]
+    assert moved.total == (0, 0)
+
+
+@in_processes
+def test_a_value_that_cannot_travel_says_so_when_it_is_read(pool: ParallelPool) -> None:
+    composite = pool.spmd(lambda context: threading.Lock())
+    assert "lock" in repr(composite)
+    with pytest.raises(SerializationError, match="lock"):
+        composite[0]
+    assert list(pool.spmd(lambda context, lock: lock.acquire(blocking=False), composite)) == [True] * 3
+
+
+def test_in_this_process_reading_gives_the_object_itself(pool: ParallelPool, make_pool: Any) -> None:
+    composite = pool.spmd(make)
+    assert (composite[0] is composite[0]) is not make_pool.is_in_processes
+
+
+@pytest.mark.parametrize(("rank", "error"), [(3, CompositeError), (-4, CompositeError), (100, IndexError)])
+def test_there_is_no_such_rank(pool: ParallelPool, rank: int, error: type[Exception]) -> None:
+    composite = pool.spmd(make)
+    for use in (composite.__getitem__, composite.exists, composite.__delitem__, lambda rank: composite.__setitem__(rank, 1)):
+        with pytest.raises(error, match=f"no rank {rank}: this Composite has 3 ranks, 0 to 2") as caught:
+            use(rank)
+        assert caught.value.rank == rank
+
+
+@pytest.mark.parametrize("rank", ["0", 1.0, None, True, (0, 1)])
+def test_a_rank_is_a_number(pool: ParallelPool, rank: Any) -> None:
+    composite = pool.spmd(make)
+    for use in (composite.__getitem__, composite.exists, composite.__delitem__, lambda rank: composite.__setitem__(rank, 1)):
+        with pytest.raises(InvalidTypeError, match="not the number of a rank"):
+            use(rank)
+    with pytest.raises(InvalidTypeError, match="not the number of a rank"):
+        composite[:2] = [1, 2]
+
+
+# --- the text ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_text_says_what_each_part_is_and_moves_nothing(pool: ParallelPool) -> None:
+    def mixed(context: Any) -> Any:
+        return [np.zeros((3, 4)), {"a": 1}, None][context.rank]
+
+    composite = pool.spmd(mixed)
+    del composite[1]
+    with pool.transfer_bytes() as moved:
+        text = repr(composite)
+    assert text == "<Composite of 3 ranks>\n  0: ndarray (3, 4) float64\n  1: missing\n  2: None"
+    assert moved.total == (0, 0)
+
+
+def test_tensors_and_models_are_named_with_their_size(pool: ParallelPool) -> None:
+    torch = pytest.importorskip("torch")
+
+    def build(context: Any) -> Any:
+        return torch.nn.Linear(4, 4) if context.rank else torch.zeros(3, 4)
+
+    lines = repr(pool.spmd(build, workers=2)).splitlines()
+    assert lines == ["<Composite of 2 ranks>", "  0: Tensor (3, 4) float32", "  1: Linear, 20 parameters"]
+
+
+@pytest.mark.parametrize("make_pool", ["threads"], indirect=True)
+def test_of_many_ranks_the_first_have_a_line(make_pool: Any) -> None:
+    with make_pool(18) as pool:
+        workers = pool._engine.driver.scheduler.crew.places
+        entries = [Entry(place, workers[place].worker_id, parts.describe(place)) for place in range(18)]
+        lines = repr(Composite(pool._engine, "key", entries)).splitlines()
+    assert lines[:2] == ["<Composite of 18 ranks>", "  0: int"]
+    assert lines[-2:] == ["  15: int", "  ... and 2 more"]
+    assert len(lines) == 18
+
+
+# --- passing back -----------------------------------------------------------------------------------------------------
+
+
+def test_each_rank_gets_its_very_own_part_back(pool: ParallelPool) -> None:
+    composite = pool.spmd(make)
+    assert list(pool.spmd(lambda context, part: part["rank"], composite)) == [0, 1, 2]
+    identities = [list(pool.spmd(identity, composite)) for _ in range(2)]
+    assert identities[0] == identities[1]
+    assert list(pool.spmd(lambda context, a, b: a is b, composite, composite)) == [True] * 3
+
+
+def test_a_model_that_was_loaded_once_serves_a_hundred_calls(pool: ParallelPool, marks: Any) -> None:
+    def load(context: Any) -> dict[str, Any]:
+        marks.add("loaded")
+        return make(context)
+
+    models = pool.spmd(load)
+    for _ in range(100):
+        counts = pool.spmd(bump, models)
+    assert list(counts) == [100] * 3
+    assert marks.count("loaded") == 3
+    assert models[1] == {"rank": 1, "calls": 100}
+
+
+def test_a_call_with_a_composite_runs_on_its_workers(pool: ParallelPool) -> None:
+    composite = pool.spmd(make, workers=[1, 2])
+    again = pool.spmd(lambda context, part: [part["rank"], current_task().worker], composite)
+    assert again.workers == (1, 2)
+    assert list(again) == [[0, 1], [1, 2]]
+    assert list(pool.spmd(bump, composite, workers=[1, 2])) == [1, 1]
+    assert list(pool.spmd(bump, composite, workers=[1])) == [2], "of two ranks the first"
+
+
+@in_processes
+def test_reading_moves_a_value_and_passing_it_back_does_not(pool: ParallelPool) -> None:
+    with pool.transfer_bytes() as moved:
+        composite = pool.spmd(large)
+    assert moved.total.received_bytes <= 3 * ON_TOP
+    with pool.transfer_bytes() as moved:
+        pool.spmd(identity, composite)
+    assert moved.total.sent_bytes <= 3 * ON_TOP
+    assert moved.total.received_bytes <= 3 * ON_TOP
+    with pool.transfer_bytes() as moved:
+        assert composite[2].tolist() == [2] * LARGE
+    assert LARGE <= moved.to_frame().loc[2, "received_bytes"] <= LARGE + ON_TOP
+    assert moved.to_frame().loc[[0, 1]].to_numpy().tolist() == [[0, 0], [0, 0]]
+
+
+def test_on_other_workers_it_is_an_error_before_anything_starts(pool: ParallelPool, make_pool: Any, marks: Any) -> None:
+    composite = pool.spmd(make, workers=[0, 1])
+    note = lambda context, part: marks.add(context.rank)  # noqa: E731
+    with pytest.raises(InvalidValueError, match=r"ranks are on workers 0, 1; this call runs on 1, 2. Pass workers=\[0, 1\]"):
+        pool.spmd(note, composite, workers=[1, 2])
+    with pytest.raises(InvalidValueError, match="on workers 0, 1; this call runs on 1, 0"):
+        pool.spmd(note, composite, workers=[1, 0])
+    with pytest.raises(InvalidValueError, match="on workers 0, 1; this call runs on 0, 1, 2"):
+        pool.spmd(note, composite, workers=[0, 1, 2])
+    with pytest.raises(InvalidValueError, match="on workers 1; this call runs on 0, 1"):
+        pool.spmd(lambda context, a, b: marks.add("two"), composite, pool.spmd(make, workers=[1]))
+    if make_pool.is_in_processes:
+        return  # no room for a second pool beside the one that the tests share
+    with make_pool(2) as other, pytest.raises(InvalidValueError, match="another pool"):
+        other.spmd(note, composite)
+    assert marks.all() == []
+
+
+def test_a_missing_part_is_an_error_before_anything_starts(pool: ParallelPool, marks: Any) -> None:
+    composite = pool.spmd(make)
+    del composite[1]
+    for workers in (None, [0, 1, 2]):
+        with pytest.raises(CompositeError, match="rank 1 is missing") as caught:
+            pool.spmd(lambda context, part: marks.add(context.rank), composite, workers=workers)
+        assert caught.value.rank == 1
+    assert marks.all() == []
+
+
+# --- one part ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_value_is_sent_to_one_rank(pool: ParallelPool) -> None:
+    composite = pool.spmd(make)
+    composite[1] = {"calls": 10}
+    composite[-1] = {"calls": 20}
+    assert repr(composite).splitlines()[2] == "  1: dict of 1"
+    assert list(pool.spmd(bump, composite)) == [1, 11, 21]
+    assert composite[1] == {"calls": 11}
+    composite[0] = None
+    assert composite[0] is None
+    assert composite.exists(0)
+
+
+def test_a_part_that_was_deleted_is_missing_until_it_is_assigned(pool: ParallelPool, make_pool: Any) -> None:
+    composite = pool.spmd(make)
+    del composite[1]
+    assert [composite.exists(rank) for rank in range(3)] == [True, False, True]
+    for use in (lambda: composite[1], lambda: list(composite), lambda: composite[:2], lambda: composite.__delitem__(1)):
+        with pytest.raises(CompositeError, match=r"rank 1 is missing.*Assign c\[1\]") as caught:
+            use()
+        assert caught.value.rank == 1
+    assert composite[0]["rank"] == 0
+    assert pool.options(worker=1).parfeval(number_of_kept, composite._key).result(60) == (0 if make_pool.is_in_processes else 2)
+    composite[1] = {"rank": 1, "calls": 5}
+    assert list(pool.spmd(bump, composite)) == [1, 6, 1]
+
+
+@in_processes
+def test_what_cannot_be_sent_changes_nothing(pool: ParallelPool) -> None:
+    composite = pool.spmd(make)
+    with pytest.raises(SerializationError):
+        composite[0] = threading.Lock()
+    assert composite[0] == {"rank": 0, "calls": 0}
+
+
+# --- freeing ----------------------------------------------------------------------------------------------------------
+
+
+def test_parts_that_nobody_holds_are_freed(pool: ParallelPool, eventually: Any) -> None:
+    composite, other = pool.spmd(large), pool.spmd(large)
+    key, key_of_other = composite._key, other._key
+    assert not is_freed(pool, key)
+    del composite
+    gc.collect()
+    assert eventually(lambda: is_freed(pool, key))
+    assert not is_freed(pool, key_of_other)
+    assert other[1][0] == 1
+
+
+def test_a_part_that_was_deleted_is_freed_at_once(pool: ParallelPool) -> None:
+    composite = pool.spmd(large)
+    for rank in range(3):
+        del composite[rank]
+    assert is_freed(pool, composite._key)
+
+
+def test_a_call_holds_what_it_was_given(pool: ParallelPool, eventually: Any) -> None:
+    composite = pool.spmd(make)
+    key = composite._key
+    jobs = [pool.spmd_async(bump, composite) for _ in range(5)]
+    del composite
+    gc.collect()
+    assert list(jobs[-1].result(60)) == [5] * 3
+    assert list(pool.spmd(bump, pool.spmd(make))) == [1] * 3
+    del jobs
+    gc.collect()
+    assert eventually(lambda: is_freed(pool, key))
+
+
+def test_nothing_stays_of_a_call_that_failed(pool: ParallelPool, eventually: Any) -> None:
+    keys = set(pool.parfeval(list_of_kept).result(60))
+
+    def fail(context: Any) -> Any:
+        if context.rank == 2:
+            raise ArithmeticError
+        return "kept"
+
+    with pytest.raises(SpmdError, match="Rank 2"):
+        pool.spmd(fail)
+    gc.collect()
+    assert eventually(lambda: set().union(*pool.parfeval_on_all(list_of_kept).result(60)) <= keys)
+
+
+def list_of_kept() -> list[str]:
+    from raypool.spmd import parts
+
+    return list(parts._parts)
+
+
+# --- the end ----------------------------------------------------------------------------------------------------------
+
+
+def test_after_the_end_of_the_pool(make_pool: Any) -> None:
+    with make_pool(2) as pool:
+        composite, plain = pool.spmd(make), pool.spmd(lambda context: 1)
+        pool.delete()
+    for use in (
+        lambda: composite[0],
+        lambda: composite[:],
+        lambda: list(composite),
+        lambda: plain[0],
+        lambda: composite.__setitem__(0, 1),
+        lambda: composite.__delitem__(0),
+    ):
+        with pytest.raises(PoolClosedError, match="parts of this Composite have gone"):
+            use()
+    assert repr(composite) == "<Composite of 2 ranks> (the pool is closed)"
+    assert not composite.exists(0)
+    assert len(composite) == 2
+    assert composite.workers == (0, 1)
+    with make_pool(2) as other, pytest.raises(PoolClosedError, match="parts of this Composite have gone"):
+        other.spmd(bump, composite)
+
+
+@with_threads
+def test_a_reader_is_told_when_the_pool_ends_meanwhile(make_pool: Any, make_gate: Any) -> None:
+    started, gate = make_gate(), make_gate()
+    with make_pool(1) as pool:
+        composite = pool.spmd(make)
+        job = pool.parfeval(lambda: (started.open(), gate.wait()))
+        started.wait()
+        errors: list[BaseException] = []
+
+        def read() -> None:
+            try:
+                composite[0]
+            except BaseException as error:
+                errors.append(error)
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        while not pool.queue.queued:
+            reader.join(0.01)
+        pool.shutdown(wait=False, cancel_futures=True)
+        gate.open()
+        reader.join(60)
+    assert job.done()
+    assert [type(error) for error in errors] == [PoolClosedError]
+
+
+@in_processes
+def test_the_part_of_a_killed_worker_is_lost_and_the_others_live(
+    pool: ParallelPool, eventually: Any, marks: Any, check_pool: Callable[[ParallelPool], None]
+) -> None:
+    composite, numbers = pool.spmd(make), pool.spmd(lambda context: 1)
+    victim = pool.workers[1]
+    os.kill(victim.pid, signal.SIGKILL)
+    with pytest.raises(
+        CompositeError, match=r"Worker 1 was lost.*part of rank 1 with it.*Make it again.*assign c\[1\]"
+    ) as caught:
+        composite[1]
+    assert caught.value.rank == 1
+    assert isinstance(caught.value, IndexError)
+
+    assert repr(composite).splitlines()[1:] == ["  0: dict of 2", "  1: lost with worker 1", "  2: dict of 2"]
+    assert [composite.exists(rank) for rank in range(3)] == [True, False, True]
+    assert composite[0] == {"rank": 0, "calls": 0}
+    assert composite[2] == {"rank": 2, "calls": 0}
+    with pytest.raises(CompositeError, match="part of rank 1"):
+        list(composite)
+    with pytest.raises(CompositeError, match="part of rank 1"):
+        numbers[1]
+    with pytest.raises(CompositeError, match="part of rank 1"):
+        pool.spmd(lambda context, part: marks.add(context.rank), composite)
+    assert marks.all() == []
+
+    composite[1] = {"rank": 1, "calls": 7}
+    assert composite.exists(1)
+    assert list(pool.spmd(bump, composite)) == [1, 8, 1]
+    del numbers[1]
+    assert repr(numbers).splitlines()[2] == "  1: missing"
+    key = composite._key
+    del composite, caught
+    gc.collect()
+    assert eventually(lambda: is_freed(pool, key))
+    check_pool(pool)
+
+
+@in_processes
+def test_a_part_is_lost_where_its_worker_dies_while_it_is_read(pool: ParallelPool) -> None:
+    class Deadly:
+        def __reduce__(self) -> Any:
+            os.kill(os.getpid(), signal.SIGKILL)
+            return Deadly, ()
+
+    composite = pool.spmd(lambda context: Deadly() if context.rank == 2 else None)
+    with pytest.raises(CompositeError, match="Worker 2 was lost"):
+        composite[2]
+    assert composite[0] is None
+
+
+@with_threads
+def test_of_a_pool_that_has_become_smaller_the_parts_are_lost_with_their_workers(make_pool: Any, marks: Any) -> None:
+    with make_pool(2) as pool:
+        composite = pool.spmd(make)
+        pool.resize(1)
+        assert not composite.exists(1)
+        with pytest.raises(CompositeError, match="Worker 1 was lost"):
+            pool.spmd(lambda context, part: marks.add(context.rank), composite)
+        with pytest.raises(CompositeError, match="no longer in the pool"):
+            composite[1] = 1
+        assert composite[0] == {"rank": 0, "calls": 0}
+    assert marks.all() == []
+
+
+@with_threads
+def test_the_parts_end_with_workers_that_had_nothing_to_do(make_pool: Any, eventually: Any) -> None:
+    with make_pool(2, idle_timeout_s=0.2) as pool:
+        composite, forgotten = pool.spmd(make), pool.spmd(make)
+        assert eventually(lambda: {worker.state for worker in pool.workers} == {"parked"})
+        assert "  0: lost with worker 0" in repr(composite)
+        assert not composite.exists(0)
+        with pytest.raises(CompositeError, match="idle_timeout_s"):
+            composite[0]
+        del forgotten
+        gc.collect()
+        pool._engine.driver.barrier()
+        assert {worker.state for worker in pool.workers} == {"parked"}, "nobody is started to be told to forget"
+        composite[0] = "again"
+        assert composite[0] == "again"
+
+
+def test_a_pool_of_one(make_pool: Any) -> None:
+    with make_pool(1) as pool:
+        composite = pool.spmd(make)
+        assert list(pool.spmd(bump, composite)) == [1]
+        assert repr(composite) == "<Composite of 1 rank>\n  0: dict of 2"
+        with pytest.raises(CompositeError, match="has 1 rank, 0 to 0"):
+            composite[1]
+        assert composite[0]["calls"] == 1
+
+
+# --- where it can't be used -------------------------------------------------------------------------------------------
+
+
+def test_it_does_not_travel(pool: ParallelPool) -> None:
+    composite = pool.spmd(make)
+    for use in (pickle.dumps, copy.copy, copy.deepcopy):
+        with pytest.raises(InvalidTypeError, match=r"pass it to pool.spmd as an argument of its own, or send c\[rank\]"):
+            use(composite)
+
+
+def test_a_task_cannot_read_it(pool: ParallelPool) -> None:
+    composite = pool.spmd(make)
+
+    def read(use: Callable[[], Any]) -> None:
+        with pytest.raises((InvalidTypeError, SerializationError), match="parts stay on their workers"):
+            pool.parfeval(use).result(60)
+
+    read(lambda: composite[0])
+    read(lambda: list(composite))
+    read(lambda: composite.__setitem__(0, 1))
+    read(lambda: composite.__delitem__(0))
+
+
+def test_a_task_can_read_one_that_it_has_made(pool: ParallelPool) -> None:
+    def task() -> Any:
+        composite = pool.spmd(make)
+        pool.spmd(bump, composite)
+        return len(composite), composite[0], composite.exists(0)
+
+    assert pool.parfeval(task).result(60) == (1, {"rank": 0, "calls": 1}, True)
+
+
+def test_without_workers_it_is_in_this_process(pool: ParallelPool) -> None:
+    composite = pool.spmd(make, workers=0)
+    assert list(pool.spmd(bump, composite, workers=0)) == [1]
+    assert composite[0] == {"rank": 0, "calls": 1}
+    with pytest.raises(InvalidValueError, match="another pool"):
+        pool.spmd(bump, composite)
+
+
+@with_threads
+def test_a_callback_cannot_wait_for_it(pool: ParallelPool, gate: Any) -> None:
+    composite = pool.spmd(make)
+    errors: list[BaseException] = []
+    done = threading.Event()
+
+    def read(_: Any) -> None:
+        try:
+            composite[0]
+        except BaseException as error:
+            errors.append(error)
+        done.set()
+
+    job = pool.parfeval(gate.wait)
+    job.add_done_callback(read)
+    gate.open()
+    assert done.wait(60)
+    assert [type(error) for error in errors] == [InvalidValueError]
+    assert "wait for itself" in str(errors[0])
+    assert composite[0] == {"rank": 0, "calls": 0}
+
+
+@with_threads
+def test_several_threads_read_at_once(pool: ParallelPool) -> None:
+    composite = pool.spmd(large)
+    sums: list[int] = []
+
+    def read() -> None:
+        sums.extend(int(part[-1]) for part in composite)
+
+    threads = [threading.Thread(target=read) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(sums) == [0] * 4 + [1] * 4 + [2] * 4
