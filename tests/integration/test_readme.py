@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-TEN_LINES, SWEEP, *_ = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+TEN_LINES, SWEEP, SPMD, *_ = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -32,6 +32,14 @@ def test_the_ten_lines_at_a_prompt(tmp_path: Path) -> None:
     losses = [float(row[3]) for row in rows]
     assert losses == sorted(losses)
     assert losses[0] < 0.1
+
+
+def test_every_worker_at_once(tmp_path: Path) -> None:
+    printed = run("-c", SPMD, cwd=tmp_path)
+    assert "<Composite of 2 ranks>\n  0: Linear, 9 parameters\n  1: Linear, 9 parameters\n" in printed
+    losses = re.search(r"^\[([\d.]+), ([\d.]+)\]$", printed, re.MULTILINE)
+    assert losses
+    assert losses[1] != losses[2]
 
 
 def test_the_sweep_is_the_example() -> None:
