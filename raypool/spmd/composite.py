@@ -6,7 +6,7 @@ import contextlib
 import functools
 import operator
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from typing import Any, NamedTuple
 
@@ -381,7 +381,15 @@ def forget_on(engine: Engine, key: str, seats: Sequence[tuple[int, int]]) -> Non
         if engine.is_over or worker is None or worker.state is WorkerState.PARKED:
             continue
         with contextlib.suppress(RaypoolError):  # the pool has ended meanwhile, and its workers with it
-            submit_call(engine, parts.forget, (key,), {}, Options(retries=0, name="freeing a Composite"), Where(place))
+            future = submit_call(engine, parts.forget, (key,), {}, Options(retries=0, name="freeing a Composite"), Where(place))
+            again = functools.partial(forget_on, engine, key, [(worker_id, place)])
+            future.add_done_callback(functools.partial(_not_cancelled, engine, again))
+
+
+def _not_cancelled(engine: Engine, again: Callable[[], None], future: Future[None]) -> None:
+    """Free what was not freed: whoever cancels everything (`cancel_all`) does not mean this."""
+    if future.cancelled() and not engine.is_over:
+        engine.driver.do(again)
 
 
 def _count(ranks: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +46,8 @@ class RankFunction:
                 has_returned = True
                 group.end()
         except BaseException as error:
-            outcome = _interruption(error, group, has_returned)
             _shield()
+            outcome = _interruption(error, group, has_returned)
             _part(assignment, group)
             if outcome is None:
                 raise
@@ -78,8 +78,9 @@ def _part(assignment: Assignment, group: Group | None) -> None:
 
 def _interruption(error: BaseException, group: Group | None, has_returned: bool) -> RankInterrupted | None:
     """Return what to say of a rank that was ended from outside; None if it has failed by itself."""
-    is_cut_off = is_disconnect(error)
-    if not is_cut_off and not isinstance(error, TaskCancelled):
+    story = list(_with_contexts(error))
+    is_cut_off = any(is_disconnect(each) for each in story)
+    if not is_cut_off and not any(isinstance(each, TaskCancelled) for each in story):
         return None
     at_hand = None if group is None else group.at_hand
     if at_hand is None and has_returned:
@@ -92,6 +93,19 @@ def _interruption(error: BaseException, group: Group | None, has_returned: bool)
         at_hand=at_hand,
         place=place,
     )
+
+
+def _with_contexts(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error, and what was being handled when it was raised, also if the user's code hides that (`from None`).
+
+    What goes wrong while a rank tidies up because it was ended is no failure of its own.
+    """
+    seen: set[int] = set()
+    here: BaseException | None = error
+    while here is not None and id(here) not in seen:
+        seen.add(id(here))
+        yield here
+        here = here.__context__
 
 
 def _where(at_hand: AtHand | None, place: str) -> str:

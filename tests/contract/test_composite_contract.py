@@ -349,6 +349,19 @@ def test_nothing_stays_of_a_call_that_failed(pool: ParallelPool, eventually: Any
     assert eventually(lambda: set().union(*pool.parfeval_on_all(list_of_kept).result(60)) <= keys)
 
 
+@in_processes
+def test_who_cancels_everything_does_not_keep_the_parts(pool: ParallelPool, gate: Any, eventually: Any) -> None:
+    composite = pool.spmd(large)
+    key = composite._key
+    jobs = [pool.options(worker=number).parfeval(gate.wait) for number in range(3)]
+    assert eventually(lambda: all(job.running() for job in jobs))
+    del composite
+    gc.collect()
+    assert eventually(lambda: [job.name for job in pool.queue.queued] == ["freeing a Composite"] * 3)
+    pool.cancel_all()
+    assert eventually(lambda: is_freed(pool, key))
+
+
 def list_of_kept() -> list[str]:
     from raypool.spmd import parts
 
