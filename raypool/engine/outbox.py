@@ -31,6 +31,9 @@ MAX_BYTES = 64 * 1024 * 1024
 RETRY_S = 1.0
 """How soon a batch that could not be sent is tried again [s]."""
 
+LINE_S = 0.001
+"""`print` writes a line, then its end: so long that is waited for [s], or lines of others would come between."""
+
 LOOK_AGAIN_S = 0.002
 
 Entry = tuple[Any, ...]
@@ -50,7 +53,7 @@ class Outbox:
         self._send = send
         # Simple queues and plain locks only: a signal may interrupt whoever says something, and raise there.
         self._entries: queue.SimpleQueue[Entry] = queue.SimpleQueue()
-        self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._bell: queue.SimpleQueue[str] = queue.SimpleQueue()  # what the first entry is
         self._is_resting = False  # the thread waits for the bell
         self._num_bytes = 0
         self._counting = threading.Lock()
@@ -92,7 +95,7 @@ class Outbox:
                 self._entries.put(("latest", key, b""))  # first: if a signal interrupts here, an entry for nothing does no harm
                 self._latest[key] = deque(maxlen=maxsize)
             self._latest[key].append(payload)
-        self._ring()
+        self._ring("latest")
 
     def _check_here(self) -> None:
         if not self._is_here:
@@ -108,13 +111,13 @@ class Outbox:
             with self._counting:
                 self._num_bytes += size
         self._entries.put(entry)
-        self._ring()
+        self._ring(entry[0])
 
-    def _ring(self) -> None:
+    def _ring(self, kind: str) -> None:
         """Let the thread know that there is something, if it waits for that."""
         if self._is_resting:
             self._is_resting = False
-            self._bell.put(None)
+            self._bell.put(kind)
 
     def _is_full(self) -> bool:
         return self._num_bytes >= MAX_BYTES or self._entries.qsize() >= MAX_ENTRIES
@@ -147,7 +150,7 @@ class Outbox:
     def close(self) -> None:
         """Send nothing more."""
         self._closed.set()
-        self._bell.put(None)
+        self._bell.put("closed")
 
     def _take(self) -> tuple[int, bytes]:
         entries: list[Entry] = []
@@ -172,8 +175,8 @@ class Outbox:
     def _work(self) -> None:
         while not self._closed.is_set():
             self._is_resting = True
-            if self._entries.empty():
-                self._bell.get()
+            if self._entries.empty() and self._bell.get() == "text":
+                time.sleep(LINE_S)
             self._is_resting = False
             with self._taking:
                 number, batch = self._take()
