@@ -242,8 +242,8 @@ class Feed:
                 of a single call.
 
         Returns:
-            A row for each report, in order: `time` (UTC), the number, `attempt`, then the metrics in the order in which they first
-            appear. A metric that is called like one of the first columns is in "reported_NAME".
+            A row for each report, in order: `time` (UTC), the number, `attempt`, then the metrics in the order in which they
+            first appear. A metric that is called like one of the first columns is in "reported_NAME".
         """
         import numpy as np
         import pandas as pd

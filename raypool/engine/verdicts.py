@@ -10,12 +10,12 @@ from raypool.errors import LossReason, PoolBrokenError, SerializationError, Task
 
 HINTS = {
     LossReason.OUT_OF_MEMORY: "Use smaller batches, or fewer workers on this machine.",
-    LossReason.EXIT: "The function ended its process, or crashed in native code; run the item with profile='inline' to see.",
+    LossReason.EXIT: "The function ended its process, or crashed in native code; run it with profile='inline' to see.",
     LossReason.NODE: "Check the node, or raise retries.",
     LossReason.PREEMPTED: "Raise retries, so that the item moves to another node.",
     LossReason.START: "Try the function with profile='inline'.",
     LossReason.STOPPED: "What was beside it had been cancelled and did not stop; run it again.",
-    LossReason.UNKNOWN: "Run the item with profile='inline' to see what it does.",
+    LossReason.UNKNOWN: "Run it with profile='inline' to see what it does.",
 }
 """The next step, by what happened."""
 
