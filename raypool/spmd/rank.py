@@ -62,7 +62,7 @@ class RankFunction:
 
 
 def _shield() -> None:
-    """Let nothing interrupt this rank any more: those that it leaves fail of it, and it is told to end, which must not hide why."""
+    """Let nothing interrupt this rank any more: those that it leaves fail, so it is told to end, which must not hide why."""
     note = note_here()
     if note is not None and note.shield is not None:
         note.shield()
