@@ -13,6 +13,7 @@ import os
 import signal
 import struct
 import threading
+from collections.abc import Callable
 from math import inf
 from types import FrameType
 from typing import Protocol
@@ -155,6 +156,7 @@ class ThreadGuard(Guard):
     def __init__(self) -> None:
         super().__init__()
         self._thread_id = 0
+        self._is_coming = False  # TaskCancelled was raised in the thread, and may not have arrived
         self._lock = threading.Lock()
 
     def begin(self, task_id: int, note: Running, limit: Deadline) -> None:
@@ -165,20 +167,30 @@ class ThreadGuard(Guard):
 
     def shield(self) -> None:
         """Interrupt what is at hand no more."""
-        with self._lock:
-            super().shield()
-            _raise_in(self._thread_id, None)  # what was raised and has not arrived
+        self._without_interruption(super().shield)
 
     def end(self) -> None:
         """Note that code of the user's has ended."""
+        self._without_interruption(super().end)
+
+    def _without_interruption(self, note_end: Callable[[], None]) -> None:
+        try:
+            self._disarm(note_end)
+        except TaskCancelled:  # it arrives only now, when it is not for what is at hand any more; it comes once
+            self._disarm(note_end)
+
+    def _disarm(self, note_end: Callable[[], None]) -> None:
         with self._lock:
-            super().end()
-            _raise_in(self._thread_id, None)  # what was raised and has not arrived is not for what comes next
+            note_end()
+            is_coming, self._is_coming = self._is_coming, False
+        if is_coming:
+            _let_arrive()
 
     def request(self, wish: Signal, attempt_id: int, task_id: int) -> None:
         """Pass on a wish, from any thread."""
         with self._lock:
             if self.take(wish, attempt_id, task_id):
+                self._is_coming = True
                 _raise_in(self._thread_id, TaskCancelled)
 
     @property
@@ -191,7 +203,15 @@ class ThreadGuard(Guard):
         return self._at_hand == (attempt_id, task_id)
 
 
-def _raise_in(thread_id: int, kind: type[BaseException] | None) -> None:
-    """Raise an exception in a thread when it runs Python code again; None takes back one that has not arrived."""
-    error = ctypes.py_object(kind) if kind is not None else None
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), error)
+def _raise_in(thread_id: int, kind: type[BaseException]) -> None:
+    """Raise an exception in a thread when it runs Python code again."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), ctypes.py_object(kind))
+
+
+def _let_arrive() -> None:
+    """Let what was raised in this thread arrive here, if it has not yet.
+
+    It could also be taken back, but then Python 3.11 waits for ever, in whichever thread is traced or profiled next.
+    """
+    for _ in range(16):
+        pass  # a loop is where Python looks for it

@@ -207,7 +207,7 @@ def test_a_thread_is_interrupted(eventually: Any) -> None:
     assert guard.is_free
 
 
-def test_what_has_not_reached_a_thread_is_taken_back() -> None:
+def test_what_has_not_reached_a_thread_does_not_hit_what_comes_next() -> None:
     """It was asked for in the last moment: whatever the thread does next is not meant."""
     guard = ThreadGuard()
     for _ in range(200):
@@ -224,3 +224,19 @@ def test_what_has_not_reached_a_thread_is_taken_back() -> None:
         assert limit.deadline == -inf
         sum(range(1000))
         guard = ThreadGuard()
+
+
+@pytest.mark.parametrize("profile", ["inline", "threads"])
+def test_a_profiler_works_after_tasks_in_this_process(run_python: Callable[..., Any], profile: str) -> None:
+    """Python 3.11 waits for ever in the next traced call after an exception for a thread was taken back."""
+    code = f"""
+        import cProfile
+        from raypool import parpool
+
+        with parpool(1, profile={profile!r}, quiet=True) as pool:
+            pool.parfeval(pow, 2, 3).result()
+            job = pool.parfeval(abs, -1)
+            job.cancel()
+        print(cProfile.Profile().runcall(lambda: sum(range(3))))
+    """
+    assert run_python(code, timeout_s=30).stdout == "3\n"
