@@ -20,7 +20,7 @@ from raypool.spmd.lines import Alone, GlooLines, NcclLines, distributed
 from raypool.spmd.rendezvous import Assignment, find_others, in_thread
 from raypool.spmd.values import Packer
 from raypool.spmd.wire import BEGIN, END, Word, find_disagreement, ordinal
-from raypool.spmd.world import close_world, environment, is_registered, make_world, shown
+from raypool.spmd.world import close_world, count_names, environment, is_registered, let_names_begin_at, make_world, shown
 from raypool.task import Way, current_task
 
 __all__ = ["Assignment", "AtHand", "Group", "connect", "is_disconnect", "join", "leave"]
@@ -96,7 +96,10 @@ class Group:
         if not isinstance(self.lines, GlooLines):
             return
         with self._in("the beginning of the call"):
-            words = self._meet(Word(0, BEGIN, shape=(int(self._has_world()),)))
+            has_process = self.assignment.has_process
+            words = self._meet(Word(0, BEGIN, shape=(int(self._has_world()), count_names() if has_process else 0)))
+            if has_process:
+                let_names_begin_at(max(word.shape[1] for word in words))
             if not all(word.shape[0] for word in words):
                 self.make_world(has_nccl=self.nccl is not None)
 

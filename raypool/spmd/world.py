@@ -21,6 +21,8 @@ def make_world(store: Any, rank: int, world_size: int, has_nccl: bool) -> Any:
     import torch
 
     dist = distributed()
+    store.set(f"names/{rank}", str(count_names()))
+    let_names_begin_at(max(int(store.get(f"names/{other}")) for other in range(world_size)))
     before = swap_default(None)
     try:
         dist.init_process_group(
@@ -33,9 +35,11 @@ def make_world(store: Any, rank: int, world_size: int, has_nccl: bool) -> Any:
             # for the other, and ranks that send in a ring would wait for ever.
             device_id=torch.device("cuda", torch.cuda.current_device()) if has_nccl else None,
         )
-        return dist.group.WORLD
-    finally:
-        swap_default(before)
+    except BaseException:
+        if before is not None:  # else nothing has changed, and this may be a thread that nobody waits for any more
+            swap_default(before)
+        raise
+    return swap_default(before)
 
 
 def swap_default(group: Any) -> Any:
@@ -49,6 +53,23 @@ def swap_default(group: Any) -> Any:
     before = dist.group.WORLD
     distributed_c10d._update_default_pg(group)
     return before
+
+
+def count_names() -> int:
+    """Return how many groups torch has named in this process. The next one has this number for its name."""
+    from torch.distributed import distributed_c10d
+
+    return int(distributed_c10d._world.group_count)
+
+
+def let_names_begin_at(number: int) -> None:
+    """Let torch name groups by numbers from here on, which have to be the same on all ranks: it finds the others by the name.
+
+    They differ where one worker has made a group by itself, or was interrupted while it made one. Torch has no public way.
+    """
+    from torch.distributed import distributed_c10d
+
+    distributed_c10d._world.group_count = number
 
 
 def is_registered(world: Any) -> bool:

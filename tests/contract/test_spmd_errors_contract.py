@@ -1,0 +1,271 @@
+"""How an spmd call fails on every kind of pool, how it is stopped, and how it goes with other work."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raypool import (
+    CollectiveError,
+    InvalidTypeError,
+    InvalidValueError,
+    ParallelPool,
+    PoolClosedError,
+    SerializationError,
+    SpmdError,
+    TaskTimeoutError,
+    current_task,
+    wait,
+)
+
+pytest.importorskip("torch")
+
+pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
+
+in_processes = pytest.mark.parametrize("make_pool", ["local"], indirect=True)
+in_threads = pytest.mark.parametrize("make_pool", ["threads"], indirect=True)
+beside = pytest.mark.parametrize("make_pool", ["threads", "local"], indirect=True)
+"""Where a call goes on while its caller does something else."""
+
+
+def add_up(context: Any) -> int:
+    return context.all_reduce(context.rank + 1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm(pool: ParallelPool) -> None:
+    """Make a first call: what it starts in the pool (the thread of its exchange, say) stays as long as the pool."""
+    assert list(pool.spmd(add_up)) == [6, 6, 6]
+
+
+# --- its errors -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("culprit", range(3))
+def test_a_rank_that_raises(pool: ParallelPool, culprit: int) -> None:
+    """It is named with its exception; the others are let go, and the next call works."""
+
+    def fn(context: Any) -> None:
+        if context.rank == culprit:
+            raise KeyError("missing", culprit)
+        context.all_reduce(1)
+
+    for _ in range(10):
+        with pytest.raises(SpmdError, match=f"^Rank {culprit} of .*KeyError") as caught:
+            pool.spmd(fn)
+        error = caught.value
+        assert set(error.failures) == {culprit}
+        assert error.first_rank == culprit
+        assert error.__cause__ is error.failures[culprit]
+        assert error.__cause__.args == ("missing", culprit)
+        assert list(pool.spmd(add_up)) == [6, 6, 6]
+
+
+def test_all_ranks_raise(pool: ParallelPool) -> None:
+    def fn(context: Any) -> None:
+        raise LookupError(context.rank)
+
+    future = pool.spmd_async(fn)
+    error = future.exception(60)
+    assert isinstance(error, SpmdError)
+    assert future.state == "failed"
+    assert {rank: failure.args for rank, failure in error.failures.items()} == {rank: (rank,) for rank in error.failures}
+    assert error.first_rank in error.failures
+
+
+def test_ranks_that_do_not_do_the_same(pool: ParallelPool) -> None:
+    def skip(context: Any) -> Any:
+        return None if context.rank == 1 else context.all_reduce(1)
+
+    def mix(context: Any) -> Any:
+        return context.barrier() if context.rank == 1 else context.all_reduce(1)
+
+    def shapes(context: Any) -> Any:
+        return context.all_reduce(np.zeros(context.rank + 1))
+
+    def targets(context: Any) -> Any:
+        return context.reduce(1, dst=context.rank)
+
+    for fn, words in [
+        (skip, "Rank 1 has ended, ranks 0 and 2 wait for it in all_reduce"),
+        (mix, "anks 0 and 2 are in all_reduce, rank 1 is in barrier"),
+        (shapes, r"array \(1,\).*array \(2,\).*array \(3,\)"),
+        (targets, "same dst"),
+    ]:
+        with pytest.raises(SpmdError, match=words) as caught:
+            pool.spmd(fn)
+        assert isinstance(caught.value.__cause__, CollectiveError)
+    assert list(pool.spmd(add_up)) == [6, 6, 6]
+
+
+def test_a_rank_that_is_not_there(pool: ParallelPool) -> None:
+    def fn(context: Any) -> Any:
+        return context.reduce(1, dst=3)
+
+    with pytest.raises(SpmdError, match=r"dst=3 is not a rank\. There are 3, from 0 to 2") as caught:
+        pool.spmd(fn)
+    assert isinstance(caught.value.__cause__, InvalidValueError)
+
+
+def test_a_context_is_of_no_use_after_its_call(pool: ParallelPool) -> None:
+    kept: list[Any] = []
+
+    def fn(context: Any) -> None:
+        kept.append(context)
+
+    pool.spmd(fn, workers=0)
+    with pytest.raises(InvalidValueError, match="has ended"):
+        kept[0].all_reduce(1)
+
+
+@in_processes
+def test_what_cannot_be_sent(pool: ParallelPool) -> None:
+    door = threading.Lock()
+    with pytest.raises(SerializationError, match="door"):
+        pool.spmd(lambda context: door)
+    with pytest.raises(SerializationError, match="lock"):
+        pool.spmd(lambda context, lock: None, door)
+
+
+def test_what_cannot_be_called(pool: ParallelPool) -> None:
+    with pytest.raises(InvalidTypeError, match="not callable"):
+        pool.spmd("train")  # type: ignore[arg-type]
+    with pytest.raises(InvalidValueError, match="fresh_process"):
+        pool.options(fresh_process=True).spmd(add_up)
+    with pytest.raises(SpmdError, match="TypeError"):
+        pool.spmd(lambda: None)
+    assert list(pool.spmd(add_up)) == [6, 6, 6]
+
+
+def test_a_pool_that_is_closed(make_pool: Any) -> None:
+    with make_pool(2) as pool:
+        assert list(pool.spmd(add_up)) == [3, 3]
+    for verb in (pool.spmd, pool.spmd_async):
+        with pytest.raises(PoolClosedError):
+            verb(add_up)
+
+
+# --- beside other work, and stopped -----------------------------------------------------------------------------------
+
+
+@beside
+def test_it_waits_for_its_workers(
+    pool: ParallelPool, make_gate: Callable[[], Any], eventually: Callable[..., bool], marks: Any
+) -> None:
+    first, second = make_gate(), make_gate()
+    holding = [pool.options(worker=0).parfeval(first.wait), pool.options(worker=2).parfeval(second.wait)]
+    assert eventually(lambda: {future.state for future in holding} == {"running"})
+
+    def fn(context: Any) -> int:
+        marks.add("rank")
+        return context.all_reduce(1)
+
+    gang = pool.spmd_async(fn)
+    later = [pool.parfeval(marks.add, "later") for _ in range(50)]
+    first.open()
+    holding[0].result(60)
+    assert gang.state == "queued"
+    assert marks.all() == []
+    second.open()
+    assert list(gang.result(60)) == [3, 3, 3]
+    assert wait(later, 60)
+    assert marks.count("later") == 50
+
+
+@beside
+def test_two_parts_at_once(pool: ParallelPool) -> None:
+    parts = pool.partition(workers=[0, 2])
+    for _ in range(20):
+        jobs = [part.spmd_async(lambda context: context.all_gather(current_task().worker)) for part in parts]
+        assert [job.result(60)[0] for job in jobs] == [[0, 2], [1]]
+
+
+@beside
+def test_calls_from_several_threads(pool: ParallelPool) -> None:
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
+        calls = [threads.submit(lambda: list(pool.spmd(add_up))) for _ in range(12)]
+        assert [call.result(60) for call in calls] == [[6, 6, 6]] * 12
+
+
+@beside
+@pytest.mark.parametrize("place", ["all_reduce", "receive", "sleep"])
+def test_it_is_cancelled(pool: ParallelPool, gate: Any, eventually: Callable[..., bool], place: str) -> None:
+    def fn(context: Any) -> None:
+        context.barrier()
+        gate.open()
+        if context.rank == 1 or place == "sleep":
+            for _ in range(6000):
+                time.sleep(0.01)
+        elif place == "receive":
+            context.receive(1)
+        else:
+            context.all_reduce(1)
+
+    future = pool.spmd_async(fn)
+    gate.wait()
+    assert future.cancel()
+    assert future.cancelled()
+    assert eventually(lambda: not pool.busy)
+    assert list(pool.spmd(add_up)) == [6, 6, 6]
+
+
+@beside
+def test_its_time_is_up(pool: ParallelPool) -> None:
+    def fn(context: Any) -> None:
+        if context.rank == 2:
+            for _ in range(6000):
+                time.sleep(0.01)
+        context.barrier()
+
+    with pytest.raises(
+        SpmdError, match=r"had not ended after timeout_s=0.5: rank 2 was at .*; ranks 0 and 1 waited in barrier"
+    ) as late:
+        pool.options(timeout_s=0.5).spmd(fn)
+    assert set(late.value.failures) == {2}
+    assert isinstance(late.value.__cause__, TaskTimeoutError)
+    assert list(pool.spmd(add_up)) == [6, 6, 6]
+
+
+@beside
+def test_the_wish_to_stop_reaches_all_ranks(pool: ParallelPool, gate: Any) -> None:
+    def fn(context: Any) -> bool:
+        gate.open()
+        while not context.all_reduce(current_task().should_stop, op="max"):
+            time.sleep(0.001)
+        return current_task().should_stop
+
+    future = pool.spmd_async(fn)
+    gate.wait()
+    future.request_stop()
+    assert list(future.result(60)) == [True] * 3
+
+
+@beside
+def test_the_pool_is_deleted_while_a_call_waits(make_pool: Any, gate: Any, eventually: Callable[..., bool]) -> None:
+    pool = make_pool(2)
+    holding = pool.parfeval(gate.wait)
+    assert eventually(lambda: holding.state == "running")
+    gang = pool.spmd_async(add_up)
+    gate.open()
+    pool.delete()
+    assert gang.cancelled()
+
+
+@in_threads
+def test_ranks_that_are_threads_have_no_default_group(pool: ParallelPool) -> None:
+    """Torch has one for a process: they say so, and their own collectives work."""
+
+    def fn(context: Any) -> Any:
+        with pytest.raises(InvalidValueError, match="threads of one process"):
+            _ = context.process_group
+        return context.all_reduce(1)
+
+    assert list(pool.spmd(fn)) == [3, 3, 3]
+    assert "MASTER_PORT" not in os.environ

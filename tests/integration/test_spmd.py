@@ -1,0 +1,347 @@
+"""Every worker at once, on real Ray: collectives, rings, values that stay, other work beside it (scenarios 28 to 30, 32, 33)."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import gc
+import itertools
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from raypool import (
+    Composite,
+    CompositeError,
+    InvalidValueError,
+    ParallelPool,
+    PoolClosedError,
+    WorkerResources,
+    current_task,
+    parpool,
+    report,
+)
+
+pytest.importorskip("torch")
+
+pytestmark = [pytest.mark.timeout(180), pytest.mark.slow]
+
+CPU = WorkerResources(gpus=0, cpus=0.25)
+
+
+@pytest.fixture(scope="module")
+def pool(ray_session: None, by_value: None) -> Iterator[ParallelPool]:
+    with parpool(6, resources=CPU, quiet=True) as pool:
+        yield pool
+
+
+def add_up(context: Any) -> int:
+    return context.all_reduce(context.rank + 1)
+
+
+# --- collectives ------------------------------------------------------------------------------------------------------
+
+
+def test_collectives_of_six_workers(pool: ParallelPool) -> None:
+    """Scenario 28, with tensors, arrays and plain values."""
+
+    def fn(context: Any) -> Any:
+        import numpy as np
+        import torch
+
+        x = torch.full((2, 3), context.rank + 1.0)
+        same = context.all_reduce(x) is x
+        array = context.all_reduce(np.arange(3) + context.rank)
+        first = context.reduce(context.rank + 1, dst=0)
+        last = context.reduce(torch.tensor([context.rank + 1]), dst=5, op="max")
+        return {
+            "tensor": (same, x.tolist()),
+            "array": array.tolist(),
+            "value": context.all_reduce(context.rank + 1),
+            "mean": context.all_reduce(float(context.rank), op="mean"),
+            "joined": context.all_reduce((context.rank,), op=lambda a, b: a + b),
+            "reduced": (first, None if last is None else last.tolist()),
+            "gathered": (context.all_gather(context.rank), context.gather(str(context.rank), dst=3)),
+            "broadcast": context.broadcast({"from": context.rank}, src=4),
+            "scattered": context.scatter([10 * n for n in range(6)] if context.rank == 2 else None, src=2),
+        }
+
+    for rank, seen in enumerate(pool.spmd(fn)):
+        assert seen == {
+            "tensor": (True, [[21.0] * 3] * 2),
+            "array": [15, 21, 27],
+            "value": 21,
+            "mean": 2.5,
+            "joined": tuple(range(6)),
+            "reduced": (21 if rank == 0 else None, [6] if rank == 5 else None),
+            "gathered": (list(range(6)), list("012345") if rank == 3 else None),
+            "broadcast": {"from": 4},
+            "scattered": 10 * rank,
+        }
+
+
+def test_ranks_are_in_the_order_of_the_workers(pool: ParallelPool) -> None:
+    """Scenario 28; a rank is a task of its worker."""
+
+    def fn(context: Any) -> Any:
+        task = current_task()
+        return (context.rank, task.index, task.worker, task.attempt, os.getpid(), context.world_size, context.local_rank)
+
+    composite = pool.spmd(fn)
+    assert composite.workers == tuple(range(6))
+    assert list(composite) == [(n, n, n, 1, worker.pid, 6, n) for n, worker in enumerate(pool.workers)]
+
+
+def test_a_rank_is_on_its_workers_gpu() -> None:
+    with parpool(3, quiet=True) as pool:
+
+        def fn(context: Any) -> Any:
+            return current_task().gpu, os.environ["CUDA_VISIBLE_DEVICES"], context.device == current_task().device
+
+        expected = [(worker.gpu, str(worker.gpu), True) for worker in pool.workers]
+        assert list(pool.spmd(fn)) == expected
+        assert len({gpu for gpu, _, _ in expected}) == 3
+
+
+def test_what_ranks_report_and_print_arrives(pool: ParallelPool, gate: Any, eventually: Callable[..., bool]) -> None:
+    """While they run, too."""
+
+    def fn(context: Any) -> None:
+        for step in range(3):
+            report(step=step, loss=10 * context.rank + step)
+        print(f"rank {context.rank} of {context.world_size} was here")
+        gate.wait()
+        report(step=3, loss=0.0)
+
+    future = pool.spmd_async(fn)
+    assert eventually(lambda: len(future.metrics) == 18)
+    assert eventually(lambda: future.diary.count("was here") == 6)
+    assert future.state == "running"
+    gate.open()
+    future.result(60)
+    metrics = future.metrics
+    assert list(metrics.columns) == ["time", "rank", "attempt", "step", "loss"]
+    assert metrics["rank"].tolist() == [rank for rank in range(6) for _ in range(4)]
+    assert metrics["step"].tolist() == [0, 1, 2, 3] * 6
+    assert metrics.query("rank == 4")["loss"].tolist() == [40, 41, 42, 0]
+    assert [future.diary.count(f"rank {rank} of 6 was here") for rank in range(6)] == [1] * 6
+
+
+def test_a_ring_of_large_tensors(pool: ParallelPool) -> None:
+    """Scenario 29: 8 MB each, all at once; tensors, arrays and pickled values."""
+
+    def fn(context: Any) -> Any:
+        import numpy as np
+        import torch
+
+        right, left = (context.rank + 1) % 4, (context.rank - 1) % 4
+        size = 1_000_000
+        for turn in range(3):
+            tensor = context.send_receive(torch.full((size,), 10.0 * turn + context.rank, dtype=torch.float64), right, left)
+            array = context.send_receive(np.full(size, context.rank), right, left)
+            text = context.send_receive(str(context.rank) * 8 * size, right, left)
+            assert tensor.shape == (size,)
+            assert bool((tensor == 10.0 * turn + left).all())
+            assert bool((array == left).all())
+            assert text == str(left) * 8 * size
+        return left
+
+    assert list(pool.spmd(fn, workers=4)) == [3, 0, 1, 2]
+
+
+def test_an_open_chain(pool: ParallelPool) -> None:
+    """Scenario 29: the ends have one neighbour only."""
+
+    def fn(context: Any) -> Any:
+        import torch
+
+        last = context.world_size - 1
+        right = None if context.rank == last else context.rank + 1
+        left = None if context.rank == 0 else context.rank - 1
+        got = context.send_receive(torch.full((1_000_000,), float(context.rank)), dst=right, src=left)
+        return None if got is None else got.unique().tolist()
+
+    assert list(pool.spmd(fn, workers=[5, 3, 1, 0])) == [None, [0.0], [1.0], [2.0]]
+
+
+# --- values that stay -------------------------------------------------------------------------------------------------
+
+
+def load(context: Any) -> Any:
+    import torch
+
+    return torch.full((500, 500), float(context.rank))
+
+
+def train(context: Any, weights: Any, step: float) -> float:
+    weights += step
+    return context.all_reduce(weights.mean().item())
+
+
+def test_a_composite_from_its_making_to_its_end(ray_session: None, eventually: Callable[..., bool]) -> None:
+    """Scenario 30, with a worker that dies in between."""
+    with parpool(3, resources=CPU, quiet=True) as pool:
+        models = pool.spmd(load, workers=[0, 2])
+        with pool.transfer_bytes() as moved:
+            assert repr(models) == "<Composite of 2 ranks>\n  0: Tensor (500, 500) float32\n  1: Tensor (500, 500) float32"
+            assert [pool.spmd(train, models, 1.0)[0] for _ in range(5)] == [3.0, 5.0, 7.0, 9.0, 11.0]
+        assert max(moved.total) < 100_000, "a megabyte went by"
+        assert models[1].unique().tolist() == [6.0]
+        with pytest.raises(CompositeError, match="no rank 2"):
+            models[2]
+
+        os.kill(pool.workers[2].pid, signal.SIGKILL)
+        check_lost(pool, models, eventually)
+        models[1] = models[0]
+        assert list(pool.spmd(train, models, 1.0)) == [12.0, 12.0]
+
+        key = models._key
+        del models
+        gc.collect()  # the errors have it in their tracebacks
+        assert eventually(lambda: pool.parfeval_on_all(is_kept, key).result(60) == [False] * 3)
+        left = pool.spmd(load)
+    with pytest.raises(PoolClosedError, match="have gone with it"):
+        left[0]
+
+
+def check_lost(pool: ParallelPool, models: Composite, eventually: Callable[..., bool]) -> None:
+    """Rank 1 has lost its worker, which is told wherever its part is wanted; the other part is there."""
+    assert eventually(lambda: not models.exists(1))
+    assert models[0].unique().tolist() == [5.0]
+    for use in (lambda: models[1], lambda: pool.spmd(train, models, 1.0)):
+        with pytest.raises(CompositeError, match="Worker 2 was lost") as lost:
+            use()
+        assert lost.value.rank == 1
+    assert "1: lost with worker 2" in repr(models)
+
+
+def is_kept(key: str) -> bool:
+    from raypool.spmd import parts
+
+    return key in parts._parts
+
+
+# --- beside other work ------------------------------------------------------------------------------------------------
+
+
+def test_a_gang_waits_for_its_workers_and_is_not_overtaken(
+    pool: ParallelPool, make_gate: Callable[[], Any], eventually: Callable[..., bool]
+) -> None:
+    """Scenario 32: no rank begins before all workers are free, and none of 300 short tasks that come later goes first."""
+    gates = [make_gate() for _ in range(6)]
+
+    def hold(number: int) -> float:
+        gates[number].wait()
+        return time.time()
+
+    def begin(context: Any) -> tuple[float, int]:
+        return time.time(), context.all_reduce(1)
+
+    holding = [pool.options(worker=number).parfeval(hold, number) for number in range(6)]
+    assert eventually(lambda: {future.state for future in holding} == {"running"})
+    gang = pool.spmd_async(begin)
+    later = [pool.parfeval(time.time) for _ in range(300)]
+    for number in (4, 1, 0, 5, 2):
+        gates[number].open()
+        holding[number].result(60)
+        assert eventually(lambda number=number: pool.workers[number].state == "idle")
+        assert gang.state == "queued"
+        assert {future.state for future in later} == {"queued"}
+    gates[3].open()
+    starts, sums = zip(*gang.result(60), strict=True)
+    assert sums == (6,) * 6
+    assert min(starts) > max(future.result(60) for future in holding)
+    assert min(future.result(60) for future in later) > max(starts)
+    assert pool.parfor(abs, [-1, -2])[:] == [1, 2]
+
+
+def test_a_gang_gets_its_turn_in_a_stream_of_tasks(pool: ParallelPool) -> None:
+    """Scenario 32: whoever keeps the pool busy all the time does not keep an spmd call from it."""
+    stop = threading.Event()
+    done = []
+
+    def keep_busy() -> None:
+        while not stop.is_set():
+            done.append(len(pool.parfor(lambda x: x, 50)))
+
+    threads = [threading.Thread(target=keep_busy) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(10):
+            assert pool.spmd_async(add_up).result(30)[0] == 21
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(60)
+    assert set(done) == {50}
+
+
+def test_calls_from_several_threads(pool: ParallelPool) -> None:
+    """On overlapping workers, handed in at once: they take turns."""
+    subsets = [None, [0, 1, 2], [2, 3], [5, 0]]
+    expected = [21, 6, 3, 3]
+
+    def call(number: int) -> list[int]:
+        return [pool.spmd(add_up, workers=subsets[number])[0] for _ in range(5)]
+
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(call, range(4))) == [[value] * 5 for value in expected]
+
+
+def test_a_call_from_the_callback_of_a_future(pool: ParallelPool, eventually: Callable[..., bool]) -> None:
+    """It can be handed in there, but not waited for."""
+    jobs: list[Any] = []
+    problems: list[BaseException] = []
+
+    def follow(_: Any) -> None:
+        jobs.append(pool.spmd_async(add_up))
+        try:
+            pool.spmd(add_up)
+        except InvalidValueError as error:
+            problems.append(error)
+
+    pool.parfeval(abs, -1).add_done_callback(follow)
+    assert eventually(lambda: problems)
+    assert "spmd_async" in str(problems[0])
+    assert list(jobs[0].result(60)) == [21] * 6
+
+
+def test_two_parts_start_groups_at_the_same_time(pool: ParallelPool) -> None:
+    """Scenario 33: thirty rounds, in each of which both parts make a new group at once."""
+    parts = pool.partition(workers=[0, 1, 2])
+    orders = [[list(order) for order in itertools.permutations(part)] for part in ([0, 1, 2], [3, 4, 5])]
+
+    def fn(context: Any) -> Any:
+        import torch
+        import torch.distributed as dist
+
+        x = torch.tensor([1.0 + current_task().worker])
+        dist.all_reduce(x)
+        return x.item(), context.all_gather(current_task().worker), os.environ["MASTER_PORT"]
+
+    for turn in range(30):
+        wanted = [order[turn % 6] for order in orders]
+        jobs = [part.spmd_async(fn, workers=order) for part, order in zip(parts, wanted, strict=True)]
+        seen = [set(map(repr, job.result(30))) for job in jobs]
+        (first,), (second,) = seen
+        assert first.startswith(f"(6.0, {wanted[0]}, ")
+        assert second.startswith(f"(15.0, {wanted[1]}, ")
+        assert first[-8:] != second[-8:]
+
+
+def test_a_part_that_is_busy_does_not_hold_up_the_other(pool: ParallelPool, gate: Any, eventually: Callable[..., bool]) -> None:
+    """Scenario 33."""
+    first, second = pool.partition(workers=[0, 1, 2])
+    holding = first.parfeval(gate.wait)
+    assert eventually(lambda: holding.state == "running")
+    waiting = first.spmd_async(add_up)
+    assert list(second.spmd_async(add_up).result(60)) == [6] * 3
+    assert second.parfor(abs, [-1, -2, -3])[:] == [1, 2, 3]
+    assert waiting.state == "queued"
+    gate.open()
+    assert list(waiting.result(60)) == [6] * 3
