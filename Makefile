@@ -4,13 +4,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test check bench format clean
+.PHONY: demo test test-long check bench format clean
 
 demo: $(INSTALLED)  ## install, then train a dozen models at once on real data
 	$(BIN)/raypool demo
 
-test: $(INSTALLED)  ## install, then run all tests
+test: $(INSTALLED)  ## install, then run the tests
 	$(BIN)/pytest
+
+test-long: $(INSTALLED)  ## the tests that take minutes: faults and corners
+	$(BIN)/pytest -m long
 
 check: $(INSTALLED)  ## formatting, lint, types, layers
 	$(BIN)/ruff format --check .

@@ -98,7 +98,17 @@ class Running:
     printed: deque[tuple[int, str]] | None = None
     outer: Running | None = None  # the task in which this one was called for
     find_way: Callable[[], Way] | None = None  # to the pool's exchange, if that is in this process
-    shield: Callable[[], None] | None = None  # says that no code of the user's follows: from here on nothing is interrupted
+    shelter: Shelter | None = None  # for what is not to be interrupted
+
+
+class Shelter(Protocol):
+    """Keeps what is running from being interrupted."""
+
+    def shield(self) -> None:
+        """Interrupt nothing from here on."""
+
+    def expose(self) -> None:
+        """Interrupt it again; at once, if that was wanted meanwhile."""
 
 
 Say = Callable[[Running, str, Any], None]

@@ -126,10 +126,7 @@ class Driver:
             pass
 
     def do(self, chore: Callable[[], object]) -> None:
-        """Call something in the driver's thread, after all that was posted before; it has to be short.
-
-        This takes no lock, so that finalizers may call it, which run in the midst of anything.
-        """
+        """Call something short in the driver's thread, after all that was posted before. No lock: finalizers may call this."""
         self._inbox.put((None, chore))
         if not self._inbox.is_threaded:
             self._drain()
@@ -291,8 +288,9 @@ class Driver:
         work = self.works.get(piece.task_id)
         retry: tuple[int, ...] = ()
         if result.failures and work is not None:
-            if any(isinstance(failure.error, KeyboardInterrupt) for failure in result.failures.values()):
-                self._inbox.put((m.CancelRequested(piece.task_id), None))  # Ctrl-C, inline: it means the loop, not the item
+            is_interrupted = any(isinstance(failure.error, KeyboardInterrupt) for failure in result.failures.values())
+            if is_interrupted and not isinstance(work, GangWork):  # Ctrl-C, inline: it means the loop, not the item
+                self._inbox.put((m.CancelRequested(piece.task_id), None))
             retry = tuple(i for i, failure in sorted(result.failures.items()) if work.wants_retry(failure.error))
         return Report(result.done, len(result.failures), retry, sum(result.durations_s))
 

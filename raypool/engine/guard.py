@@ -7,12 +7,14 @@ exception, which waits until the thread runs Python code again.
 
 from __future__ import annotations
 
+import _weakrefset
 import ctypes
 import mmap
 import os
 import signal
 import struct
 import threading
+import weakref
 from collections.abc import Callable
 from math import inf
 from types import FrameType
@@ -34,6 +36,9 @@ AT_HAND = struct.Struct("=qq")
 NOTHING = (-1, -1)
 
 IMPORT_MACHINERY = "<frozen importlib._bootstrap>"
+
+SWALLOWERS = frozenset({weakref.__file__, _weakrefset.__file__})
+"""Code that is called when something is collected: what is raised there goes nowhere."""
 
 
 class Deadline(Protocol):
@@ -80,6 +85,16 @@ class Guard:
     def shield(self) -> None:
         """Interrupt what is at hand no more: what is left of it is no code of the user's, and has to be brought to its end."""
         self._is_armed = False
+
+    def expose(self) -> None:
+        """Interrupt what is at hand again.
+
+        Raises:
+            TaskCancelled: That was wanted meanwhile.
+        """
+        if self._wishes.get(self._at_hand) is Signal.CANCEL:
+            raise TaskCancelled
+        self._is_armed = True
 
     def end(self) -> None:
         """Note that code of the user's has ended."""
@@ -131,8 +146,8 @@ class ProcessGuard(Guard):
         AT_HAND.pack_into(self._board, 0, *NOTHING)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if _is_importing(frame):
-            return  # a module imported by half would break what comes after; the wish stays in the pipe, and is signalled again
+        if _is_delicate(frame):
+            return  # the wish stays in the pipe, and is signalled again
         try:
             wishes = os.read(self.pipe, 1024 * WISH.size)
         except BlockingIOError:
@@ -142,9 +157,11 @@ class ProcessGuard(Guard):
             raise TaskCancelled
 
 
-def _is_importing(frame: FrameType | None) -> bool:
+def _is_delicate(frame: FrameType | None) -> bool:
+    """Whether nothing should be raised here: a module imported by half would break what comes after; finalizers swallow it."""
     while frame is not None:
-        if frame.f_code.co_filename == IMPORT_MACHINERY:
+        code = frame.f_code
+        if code.co_filename == IMPORT_MACHINERY or code.co_name == "__del__" or code.co_filename in SWALLOWERS:
             return True
         frame = frame.f_back
     return False
@@ -168,6 +185,11 @@ class ThreadGuard(Guard):
     def shield(self) -> None:
         """Interrupt what is at hand no more."""
         self._without_interruption(super().shield)
+
+    def expose(self) -> None:
+        """Interrupt what is at hand again."""
+        with self._lock:
+            super().expose()
 
     def end(self) -> None:
         """Note that code of the user's has ended."""

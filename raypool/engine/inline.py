@@ -251,6 +251,7 @@ class ThreadsBackend(InlineBackend):
         self._calls: dict[int, queue.SimpleQueue[Callable[[], bool] | None]] = {}
         self._threads: dict[int, threading.Thread] = {}
         self._seeding = threading.Lock()
+        self._graces: dict[int, list[threading.Timer]] = {}  # by attempt: they give up what does not stop
 
     def start_worker(self, worker_id: int, place: int, setups: Sequence[Function]) -> None:
         """Start a thread."""
@@ -289,7 +290,23 @@ class ThreadsBackend(InlineBackend):
 
         timer = threading.Timer(min(self._profile.cancel_grace_s, threading.TIMEOUT_MAX), give_up)
         timer.daemon = True
+        self._graces.setdefault(attempt_id, []).append(timer)
         timer.start()
+
+    def _call(
+        self,
+        worker_id: int,
+        attempt_id: int,
+        parts: Sequence[Part],
+        functions: Sequence[Function],
+        guard: contextlib.AbstractContextManager[Any],
+    ) -> bool:
+        """Run a call; who was to give it up need not wait any more."""
+        try:
+            return super()._call(worker_id, attempt_id, parts, functions, guard)
+        finally:
+            for timer in self._graces.pop(attempt_id, ()):
+                timer.cancel()
 
     def run(self, worker_id: int, attempt_id: int, parts: Sequence[Part], functions: Sequence[Function]) -> None:
         """Hand the call to the thread.

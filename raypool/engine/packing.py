@@ -20,7 +20,7 @@ import ray
 from ray import cloudpickle
 from ray.util import inspect_serializability
 
-from raypool.errors import SerializationError
+from raypool.errors import RaypoolError, SerializationError
 
 PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
 """Types whose pickles need nothing from the module that they are in."""
@@ -266,6 +266,8 @@ def unpack(packed: Packed) -> Any:
 
 def unpicklable(value: Any, what: str, error: BaseException) -> SerializationError:
     """Return the error that says which variable can't travel."""
+    if isinstance(error, RaypoolError):  # something of raypool's own, which says what to do instead
+        return SerializationError(f"Cannot send {what}: {error}", what=type(value).__name__)
     try:
         named = ", ".join(_culprits(value, ""))
     except Exception:  # the inspection pickles things too

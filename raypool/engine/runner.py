@@ -101,7 +101,7 @@ def _run_part(part: Part, here: Surroundings, result: RawResult) -> None:
     worker = here.worker
     note = Running(part.start, part.attempt, part.seed, worker.index, worker.gpu, part.name, part.task_id, part.should_stop)
     note.say, note.find_way, note.outer = here.say, here.find_way, running.get()
-    note.shield = here.guard.shield
+    note.shelter = here.guard
     token = running.set(note)
     try:
         with _generators_kept() if part.seed is not None else contextlib.nullcontext():

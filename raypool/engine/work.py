@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import InvalidStateError
 from datetime import UTC, datetime
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from raypool.core.model import Slice, TaskState
 from raypool.engine.backend import Failure, Function, Part, SliceResult, WorkerInfo
@@ -51,6 +51,7 @@ class Work(Protocol):
         """Take it that nothing more will come; `error` stands for items without an outcome."""
 
 
+@runtime_checkable
 class GangWork(Work, Protocol):
     """A task whose items are ranks, all called at the same time."""
 

@@ -30,7 +30,7 @@ def spmd_error(name: str, world_size: int, ends: Sequence[RankFailure], timeout_
     first = culprits[0]
     failures = {end.rank: end.error for end in culprits}
     if isinstance(first.error, CollectiveError):
-        fact = f"The {world_size} ranks of {name} could not go on together: {first.error}"
+        fact = f"The ranks of {name} could not go on together: {first.error}"
     else:
         fact = f"Rank {first.rank} of {name} (worker {first.worker.index}, {where(first.worker)}) failed: {_summary(first.error)}"
         rest = _rest(len(culprits) - 1, sum(_is_interrupted(end.error) for end in ends if end.rank not in failures))
@@ -72,7 +72,7 @@ def _doing(error: BaseException) -> str:
         return f"was at {error.place}" if error.place else "had not begun"
     if isinstance(error, WorkerLostError) and error.reason is LossReason.STOPPED:
         return "did not answer, and was killed with its worker"
-    return f"failed: {_summary(error)}"
+    return f"failed: {_summary(error).rstrip('.')}"
 
 
 def _waits(waiting: Mapping[int, RankInterrupted]) -> list[str]:

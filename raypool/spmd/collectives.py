@@ -66,7 +66,7 @@ def all_reduce(group: Group, x: Any, op: Op) -> Any:
 
 def reduce(group: Group, x: Any, dst: int, op: Op) -> Any:
     """Combine the values of all ranks on dst."""
-    with group.operation("reduce", dst):
+    with group.operation("reduce"):
         x = _averageable(x, op)
         words, packed = meet(group, x, "reduce", peer=dst, op=_op_name(op))
         if words[0].kind != "value" and _is_native(words[0], op) and not _are_complete(words):
@@ -192,7 +192,7 @@ def barrier(group: Group) -> None:
 
 def broadcast(group: Group, x: Any, src: int) -> Any:
     """Give every rank the value of src."""
-    with group.operation("broadcast", src):
+    with group.operation("broadcast"):
         is_source = group.rank == src
         if is_source or is_tensor(x):
             words, packed = meet(group, x, "broadcast", peer=src)
@@ -270,7 +270,7 @@ def _from(group: Group, words: Sequence[Word], x: Any, src: int) -> Any:
 
 def gather(group: Group, x: Any, dst: int) -> list[Any] | None:
     """Give dst the values of all, in rank order."""
-    with group.operation("gather", dst):
+    with group.operation("gather"):
         words, packed = meet(group, x, "gather", peer=dst)
         return _gathered(group, words, x, packed, dst)
 
@@ -289,7 +289,7 @@ def _gathered(group: Group, words: Sequence[Word], x: Any, packed: bytes | None,
 
 def scatter(group: Group, parts: Any, src: int) -> Any:
     """Give each rank its part of what src has."""
-    with group.operation("scatter", src):
+    with group.operation("scatter"):
         is_source = group.rank == src
         has_parts = is_source and isinstance(parts, (list, tuple))
         messages = [message(group, part, "scatter") for part in parts] if has_parts else []

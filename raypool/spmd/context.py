@@ -7,11 +7,12 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from raypool.errors import InvalidTypeError, InvalidValueError
+from raypool.errors import InvalidValueError
 from raypool.spmd import collectives
 from raypool.spmd.addresses import free_port
 from raypool.spmd.collectives import Op
 from raypool.spmd.group import Assignment, Group, connect
+from raypool.spmd.wire import check_other, check_rank
 from raypool.spmd.world import alone_in_torch
 
 if TYPE_CHECKING:
@@ -48,13 +49,24 @@ class SpmdContext:
     """
 
     def __init__(self, _group: Group | None = None) -> None:
-        self._group = _group if _group is not None else connect(Assignment(0, 1, 0, 1, -1, True, False, ""), None)
-        place = self._group.assignment
+        group = _group if _group is not None else connect(Assignment(0, 1, 0, 1, -1, True, False, ""), None)
+        self._open_group: Group | None = group
+        place = group.assignment
         self.rank = place.rank
         self.world_size = place.world_size
         self.local_rank = place.local_rank
         self.local_world_size = place.local_world_size
         self._own_world: Any = None
+
+    @property
+    def _group(self) -> Group:
+        if self._open_group is None:
+            raise InvalidValueError("This call has ended, and its context with it. Use the context of a call only while it runs.")
+        return self._open_group
+
+    def _end(self) -> None:
+        """Serve no more: the call has ended, and its group is for the next one."""
+        self._open_group = None
 
     def __repr__(self) -> str:
         return f"SpmdContext(rank={self.rank}, world_size={self.world_size})"
@@ -130,7 +142,7 @@ class SpmdContext:
             >>> SpmdContext().reduce(2, dst=0, op="max")
             2
         """
-        self._check_rank("dst", dst)
+        check_rank("dst", dst, self.world_size)
         return collectives.reduce(self._group, x, dst, op)
 
     def broadcast(self, x: Any, src: int) -> Any:
@@ -155,7 +167,7 @@ class SpmdContext:
             >>> SpmdContext().broadcast([1, 2], src=0)
             [1, 2]
         """
-        self._check_rank("src", src)
+        check_rank("src", src, self.world_size)
         return collectives.broadcast(self._group, x, src)
 
     def all_gather(self, x: Any) -> list[Any]:
@@ -198,7 +210,7 @@ class SpmdContext:
             >>> SpmdContext().gather("a", dst=0)
             ['a']
         """
-        self._check_rank("dst", dst)
+        check_rank("dst", dst, self.world_size)
         return collectives.gather(self._group, x, dst)
 
     def scatter(self, parts: Sequence[Any] | None, src: int) -> Any:
@@ -223,7 +235,7 @@ class SpmdContext:
             >>> SpmdContext().scatter(["a"], src=0)
             'a'
         """
-        self._check_rank("src", src)
+        check_rank("src", src, self.world_size)
         return collectives.scatter(self._group, parts, src)
 
     # --- one to one ---------------------------------------------------------------------------------------------------
@@ -248,7 +260,7 @@ class SpmdContext:
             ...     elif ctx.rank == 1:
             ...         return ctx.receive(src=0)
         """
-        self._check_other("dst", dst)
+        check_other("dst", dst, self.rank, self.world_size)
         collectives.send(self._group, x, dst)
 
     def receive(self, src: int) -> Any:
@@ -274,7 +286,7 @@ class SpmdContext:
             ...     elif ctx.rank == 1:
             ...         return ctx.receive(src=0)
         """
-        self._check_other("src", src)
+        check_other("src", src, self.rank, self.world_size)
         return collectives.receive(self._group, src)
 
     def send_receive(self, x: Any, dst: int | None, src: int | None) -> Any:
@@ -304,11 +316,10 @@ class SpmdContext:
             >>> shift(SpmdContext(), "a") is None
             True
         """
-        check = self._check_rank if dst == src else self._check_other  # a ring of one rank is a ring
-        if dst is not None:
-            check("dst", dst)
-        if src is not None:
-            check("src", src)
+        own = -1 if dst == src else self.rank  # a ring of one rank is a ring
+        for name, rank in (("dst", dst), ("src", src)):
+            if rank is not None:
+                check_other(name, rank, own, self.world_size)
         return collectives.send_receive(self._group, x, dst, src)
 
     # --- for other libraries ------------------------------------------------------------------------------------------
@@ -386,15 +397,3 @@ class SpmdContext:
                 f'The {self.world_size} ranks of this call are threads of one process, and {why}. Use parpool(profile="local"), '
                 f"where each rank has a process; {what_works}."
             )
-
-    def _check_rank(self, name: str, rank: Any) -> None:
-        if isinstance(rank, bool) or not hasattr(rank, "__index__"):
-            raise InvalidTypeError(f"{name}={rank!r} is a {type(rank).__name__}. Ranks are whole numbers.")
-        if not 0 <= rank < self.world_size:
-            last = f"are {self.world_size}, from 0 to {self.world_size - 1}" if self.world_size > 1 else "is 1, number 0"
-            raise InvalidValueError(f"{name}={rank} is not a rank. There {last}.")
-
-    def _check_other(self, name: str, rank: Any) -> None:
-        self._check_rank(name, rank)
-        if rank == self.rank:
-            raise InvalidValueError(f"{name}={rank} is this rank itself. Send to another one, or just keep the value.")

@@ -9,7 +9,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
@@ -20,7 +22,16 @@ from raypool.spmd.lines import Alone, GlooLines, NcclLines, distributed
 from raypool.spmd.rendezvous import Assignment, find_others, in_thread
 from raypool.spmd.values import Packer
 from raypool.spmd.wire import BEGIN, END, Word, find_disagreement, ordinal
-from raypool.spmd.world import close_world, count_names, environment, is_registered, let_names_begin_at, make_world, shown
+from raypool.spmd.world import (
+    close_world,
+    count_names,
+    discard_world,
+    environment,
+    is_registered,
+    let_names_begin_at,
+    make_world,
+    shown,
+)
 from raypool.task import Way, current_task
 
 __all__ = ["Assignment", "AtHand", "Group", "connect", "is_disconnect", "join", "leave"]
@@ -35,6 +46,9 @@ LOOK_AGAIN_S, LOOKS = 1.0, 3
 
 FAREWELL_S = 2.0
 """So long at least the connections of a group outlive a good end [s]: closing one drops what the other side has not read yet."""
+
+MAX_RETIRED = 8
+"""So many groups at most wait for that in a process."""
 
 ONE_TO_ONE = frozenset({"send", "receive", "send_receive"})
 
@@ -58,6 +72,8 @@ class Group:
         self.store: Any = None
         self.world: Any = None
         self.nccl: NcclLines | None = None
+        self.has_nccl = False  # what its world has
+        self.interfaces: dict[str, str] = {}  # variables that say which network to use
         self.at_hand: AtHand | None = None
         self.master = (LOOPBACK, 0)
         self.tf_addresses: list[str] = []  # of all ranks, once somebody has asked for them
@@ -68,7 +84,7 @@ class Group:
         self._has_said = self._is_ending = self._has_ended_well = False
         self._looks = self._seen_ended = 0
         if isinstance(lines, GlooLines):
-            lines.waiting = self._still_waiting
+            lines.waiting = _weakly(self)
 
     @property
     def rank(self) -> int:
@@ -94,14 +110,18 @@ class Group:
         self._is_ending = self._has_ended_well = False
         self.at_hand = None
         if not isinstance(self.lines, GlooLines):
+            if not self._has_world():
+                self.make_world()
             return
         with self._in("the beginning of the call"):
             has_process = self.assignment.has_process
             words = self._meet(Word(0, BEGIN, shape=(int(self._has_world()), count_names() if has_process else 0)))
+            if any(word.operation != BEGIN for word in words):
+                raise CollectiveError("A rank has used the context of an earlier call, which has ended.", missing=())
             if has_process:
                 let_names_begin_at(max(word.shape[1] for word in words))
             if not all(word.shape[0] for word in words):
-                self.make_world(has_nccl=self.nccl is not None)
+                self.make_world()
 
     def end(self) -> None:
         """Meet at the end of a call. A rank that is still in a collective is found out: it waits for this one.
@@ -214,15 +234,15 @@ class Group:
     def _has_world(self) -> bool:
         return not self.assignment.has_process or (self.world is not None and is_registered(self.world))
 
-    def make_world(self, has_nccl: bool) -> None:
+    def make_world(self) -> None:
         """Make torch's default group, instead of any that was there."""
         if self.world is not None:
             close_world(self.world)
         self._num_worlds += 1
         store = distributed().PrefixStore(f"world/{self._num_worlds}", self.store)
-        with environment(interfaces_for(self.address)):
-            self.world = in_thread(lambda: make_world(store, self.rank, self.world_size, has_nccl))
-        self.nccl = NcclLines(self.world) if has_nccl else None
+        with environment(self.interfaces), shown(None):  # whatever becomes of the thread that makes it
+            self.world = in_thread(lambda: make_world(store, self.rank, self.world_size, self.has_nccl), discard_world)
+        self.nccl = NcclLines(self.world) if self.has_nccl else None
 
     @contextmanager
     def visible(self) -> Iterator[None]:
@@ -242,7 +262,7 @@ class Group:
         local = (0, 1) if self.device.type == "cuda" else (place.local_rank, place.local_world_size)
         names = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         values = (*self.master, place.rank, place.world_size, *local)
-        return {name: str(value) for name, value in zip(names, values, strict=True)} | interfaces_for(self.address)
+        return {name: str(value) for name, value in zip(names, values, strict=True)} | self.interfaces
 
     def close(self) -> None:
         """Break all connections and let go of everything; ranks that wait for this one fail at once.
@@ -250,7 +270,7 @@ class Group:
         After a good end nobody waits for this rank, but what it has said last may not have been read everywhere.
         """
         if self._has_ended_well:
-            _retired.append((time.monotonic(), self.lines, self.store))
+            _retire(self.lines, self.store)
         else:
             self.lines.sever()
         if self.world is not None:
@@ -260,15 +280,42 @@ class Group:
         self.lines = _Closed()
 
 
-_retired: list[tuple[float, Alone | GlooLines, Any]] = []
+def _weakly(group: Group) -> Callable[[float], None]:
+    """Return what a group does while it waits, without holding the group: its connections close when nobody holds it."""
+    reference = weakref.ref(group)
+
+    def still_waiting(waited_s: float) -> None:
+        group = reference()
+        if group is not None:
+            group._still_waiting(waited_s)
+
+    return still_waiting
+
+
+_retired: deque[tuple[float, Alone | GlooLines, Any]] = deque()
 """Connections of groups that were left after a good end, since when, with the stores, which others may still ask."""
+
+_retiring = threading.Lock()
+
+
+def _retire(lines: Alone | GlooLines, store: Any) -> None:
+    """Keep connections for a moment, but not many: each group takes some descriptors and threads."""
+    with _retiring:
+        is_first = not _retired
+        _retired.append((time.monotonic(), lines, store))
+        if len(_retired) > MAX_RETIRED:
+            _retired.popleft()
+    if is_first:
+        threading.Thread(target=_close_retired, name="raypool-farewell", daemon=True).start()
 
 
 def _close_retired() -> None:
-    for entry in list(_retired):
-        if time.monotonic() - entry[0] > FAREWELL_S:
-            with suppress(ValueError):  # another thread was faster
-                _retired.remove(entry)
+    """Close what has waited for long enough, until nothing is left."""
+    while _retired:
+        time.sleep(FAREWELL_S / 4)
+        with _retiring:
+            while _retired and time.monotonic() - _retired[0][0] > FAREWELL_S:
+                _retired.popleft()
 
 
 class _Closed(Alone):
@@ -284,6 +331,13 @@ class _Closed(Alone):
 _here = threading.local()
 
 
+def leave_other(assignment: Assignment) -> None:
+    """Leave the group of the call before, if this call needs another."""
+    group: Group | None = getattr(_here, "group", None)
+    if assignment.stays_warm and group is not None and group.assignment.number != assignment.number:
+        leave()
+
+
 def join(assignment: Assignment, way: Way | None) -> Group:
     """Return this worker's group: the one of the call before, or a new one. Waits for the other ranks; can be interrupted.
 
@@ -293,7 +347,6 @@ def join(assignment: Assignment, way: Way | None) -> Group:
         CollectiveError: The connection to another rank broke.
         ConnectionError: Rank 0 cannot be reached.
     """
-    _close_retired()
     group: Group | None = getattr(_here, "group", None)
     if not assignment.stays_warm:
         group = connect(assignment, way)
@@ -327,8 +380,7 @@ def connect(assignment: Assignment, way: Way | None) -> Group:
         store = distributed().PrefixStore("control", found.store)
         return GlooLines(store, assignment.rank, assignment.world_size, found.address)
 
-    group = Group(assignment, in_thread(make), packer)
+    group = Group(assignment, in_thread(make, discard=lambda lines: lines.sever()), packer)
     group.store, group.address, group.master = found.store, found.address, found.master
-    if assignment.has_process:
-        group.make_world(found.has_nccl)
+    group.has_nccl, group.interfaces = found.has_nccl, interfaces_for(found.address)
     return group

@@ -11,7 +11,7 @@ from raypool.errors import RankInterrupted, TaskCancelled
 from raypool.spmd import parts
 from raypool.spmd.context import SpmdContext
 from raypool.spmd.failures import is_disconnect
-from raypool.spmd.group import Assignment, AtHand, Group, join, leave
+from raypool.spmd.group import Assignment, AtHand, Group, join, leave, leave_other
 from raypool.store import way_finder_here
 from raypool.task import note_here
 
@@ -38,13 +38,21 @@ class RankFunction:
         group: Group | None = None
         has_returned = False
         try:
+            _shield()
+            leave_other(assignment)
+            _expose()
             group = join(assignment, way_finder_here()())
             with group.visible():
                 args = [self._arrived(arg, assignment.rank) for arg in open_args()]
-                value = self.func(SpmdContext(group), *args)
-                del args
-                has_returned = True
-                group.end()
+                context = SpmdContext(group)
+                try:
+                    value = self.func(context, *args)
+                    del args
+                    has_returned = True
+                    group.end()
+                finally:
+                    _shield()  # what follows puts things back as they were
+                    context._end()
         except BaseException as error:
             _shield()
             outcome = _interruption(error, group, has_returned)
@@ -62,10 +70,17 @@ class RankFunction:
 
 
 def _shield() -> None:
-    """Let nothing interrupt this rank any more: those that it leaves fail, so it is told to end, which must not hide why."""
+    """Let nothing interrupt this rank: those that it leaves fail, so it is told to end, which must not hide why it has."""
     note = note_here()
-    if note is not None and note.shield is not None:
-        note.shield()
+    if note is not None and note.shelter is not None:
+        note.shelter.shield()
+
+
+def _expose() -> None:
+    """Let this rank be interrupted again."""
+    note = note_here()
+    if note is not None and note.shelter is not None:
+        note.shelter.expose()
 
 
 def _part(assignment: Assignment, group: Group | None) -> None:
@@ -80,6 +95,9 @@ def _interruption(error: BaseException, group: Group | None, has_returned: bool)
     """Return what to say of a rank that was ended from outside; None if it has failed by itself."""
     story = list(_with_contexts(error))
     is_cut_off = any(is_disconnect(each) for each in story)
+    if group is None and isinstance(error, ConnectionError):
+        looking = AtHand("while it looked for the others", 0, None)
+        return RankInterrupted(f"It did not find the other ranks: {error}", at_hand=looking, place="")
     if not is_cut_off and not any(isinstance(each, TaskCancelled) for each in story):
         return None
     at_hand = None if group is None else group.at_hand

@@ -60,12 +60,14 @@ class Found(NamedTuple):
 
 def find_others(assignment: Assignment, way: Way) -> Found:
     """Find the other ranks, and wait until all are there. Can be interrupted."""
-    with ExitStack() as stack:
-        store, address = _meet_at(assignment, way)
-        port = stack.enter_context(free_port(address)) if assignment.rank == 0 else 0
-        announcements = _announce(store, assignment, (address, port))
-    if assignment.rank == 0:
-        way.ask("meet", "remove", assignment.number)
+    try:
+        with ExitStack() as stack:
+            store, address = _meet_at(assignment, way)
+            port = stack.enter_context(free_port(address)) if assignment.rank == 0 else 0
+            announcements = _announce(store, assignment, (address, port))
+    finally:
+        if assignment.rank == 0:
+            way.ask("meet", "remove", assignment.number)
     uuids = [entry.gpu_uuid for entry in announcements]
     has_nccl = None not in uuids and len(set(uuids)) == len(uuids)  # NCCL wants a GPU of its own for each rank
     return Found(store, address, announcements[0].address, has_nccl)
@@ -106,7 +108,7 @@ def _meet_at(assignment: Assignment, way: Way) -> tuple[Any, str]:
         return store, address
     host, port = way.ask("meet", "wait", assignment.number, None)[1]
     knock((host, port))
-    store = dist.TCPStore(host, port, None, False, STORE_TIMEOUT, wait_for_workers=False)
+    store = in_thread(lambda: dist.TCPStore(host, port, None, False, STORE_TIMEOUT, wait_for_workers=False))
     return store, own_address(assignment.is_one_host, (host, port))
 
 
@@ -118,23 +120,40 @@ def _published(assignment: Assignment, way: Way, make: Callable[[], Any]) -> Any
     return way.ask("meet", "wait", assignment.number, None)[1]
 
 
-def in_thread(make: Callable[[], Any]) -> Any:
-    """Call something that waits in native code, in a way that can be interrupted: a rank may die just then."""
-    done = threading.Event()
+def in_thread(make: Callable[[], Any], discard: Callable[[Any], object] = bool) -> Any:
+    """Call something that waits in native code, in a way that can be interrupted: a rank may die just then.
+
+    What it makes when nobody waits for it any more is given to `discard`.
+    """
+    done, lock = threading.Event(), threading.Lock()
     made: list[Any] = []
     problems: list[BaseException] = []
+    is_wanted = True
 
     def run() -> None:
         try:
-            made.append(make())
+            result = make()
+            with lock:
+                made.append(result)
+                is_late = not is_wanted
+            if is_late:
+                discard(result)
         except BaseException as problem:
             problems.append(problem)
         finally:
             done.set()
 
     threading.Thread(target=run, daemon=True).start()
-    while not done.wait(SLICE_S):
-        pass
+    try:
+        while not done.wait(SLICE_S):
+            pass
+    except BaseException:
+        with lock:
+            is_wanted = False
+            is_made = bool(made)
+        if is_made:
+            discard(made[0])
+        raise
     if problems:
         raise problems[0]
     return made.pop()

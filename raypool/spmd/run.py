@@ -183,6 +183,9 @@ class SpmdWork:
             self.future.set_result(Composite(self._engine, self._key, entries))
 
     def _error(self, state: TaskState, error: BaseException | None) -> BaseException:
+        errors = [failure.error for failure in self._failures]
+        if self._engine.profile.backend == "inline" and any(isinstance(each, KeyboardInterrupt) for each in errors):
+            return next(each for each in errors if isinstance(each, KeyboardInterrupt))  # Ctrl-C, in the user's own thread
         if self._failures:
             return spmd_error(self.future.name, self._size, self._failures, self._timeout_s if self._is_late else None)
         if error is not None:

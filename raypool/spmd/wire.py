@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from raypool.errors import InvalidTypeError, InvalidValueError
 
 SLOT_BYTES = 1024
 """Of a word. On one machine a meeting with 1024 bytes takes as long as one with 256; what fits needs no second message."""
@@ -209,3 +211,19 @@ def ordinal(number: int) -> str:
     """Return 1st, 2nd, 3rd, ..."""
     ending = "th" if 10 <= number % 100 <= 20 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
     return f"{number}{ending}"
+
+
+def check_rank(name: str, rank: Any, world_size: int) -> None:
+    """Raise the error for an argument that names no rank."""
+    if isinstance(rank, bool) or not hasattr(rank, "__index__"):
+        raise InvalidTypeError(f"{name}={rank!r} is a {type(rank).__name__}. Ranks are whole numbers.")
+    if not 0 <= rank < world_size:
+        last = f"are {world_size}, from 0 to {world_size - 1}" if world_size > 1 else "is 1, number 0"
+        raise InvalidValueError(f"{name}={rank} is not a rank. There {last}.")
+
+
+def check_other(name: str, rank: Any, own: int, world_size: int) -> None:
+    """Raise the error for an argument that names no other rank."""
+    check_rank(name, rank, world_size)
+    if rank == own:
+        raise InvalidValueError(f"{name}={rank} is this rank itself. Send to another one, or just keep the value.")

@@ -17,29 +17,23 @@ OWN_NAMES = ("TF_CONFIG",)
 
 
 def make_world(store: Any, rank: int, world_size: int, has_nccl: bool) -> Any:
-    """Make torch's default group, and hide it. All ranks have to be known to come: this waits for them in native code."""
+    """Make torch's default group. All ranks have to be known to come: this waits for them in native code."""
     import torch
 
     dist = distributed()
     store.set(f"names/{rank}", str(count_names()))
     let_names_begin_at(max(int(store.get(f"names/{other}")) for other in range(world_size)))
-    before = swap_default(None)
-    try:
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if has_nccl else "gloo",
-            store=store,
-            rank=rank,
-            world_size=world_size,
-            timeout=FOR_EVER,
-            # With the device NCCL connects all ranks at once. Else it would connect pairs at their first message, each waiting
-            # for the other, and ranks that send in a ring would wait for ever.
-            device_id=torch.device("cuda", torch.cuda.current_device()) if has_nccl else None,
-        )
-    except BaseException:
-        if before is not None:  # else nothing has changed, and this may be a thread that nobody waits for any more
-            swap_default(before)
-        raise
-    return swap_default(before)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if has_nccl else "gloo",
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=FOR_EVER,
+        # With the device NCCL connects all ranks at once. Else it would connect pairs at their first message, each waiting
+        # for the other, and ranks that send in a ring would wait for ever.
+        device_id=torch.device("cuda", torch.cuda.current_device()) if has_nccl else None,
+    )
+    return dist.group.WORLD
 
 
 def swap_default(group: Any) -> Any:
@@ -93,12 +87,15 @@ def close_world(world: Any) -> None:
     if not is_registered(world):
         return
     swap_default(world)
-    for group in list(distributed_c10d._world.pg_map):
-        _sever_gloo(group)
-    if "nccl" in dist.get_backend_config(world):
-        distributed_c10d._abort_process_group()  # destroying waits for what runs on the GPU, which waits for the others
-    else:
-        dist.destroy_process_group()
+    try:
+        for group in list(distributed_c10d._world.pg_map):
+            _sever_gloo(group)
+        if "nccl" in dist.get_backend_config(world):
+            distributed_c10d._abort_process_group()  # destroying waits for what runs on the GPU, which waits for the others
+        else:
+            dist.destroy_process_group()
+    finally:
+        swap_default(None)
 
 
 def _sever_gloo(group: Any) -> None:
@@ -127,14 +124,27 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
+_now_shown: Any = None
+
+
 @contextlib.contextmanager
 def shown(world: Any) -> Iterator[None]:
-    """Make a group torch's default one for a while."""
-    before = swap_default(world)
+    """Make a group torch's default one for a while, None for none."""
+    global _now_shown
+    before, outer = swap_default(world), _now_shown
+    _now_shown = world
     try:
         yield
     finally:
         swap_default(before)
+        _now_shown = outer
+
+
+def discard_world(world: Any) -> None:
+    """Hide a group that has come when nobody waited for it any more: torch has made it the default one by itself."""
+    if distributed().group.WORLD is world:
+        swap_default(_now_shown)
+    _sever_gloo(world)
 
 
 def alone_in_torch() -> Any:

@@ -17,7 +17,7 @@ import pytest
 
 from raypool import LossReason, ParallelPool, RemoteTraceback, SerializationError, TaskError, WorkerLostError, parpool
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.long]
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,7 @@ from raypool import (
 
 pytest.importorskip("torch")
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(180), pytest.mark.long]
 
 WITHIN_S = 10.0
 """The issue's: the error is there by then."""
