@@ -58,7 +58,7 @@ def run(session):
     first = (time.perf_counter() - started) * 1e6
     calls = in_turns({"spmd": timed(lambda: pool.spmd(nothing_of))}, rounds=ROUNDS, warm_ups=3)["spmd"]
     fits = in_turns({"fit": timed(fit)}, rounds=FITS, warm_ups=0)["fit"]
-    large, bare_large = pool.spmd(reduced, 100 * MB, 7)[0]
+    large, bare_large = pool.spmd(reduced, 100 * MB, 21)[0]
     small, bare_small = pool.spmd(reduced, 16, 300)[0]
     parts = pool.spmd(zeros, 100 * MB)
     pool.spmd(nothing_of, parts)  # the function is there

@@ -98,7 +98,7 @@ class GlooLines:
         # most, and listen on every interface.
         options = dist.ProcessGroupGloo._Options()
         options._timeout = FOR_EVER
-        options._threads = 1
+        options._threads = 2
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
         self._gloo: Any = dist.ProcessGroupGloo(store, rank, world_size, options)
         self._world_size = world_size
