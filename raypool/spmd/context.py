@@ -363,7 +363,8 @@ class SpmdContext:
             with free_port(group.address) as port:
                 group.tf_addresses = self.all_gather(f"{group.address}:{port}")
         config = {"cluster": {"worker": group.tf_addresses}, "task": {"type": "worker", "index": self.rank}}
-        os.environ["TF_CONFIG"] = json.dumps(config)
+        if self._group.assignment.has_process:  # one worker alone needs none
+            os.environ["TF_CONFIG"] = json.dumps(config)
         return config
 
     def jax_options(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import pytest
 
 from raypool import ParallelPool, PoolBrokenError, StartupError, WorkerLostError, current_task, parpool
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_session", "by_value")]
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("ray_session", "by_value")]
 
 DRIVER = """
 import time

@@ -12,7 +12,7 @@ import pytest
 
 from raypool import ParallelPool, PoolClosedError, RaypoolError, ResourceError, StartupError, WorkerResources, parpool
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.long]
 
 
 def test_two_pools_choose_at_once(ray_session: None, by_value: None) -> None:

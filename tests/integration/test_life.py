@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import ray
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(180)]
 
 GONE_WITHIN_S = 90.0
 """Measured on two quiet cores: 0.6 s after a normal end, 4 s after SIGKILL (Ray's own node manager has to notice it)."""

@@ -14,7 +14,7 @@ import ray
 
 from raypool import InvalidValueError, ParallelPool, ResourceError, WorkerResources, current_task, parpool
 
-pytestmark = [pytest.mark.usefixtures("ray_session", "by_value"), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.usefixtures("ray_session", "by_value"), pytest.mark.timeout(120), pytest.mark.long]
 
 CPU = WorkerResources(gpus=0, cpus=0.5)
 GPU = WorkerResources(gpus=1)
