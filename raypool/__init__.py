@@ -6,6 +6,7 @@
 [2, 3, 4]
 """
 
+import importlib
 import typing
 
 from raypool.engine.backend import WorkerInfo
@@ -34,7 +35,7 @@ from raypool.errors import (
 )
 from raypool.futures import Future
 from raypool.partition import PoolPart
-from raypool.pool import ParallelPool, Statistics, gcp, parpool
+from raypool.pool import ParallelPool, Statistics, fit, gcp, parpool
 from raypool.profiles import Profile, WorkerResources
 from raypool.queue_home import Listener
 from raypool.queues import DataQueue
@@ -48,6 +49,10 @@ from raypool.waiting import after_all, after_each, fetch_next, fetch_outputs, wa
 if typing.TYPE_CHECKING:
     from raypool.spmd.composite import Composite
     from raypool.spmd.context import SpmdContext
+    from raypool.train.options import TrainingOptions
+    from raypool.train.run import TrainingRun
+    from raypool.train.runs import RunOptions, TrainingResult
+    from raypool.train.scaling import scaling_report
 
 __version__ = "0.1.0"
 
@@ -76,6 +81,7 @@ __all__ = [
     "RemoteTraceback",
     "ResourceError",
     "Results",
+    "RunOptions",
     "SerializationError",
     "SpmdContext",
     "SpmdError",
@@ -85,6 +91,9 @@ __all__ = [
     "TaskError",
     "TaskTimeoutError",
     "TrainingError",
+    "TrainingOptions",
+    "TrainingResult",
+    "TrainingRun",
     "ValueStore",
     "WorkerInfo",
     "WorkerLostError",
@@ -94,21 +103,28 @@ __all__ = [
     "current_task",
     "fetch_next",
     "fetch_outputs",
+    "fit",
     "gcp",
     "parpool",
     "report",
+    "scaling_report",
     "wait",
 ]
 
 
+_LAZY = {
+    "Composite": "raypool.spmd.composite",
+    "RunOptions": "raypool.train.runs",
+    "SpmdContext": "raypool.spmd.context",
+    "TrainingOptions": "raypool.train.options",
+    "TrainingResult": "raypool.train.runs",
+    "TrainingRun": "raypool.train.run",
+    "scaling_report": "raypool.train.scaling",
+}
+"""What only some need is imported when they ask for it: all else should not wait for it."""
+
+
 def __getattr__(name: str) -> typing.Any:
-    """Import what only some need when they ask for it: all else should not wait for it."""
-    if name == "Composite":
-        from raypool.spmd.composite import Composite
-
-        return Composite
-    if name == "SpmdContext":
-        from raypool.spmd.context import SpmdContext
-
-        return SpmdContext
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'raypool' has no attribute {name!r}")

@@ -18,7 +18,7 @@
     ├── CollectiveError      ranks that meet in a collective do not want the same, or some never came
     ├── CompositeError       (+ IndexError)      a part of a Composite is not there
     ├── RankInterrupted      a rank of an spmd call was ended because another one failed
-    ├── TrainingError        a training ended without a result
+    ├── TrainingError        a training has failed
     ├── CloudError           a cluster file, job or node request was refused
     └── InternalError        raypool's own mistake
 
@@ -180,7 +180,15 @@ class RankInterrupted(RaypoolError):
 
 
 class TrainingError(RaypoolError):
-    """A training ended without a result."""
+    """A training has failed: `.failures` maps rank to exception, `.first_rank` is the one that failed first.
+
+    Its `__cause__` is the exception of that rank. `.result` is what there is all the same, a `TrainingResult`: what was reported,
+    and the last checkpoint, from which another run can go on (`RunOptions(start_from=error.result.checkpoint)`).
+    """
+
+    failures: dict[int, BaseException]
+    first_rank: int | None
+    result: Any
 
 
 class CloudError(RaypoolError):

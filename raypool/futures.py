@@ -89,6 +89,7 @@ class Future(concurrent.futures.Future[T], Generic[T]):
         self.task_id = -1  # likewise
         self.feed: Feed | None = None  # likewise: made when the task says something
         self.catch_up: Callable[[], Feed | None] | None = None  # likewise: waits for what it said before it ended
+        self.whole: Future[Any] | None = None  # likewise: what this is only a part of, and what is shown instead
         self._is_notified = False
 
     @property

@@ -43,8 +43,9 @@ class TaskQueue:
         return self._in_state("running")
 
     def _in_state(self, state: str) -> list[Future[Any]]:
-        futures = (work.holder for _, work in self._works())
-        return [future for future in futures if isinstance(future, Future) and future.state == state]
+        futures = [work.holder for _, work in self._works() if isinstance(work.holder, Future)]
+        shown = dict.fromkeys(future.whole or future for future in futures)
+        return [future for future in shown if future.state == state]
 
 
 class StaffedView(PoolView):

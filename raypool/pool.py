@@ -6,9 +6,10 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from raypool.core.messages import ResizeRequested
 from raypool.engine.engine import Engine, open_engine
@@ -19,6 +20,10 @@ from raypool.profile_files import resolve_profile
 from raypool.profiles import Profile
 from raypool.task import in_task
 from raypool.view import serial_engine
+
+if TYPE_CHECKING:
+    from raypool.train.options import TrainingOptions
+    from raypool.train.run import TrainingRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +195,22 @@ def gcp(create: bool = True) -> ParallelPool | None:
     global _made_here
     _made_here = parpool()  # nobody else holds it
     return _made_here
+
+
+def fit(model: Any, data: Any, loss: Callable[..., Any], options: TrainingOptions | None = None, **arguments: Any) -> TrainingRun:
+    """Train a model on all workers of the current pool, which is opened if there is none; see `PoolView.fit`.
+
+    Example:
+        >>> import torch
+        >>> from raypool import fit
+        >>> with parpool(1, profile="threads", quiet=True):
+        ...     run = fit(torch.nn.Linear(2, 1), (torch.rand(256, 2), torch.rand(256, 1)), torch.nn.functional.mse_loss)
+        ...     run.result().model
+        Linear(in_features=2, out_features=1, bias=True)
+    """
+    pool = gcp()
+    assert pool is not None
+    return pool.fit(model, data, loss, options, **arguments)
 
 
 _made_here: ParallelPool | None = None

@@ -8,12 +8,16 @@ from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any
 
+from raypool.devices.links import FAST_LINKS
 from raypool.errors import InvalidTypeError, InvalidValueError
 
 PINNING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 """Environment variables by which a worker is pinned to its GPU."""
 
 BACKENDS = ("ray", "threads", "inline")
+
+FAST_MULTINODE = {"NCCL_IB_DISABLE": "0", FAST_LINKS: "1"}
+"""What `fast_multinode` sets for all workers; the second lets each worker look for the interfaces of its own machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +76,10 @@ class Profile:
             exactly so many: `[WorkerResources(gpus=0)] * 6 + [WorkerResources(gpus=1)] * 2`.
         gpus: Only these GPUs of this machine, by index. None: any.
         env: Environment variables of the workers; they are set before anything else happens there.
+        fast_multinode: Set up the workers for machines that are joined by InfiniBand: NCCL may use it (NCCL_IB_DISABLE=0), and
+            where a machine has IP interfaces over it, NCCL uses these (NCCL_SOCKET_IFNAME), not the one by which rank 0 is
+            reached. What `env` says counts first, and so does an NCCL_SOCKET_IFNAME of the machine's. It changes nothing on
+            machines without InfiniBand; see docs/several_gpus.md.
         setup: A function without arguments that runs once in each worker process, before its first task; also in one that
             replaces another. If it raises, the worker does not start.
         teardown: A function without arguments that runs once in each worker process at its orderly end: not in one that was
@@ -89,7 +97,8 @@ class Profile:
         InvalidValueError: A field has a value that cannot work.
 
     Source:
-        MATLAB R2025b, parcluster and the properties of its cluster profiles; IdleTimeout of parallel.ProcessPool [there in min].
+        MATLAB R2025b, parcluster and the properties of its cluster profiles; IdleTimeout of parallel.ProcessPool [there in min];
+        PARALLEL_SERVER_FAST_MULTINODE_GPU_COMMUNICATION. NVIDIA NCCL, Environment Variables.
 
     Example:
         >>> Profile(gpus=(0, 2), start_timeout_s=10).gpus
@@ -101,6 +110,7 @@ class Profile:
     resources: WorkerResources | Sequence[WorkerResources] = field(default_factory=WorkerResources)
     gpus: tuple[int, ...] | None = None
     env: Mapping[str, str] = field(default_factory=dict)
+    fast_multinode: bool = False
     setup: Callable[[], object] | None = None
     teardown: Callable[[], object] | None = None
     start_timeout_s: float = 60.0
@@ -135,6 +145,16 @@ class Profile:
             )
         if self.retries < 0:
             raise InvalidValueError(f"retries={self.retries!r} is negative. Give 0 to run every item at most once.")
+
+    @property
+    def worker_env(self) -> dict[str, str]:
+        """The environment variables that worker processes start with, besides those of their machine.
+
+        Example:
+            >>> Profile(fast_multinode=True, env={"NCCL_IB_HCA": "mlx5"}).worker_env["NCCL_IB_DISABLE"]
+            '0'
+        """
+        return {**(FAST_MULTINODE if self.fast_multinode else {}), **self.env}
 
     @property
     def listed(self) -> tuple[WorkerResources, ...]:
@@ -177,8 +197,9 @@ def _check_kinds(profile: Profile) -> None:
     """Refuse fields of a kind that cannot work, before they are compared with numbers."""
     if profile.address is not None and not isinstance(profile.address, str):
         raise InvalidTypeError(f"address={profile.address!r} is not the address of a Ray cluster, such as '10.0.0.7:6379'.")
-    if not isinstance(profile.quiet, bool):
-        raise InvalidTypeError(f"quiet={profile.quiet!r} is neither True nor False.")
+    for name in ("quiet", "fast_multinode"):
+        if not isinstance(getattr(profile, name), bool):
+            raise InvalidTypeError(f"{name}={getattr(profile, name)!r} is neither True nor False.")
     _check_env(profile.env)
     for name in ("start_timeout_s", "idle_timeout_s", "cancel_grace_s"):
         value = getattr(profile, name)

@@ -53,9 +53,13 @@ class CurrentTask:
     def should_stop(self) -> bool:
         """Whether somebody has asked for an early end (`future.request_stop()`): return what you have.
 
-        Looking costs next to nothing; a training loop may do it at every step.
+        Looking costs next to nothing; a training loop may do it at every step. In a loop that `pool.train` runs it becomes true
+        for all ranks at once, by a `ray.train.report`, so that none goes on without the others.
         """
-        return self._note is not None and self._note.should_stop
+        note = self._note
+        if note is None:
+            return False
+        return note.should_stop if note.agreed_stop is None else note.agreed_stop
 
     @property
     def store(self) -> ValueStore:
@@ -99,6 +103,7 @@ class Running:
     outer: Running | None = None  # the task in which this one was called for
     find_way: Callable[[], Way] | None = None  # to the pool's exchange, if that is in this process
     shelter: Shelter | None = None  # for what is not to be interrupted
+    agreed_stop: bool | None = None  # what the ranks of a training have agreed on, None in anything else
 
 
 class Shelter(Protocol):

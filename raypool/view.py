@@ -22,6 +22,7 @@ from raypool.profiles import Profile
 from raypool.shared import call_once
 from raypool.store import FindWay
 from raypool.task import current_task, in_task
+from raypool.training import TrainingVerbs
 
 if TYPE_CHECKING:
     from raypool.spmd.composite import Composite
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class PoolView(concurrent.futures.Executor):
+class PoolView(TrainingVerbs, concurrent.futures.Executor):
     """The verbs of a pool, under certain options. `ParallelPool` is one itself; `options` gives others of the same pool."""
 
     def __init__(
@@ -351,20 +352,27 @@ class PoolView(concurrent.futures.Executor):
             2
         """
         from raypool.spmd.composite import workers_of  # a fifth of what importing raypool would take
-        from raypool.spmd.run import choose_ranks, submit_spmd
+        from raypool.spmd.run import submit_spmd
 
         check_callable(fn)
         if self._options.fresh_process:
             raise InvalidValueError("fresh_process=True does not go with spmd, whose ranks stay together from call to call.")
+        engine, size, places = self._ranks(workers_of(args) if workers is None else workers)
+        return submit_spmd(engine, fn, args, self._options, size, places)
+
+    def _ranks(self, workers: Any) -> tuple[Engine, int, tuple[int, ...] | None]:
+        """Return where ranks are to run, how many there are, and the only places that they may have, rank 0 first (None: any)."""
+        from raypool.spmd.run import choose_ranks
+
         engine = self._engine_here()
         if engine is not self._engine:
-            return submit_spmd(engine, fn, args, self._options, 1, (0,))
+            return engine, 1, (0,)
         if workers is None and self._options.worker is not None:
             workers = [self._options.worker]
-        size, places = choose_ranks(workers_of(args) if workers is None else workers, self._numbers(), self._places)
+        size, places = choose_ranks(workers, self._numbers(), self._places)
         if size == 0:
-            return submit_spmd(serial_engine(self._engine.find_way), fn, args, self._options, 1, (0,))
-        return submit_spmd(engine, fn, args, self._options, size, places)
+            return serial_engine(self._engine.find_way), 1, (0,)
+        return engine, size, places
 
 
 def _call_in(places: tuple[int, ...], fn: Callable[..., T], *args: Any, **kwargs: Any) -> T | None:

@@ -115,7 +115,8 @@ class Dispatcher:
         crew = self._crew
         for gathering in crew.gatherings.values():
             if len(gathering.members) == gathering.gang.size:
-                self._start_gang(gathering)
+                if not self._renew_members(gathering):
+                    self._start_gang(gathering)
                 return True
         called = self._called_gangs()
         for gang in [*called, *(gathering.gang for gathering in crew.gatherings.values())]:
@@ -142,6 +143,17 @@ class Dispatcher:
             return False
         others = [*before, *(gathering.gang for gathering in self._crew.gatherings.values())]
         return not any(gang.spec.may_meet(other.spec) for other in others)
+
+    def _renew_members(self, gathering: Gathering) -> bool:
+        """Replace workers that have run something, if the gang wants others, which join it by themselves; return whether any were.
+
+        Only now that all are there: until then they would be of use to nobody.
+        """
+        members = [self._crew.workers[worker_id] for worker_id in gathering.members]
+        spent = [worker for worker in members if worker.has_delivered and gathering.gang.spec.is_fresh]
+        for worker in spent:
+            self._out += self._crew.launch(self._crew.renew(worker), self._now)
+        return bool(spent)
 
     def _start_gang(self, gathering: Gathering) -> None:
         del self._backlog.waiting_gangs[gathering.gang.spec.task_id]

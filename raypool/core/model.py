@@ -72,7 +72,8 @@ class TaskSpec(NamedTuple):
     or fails with it. `is_gang`: its items are ranks, which start together and never run again. `places`: the only
     places that it may use, in the order of a gang's ranks. `fail_fast`: the first failure ends the task. `chunk_size`: a
     call takes so many items, whatever they take (None: by their pace). `timeout_s`: an item that runs longer has failed [s];
-    such items never share a call. `is_fresh`: each item runs in a process that has run nothing before, and ends after it.
+    such items never share a call. `is_fresh`: each item runs in a process that has run nothing before, and ends after it (but for
+    a gang's ranks, which only begin so).
     """
 
     task_id: int
@@ -95,7 +96,7 @@ class TaskSpec(NamedTuple):
         """Whether these wishes have a meaning, and go together."""
         if self.place is not None and (self.is_gang or self.is_fresh or self.places is not None):
             return False  # a bound task means a process, not a place
-        if self.is_gang and (self.is_open or self.is_fresh or self.fail_fast or self.max_workers is not None):
+        if self.is_gang and (self.is_open or self.fail_fast or self.max_workers is not None):
             return False  # one failure ends a gang anyway, but not before all ranks have come back
         may_start = (self.max_workers is None or self.max_workers > 0) and (self.chunk_size is None or self.chunk_size > 0)
         may_last = self.timeout_s is None or self.timeout_s > 0

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 from raypool.core.model import TaskSpec
+from raypool.engine.backend import Function
 from raypool.engine.engine import Engine
 from raypool.engine.work import CallWork
 from raypool.errors import SerializationError
@@ -32,9 +33,20 @@ def submit_call(
         SerializationError: The function or an argument cannot be sent; it names the variable.
         PoolClosedError: The pool was shut down.
     """
-    function = engine.function(fn)
+    return submit_function(engine, engine.function(fn), args, kwargs, options, where)
+
+
+def submit_function(
+    engine: Engine, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options, where: Where
+) -> Future[Any]:
+    """Hand in a call of a function that was made ready before: for many calls of one that is large.
+
+    Raises:
+        SerializationError: An argument cannot be sent; it names the variable.
+        PoolClosedError: The pool was shut down.
+    """
     call = _packed_call(engine, function.name, args, kwargs)
-    future: Future[T] = Future(options.name or function.name)
+    future: Future[Any] = Future(options.name or function.name)
     work = CallWork(function, call, future, options.retry_on)
     driver = engine.driver
 

@@ -79,6 +79,7 @@ class Engine:
         self._function_ids = itertools.count()
         self._lock = threading.Lock()
         self.is_closing = False
+        self.helpers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # they hand in more work of what is not done yet
         self._has_noted = False
         self.driver.start(self.backend)
         _engines.add(self)
@@ -199,11 +200,19 @@ class Engine:
 
     def shutdown(self, wait: bool, cancel_queued: bool = False, cancel_running: bool = False) -> None:
         """Take no more work; end when what is left is done."""
+        if wait and not (cancel_queued or cancel_running or self.is_closing or self.driver.is_own_thread or in_task()):
+            self._wait_for_helpers()
         self.is_closing = True
         if not self.driver.closed.is_set():
             self.driver.post(ShutdownRequested(cancel_queued, cancel_running))
         if wait and not self.driver.is_own_thread and not in_task():
             self.driver.closed.wait()
+
+    def _wait_for_helpers(self) -> None:
+        here = threading.current_thread()
+        for thread in list(self.helpers):
+            if thread is not here and thread.is_alive():
+                thread.join()
 
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()

@@ -170,8 +170,9 @@ class RayBackend:
         }
         if demand.worker_memory_bytes:
             options["memory"] = demand.worker_memory_bytes
-        if self._profile.env:
-            options["runtime_env"] = {"env_vars": dict(self._profile.env)}
+        env = self._profile.worker_env
+        if env:
+            options["runtime_env"] = {"env_vars": env}
         seat.worker_id, seat.known, seat.stale, seat.calls, seat.is_ending = worker_id, set(), [], 0, False
         seat.process = None
         seat.actor = self._actor_class.options(**options).remote(place, worker_id)

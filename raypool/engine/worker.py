@@ -16,6 +16,7 @@ import ray
 from ray import cloudpickle
 
 from raypool.devices.inventory import gpu_identity
+from raypool.devices.links import prefer_fast_links
 from raypool.engine import diary
 from raypool.engine.backend import Part, Refusal, WorkerInfo
 from raypool.engine.guard import ProcessGuard
@@ -85,6 +86,7 @@ class PoolWorker:
         Returns:
             Who it is, or what is wrong.
         """
+        prefer_fast_links(os.environ)
         context = ray.get_runtime_context()
         given = [str(device) for device in context.get_accelerator_ids().get("GPU", [])]
         problem = pin(given, os.environ)

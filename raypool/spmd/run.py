@@ -254,7 +254,26 @@ def submit_spmd(
         CompositeError: An argument is a `Composite` of which a part is not there.
     """
     check_located(args, engine, size, places)
-    function = engine.function(RankFunction(fn))
+    return submit_gang(engine, RankFunction(fn), args, options, size, places)
+
+
+def submit_gang(  # noqa: PLR0913, PLR0917 - a call, and how it is treated
+    engine: Engine,
+    run_rank: Callable[[Assignment, Callable[[], Sequence[Any]]], Description],
+    args: Sequence[Any],
+    options: Options,
+    size: int,
+    places: tuple[int, ...] | None,
+    is_fresh: bool = False,
+) -> SpmdFuture:
+    """Hand in a call of what each rank runs, which is given its assignment and a function that opens the arguments.
+
+    With `is_fresh` each rank begins in a process that has run nothing before.
+
+    Raises:
+        SerializationError: The function or an argument cannot be sent; it names the variable.
+    """
+    function = engine.function(run_rank)
     work = SpmdWork(engine, function, args, options, size)
     future = work.future
 
@@ -268,6 +287,7 @@ def submit_spmd(
             is_gang=True,
             places=places,
             timeout_s=options.timeout_s,
+            is_fresh=is_fresh,
         )
 
     engine.driver.submit(work, make_spec)

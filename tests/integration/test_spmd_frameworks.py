@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -29,29 +27,6 @@ Load = Callable[[str], Any]
 def needs(package: str) -> pytest.MarkDecorator:
     """Skip a test where a package is not installed, without importing it here: that is for the workers."""
     return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"{package} is not installed")
-
-
-@pytest.fixture(scope="module")
-def load(ray_session: None) -> Iterator[Load]:
-    """Load examples, so that their functions travel to the workers as those of a user's script do."""
-    from ray import cloudpickle
-
-    loaded: dict[str, ModuleType] = {}
-
-    def load_once(name: str) -> ModuleType:
-        if name not in loaded:
-            spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
-            assert spec
-            assert spec.loader
-            module = loaded[name] = sys.modules[name] = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-            cloudpickle.register_pickle_by_value(module)
-        return loaded[name]
-
-    yield load_once
-    for name, module in loaded.items():
-        cloudpickle.unregister_pickle_by_value(module)
-        del sys.modules[name]
 
 
 @pytest.fixture(scope="module")

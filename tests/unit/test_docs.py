@@ -12,14 +12,14 @@ from raypool.core import messages, model
 from raypool.errors import InvalidTypeError
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = sorted(ROOT.glob("*.md"))
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_links_lead_somewhere(path: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
         if not target.startswith("http"):
-            assert (ROOT / target).exists(), f"{path.name}: {target}"
+            assert (path.parent / target).exists(), f"{path.name}: {target}"
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)

@@ -1,0 +1,236 @@
+"""One model on two workers: how soon it trains, how fast, what a report costs, and what two workers are worth to `predict`.
+
+Bare Ray Train has the same two processes' worth of the same Ray, with its own default settings. What each of the two ranks
+computes is the same everywhere, with as many threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+
+from benchmarks import trainings
+from benchmarks.measuring import ROOT, Line, in_turns, timed
+from benchmarks.session import WORKERS
+
+FITS = 3
+ROUNDS = 9
+REPORTS = 5
+WARM_REPORTS = 100
+MB = 1_000_000
+PREDICTED = 2048
+BATCH = 128
+PATIENCE_S = 60
+AREA = f"training, {WORKERS} workers"
+
+
+def run(session):
+    return [*starts(session.pool), *steps(session.pool), *fits(session.pool), *costs(session.pool), *predictions(session.pool)]
+
+
+def starts(pool):
+    """Return how long it takes to the first step, and to the result."""
+    (first, _) = until(lambda: pool.train(trainings.first_step).result().values[0])
+    values = in_turns(
+        {
+            "bare": lambda: until(lambda: bare_fit(trainings.first_step)),
+            "warm": lambda: until(lambda: pool.train(trainings.first_step).result().values[0]),
+            "managed": lambda: until(lambda: pool.train(trainings.first_step, lane="managed").result().values[0]),
+        },
+        rounds=FITS,
+    )
+    (bare, bare_whole), (warm, warm_whole), (managed, managed_whole) = (
+        zip(*values[name], strict=True) for name in ("bare", "warm", "managed")
+    )
+    return [
+        Line(AREA, "to the first step, warm lane", "TorchTrainer.fit", "us", list(warm), list(bare), target=0.03),
+        Line(AREA, "to the result, warm lane", "TorchTrainer.fit", "us", list(warm_whole), list(bare_whole)),
+        Line(AREA, "to the first step, the first of all, warm lane", "none", "us", [first]),
+        Line(AREA, "to the first step, managed lane", "TorchTrainer.fit", "us", list(managed), list(bare)),
+        Line(AREA, "to the result, managed lane", "TorchTrainer.fit", "us", list(managed_whole), list(bare_whole), target=1.1),
+    ]
+
+
+def until(train):
+    """Return how long it took until the moment that a call returns, and until it returned [us]."""
+    started = time.time()
+    moment = train()
+    return (moment - started) * 1e6, (time.time() - started) * 1e6
+
+
+def bare_fit(loop, config=None):
+    """Train by Ray Train alone; return what rank 0 has returned."""
+    from ray.train import RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+
+    with tempfile.TemporaryDirectory() as folder:
+        scaling = ScalingConfig(num_workers=WORKERS, resources_per_worker={"memory": 1})  # the cores are taken
+        run_config = RunConfig(storage_path=folder)
+        trainer = TorchTrainer(loop, train_loop_config=config, scaling_config=scaling, run_config=run_config)
+        return trainer.fit().return_value
+
+
+def steps(pool):
+    """Return what a step takes in the warm lane, under torchrun, and in two processes that were started by hand.
+
+    Torchrun gives each rank a session of its own, and Linux shares a busy machine's cores out among sessions: only on a quiet
+    machine is it the same as the others, which share one.
+    """
+    import torch
+
+    lines = []
+    num_threads = pool.parfeval(torch.get_num_threads).result()
+    with waiting_ranks(by_torchrun, num_threads) as torchrun, waiting_ranks(by_popen, num_threads) as by_hand:
+        for name in trainings.SIZES:
+            values = in_turns(
+                {
+                    "warm": lambda name=name: pool.train(trainings.steady_in_ray, {"size": name}).result().values[0],
+                    "torchrun": lambda name=name: torchrun(name),
+                    "by hand": lambda name=name: by_hand(name),
+                },
+                rounds=ROUNDS,
+            )
+            what, mine = f"a step of a {name} model, warm lane", values["warm"]
+            note = f"{num_threads} thread{'s' if num_threads > 1 else ''} each"
+            lines += [
+                Line(AREA, what, "torchrun", "us", mine, values["torchrun"], target=0.98, is_speedup=True, note=note),
+                Line(AREA, what, "two processes, without it", "us", mine, values["by hand"], target=0.98, is_speedup=True),
+            ]
+    return lines
+
+
+@contextlib.contextmanager
+def waiting_ranks(start, num_threads):
+    """Start ranks, which wait; give a function that has them train, and returns what a step took [us]."""
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        server.settimeout(PATIENCE_S)
+        program = ("-m", "benchmarks.trainings", str(server.getsockname()[1]))
+        for process in start(program, {**os.environ, "OMP_NUM_THREADS": str(num_threads)}):
+            stack.callback(end, process)
+        ranks = []
+        for _ in range(WORKERS):
+            connection = stack.enter_context(server.accept()[0])
+            connection.settimeout(PATIENCE_S)
+            ranks.append(stack.enter_context(connection.makefile("rw")))
+
+        def ask(name):
+            for rank in ranks:
+                print(name, file=rank, flush=True)
+            return max(float(rank.readline()) for rank in ranks)
+
+        yield ask
+
+
+def by_torchrun(program, environment):
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORKERS}")
+    return [subprocess.Popen([*launcher, *program], env=environment, cwd=ROOT)]
+
+
+def by_popen(program, environment):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    shared = {**environment, "WORLD_SIZE": str(WORKERS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return [subprocess.Popen([sys.executable, *program], env={**shared, "RANK": str(rank)}, cwd=ROOT) for rank in range(WORKERS)]
+
+
+def end(process):
+    """Wait for it, as nobody asks it any more; end it if that does not help."""
+    try:
+        process.wait(PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # it ends its ranks
+        process.wait()
+
+
+def fits(pool):
+    """Return what a step takes in `pool.fit`, and in loops of one's own, without the first epoch."""
+    import torch
+
+    from raypool import TrainingOptions
+
+    lines = []
+    for name, size in trainings.SIZES.items():
+        options = TrainingOptions(
+            optimizer="sgdm",
+            learning_rate=trainings.LEARNING_RATE,
+            momentum=trainings.MOMENTUM,
+            mini_batch_size=size.batch,
+            max_epochs=size.epochs + 1,
+        )
+        network, samples, loss = size.network(), size.samples(), torch.nn.functional.cross_entropy
+        values = in_turns(
+            {
+                "fit": lambda size=size, given=(network, samples, loss, options): step_us(pool.fit(*given), size),
+                "hand": lambda size=size, name=name: step_us(pool.train(trainings.by_hand, {"size": name}), size),
+                "loader": lambda size=size, name=name: step_us(pool.train(trainings.by_loader, {"size": name}), size),
+            },
+            rounds=ROUNDS,
+        )
+        what, mine = f"a step of a {name} model, pool.fit", values["fit"]
+        lines += [
+            Line(AREA, what, "a loop by hand, warm lane", "us", mine, values["hand"], target=0.95, is_speedup=True),
+            Line(AREA, what, "one with a DataLoader", "us", mine, values["loader"], is_speedup=True),
+        ]
+    return lines
+
+
+def step_us(training, size):
+    """Return what a step took, from the report at the end of the first epoch to that of the last [us]."""
+    times = training.result().metrics_frame["time"]
+    seconds = (times.iloc[-1] - times.iloc[0]).total_seconds()
+    return seconds / (size.epochs * size.steps_per_epoch) * 1e6
+
+
+def costs(pool):
+    """Return what a report costs."""
+    lines = []
+    for num_bytes, what in ((0, "a report"), (10 * MB, "a report with a checkpoint of 10 MB")):
+        config = {"num_bytes": num_bytes, "count": REPORTS}
+        bare = bare_fit(trainings.reports, config)[1:]
+        warm = reported(pool, {**config, "count": WARM_REPORTS if num_bytes == 0 else 4 * REPORTS})
+        managed = reported(pool, config, lane="managed")
+        lines += [
+            Line(AREA, f"{what}, warm lane", "none", "us", warm),
+            Line(AREA, f"{what}, warm lane", "TorchTrainer's", "us", warm[: len(bare)], bare),
+            Line(AREA, f"{what}, managed lane", "TorchTrainer's", "us", managed, bare),
+        ]
+    return lines
+
+
+def reported(pool, config, lane="warm"):
+    """Return what the reports of a training cost rank 0, without the first [us]."""
+    from raypool import RunOptions
+
+    with tempfile.TemporaryDirectory() as folder:
+        run = pool.train(trainings.reports, config, lane=lane, options=RunOptions(run_dir=folder))
+        return run.result().values[0][1:]
+
+
+def predictions(pool):
+    """Return what two workers are worth to `predict`, and to the same work by hand: no more than the cores have."""
+    import torch
+
+    model, inputs = trainings.heavy(), torch.randn(PREDICTED, 512)
+    alone = pool.options(worker=0)
+    values = in_turns(
+        {
+            "one": timed(lambda: alone.predict(model, inputs, mini_batch_size=BATCH)),
+            "two": timed(lambda: pool.predict(model, inputs, mini_batch_size=BATCH)),
+            "one by hand": lambda: pool.spmd(trainings.forwards, PREDICTED, BATCH, workers=1)[0],
+            "two by hand": lambda: pool.spmd(trainings.forwards, PREDICTED, BATCH)[0],
+        },
+        rounds=4,
+    )
+    note = f"{len(os.sched_getaffinity(0))} cores"
+    what, hand = f"predict, {WORKERS} workers", f"the same by hand, {WORKERS} workers"
+    return [
+        Line(AREA, what, "1 worker", "us", values["two"], values["one"], target=1.7, is_speedup=True, note=note),
+        Line(AREA, hand, "1 worker", "us", values["two by hand"], values["one by hand"], is_speedup=True, note=note),
+        Line(AREA, what, f"by hand, {WORKERS} workers", "us", values["two"], values["two by hand"]),
+    ]

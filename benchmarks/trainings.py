@@ -1,0 +1,180 @@
+"""The trainings that are timed, importable by whoever runs them. Run as a program it is a rank under torchrun."""
+
+import socket
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import cross_entropy
+
+LEARNING_RATE = 0.01
+MOMENTUM = 0.9
+WARM_UP = 10
+CLASSES = 10
+
+
+class Size(NamedTuple):
+    """A model and what it is trained on; a step takes `batch` samples, all ranks together."""
+
+    width: int
+    hidden: int
+    batch: int
+    steps_per_epoch: int
+    epochs: int
+
+    def network(self):
+        """Return the model."""
+        return torch.nn.Sequential(
+            torch.nn.Linear(self.width, self.hidden),
+            torch.nn.ReLU(),
+            torch.nn.Linear(self.hidden, self.hidden),
+            torch.nn.ReLU(),
+            torch.nn.Linear(self.hidden, CLASSES),
+        )
+
+    def samples(self):
+        """Return all inputs and targets."""
+        generator = torch.Generator().manual_seed(0)
+        number = self.batch * self.steps_per_epoch
+        return (
+            torch.randn(number, self.width, generator=generator),
+            torch.randint(CLASSES, (number,), generator=generator),
+        )
+
+
+SIZES = {"small": Size(32, 64, 64, 100, 5), "big": Size(512, 1024, 128, 8, 5)}
+
+
+def optimizer_of(model):
+    return torch.optim.SGD(model.parameters(), LEARNING_RATE, momentum=MOMENTUM)
+
+
+def prepared(model):
+    from ray.train.torch import prepare_model
+
+    return prepare_model(model)
+
+
+def step(model, optimizer, inputs, targets):
+    optimizer.zero_grad()
+    loss = cross_entropy(model(inputs), targets)
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def first_step():
+    """Train one step of a tiny model; return when that was done."""
+    model = prepared(torch.nn.Linear(8, 2))
+    step(model, optimizer_of(model), torch.zeros(4, 8), torch.zeros(4, dtype=torch.long))
+    return time.time()
+
+
+def steady(size, wrap):
+    """Train on one batch, again and again; return what a step takes [us]."""
+    model = wrap(size.network())
+    optimizer = optimizer_of(model)
+    inputs, targets = (column[: size.batch // dist.get_world_size()] for column in size.samples())
+    num_steps = size.epochs * size.steps_per_epoch
+    for number in range(WARM_UP + num_steps):
+        if number == WARM_UP:
+            dist.barrier()
+            started = time.perf_counter()
+        step(model, optimizer, inputs, targets)
+    return (time.perf_counter() - started) / num_steps * 1e6
+
+
+def steady_in_ray(config):
+    return steady(SIZES[config["size"]], prepared)
+
+
+def by_hand(config):
+    """Train as `pool.fit` does, the shortest way: a fresh order in each epoch, each rank its part of every batch, one report."""
+    import ray.train
+
+    size = SIZES[config["size"]]
+    context = ray.train.get_context()
+    rank, world_size = context.get_world_rank(), context.get_world_size()
+    inputs, targets = size.samples()
+    model = prepared(size.network())
+    optimizer = optimizer_of(model)
+    for epoch in range(size.epochs + 1):
+        order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(epoch))
+        total = torch.zeros(())
+        for batch in order.split(size.batch):
+            mine = batch.chunk(world_size)[rank]
+            total += step(model, optimizer, inputs[mine], targets[mine]).detach()
+        ray.train.report({"epoch": epoch, "loss": total.item() / size.steps_per_epoch})
+
+
+def by_loader(config):
+    """Train the same as Ray Train's examples do: with a DataLoader, and a loss that is looked at in every step."""
+    import ray.train
+    from ray.train.torch import prepare_data_loader
+    from torch.utils.data import DataLoader, TensorDataset
+
+    size = SIZES[config["size"]]
+    dataset = TensorDataset(*size.samples())
+    world_size = ray.train.get_context().get_world_size()
+    loader = prepare_data_loader(DataLoader(dataset, batch_size=size.batch // world_size, shuffle=True))
+    model = prepared(size.network())
+    optimizer = optimizer_of(model)
+    for epoch in range(size.epochs + 1):
+        if world_size > 1:
+            loader.sampler.set_epoch(epoch)
+        total = 0.0
+        for inputs, targets in loader:
+            total += step(model, optimizer, inputs, targets).item()
+        ray.train.report({"epoch": epoch, "loss": total / size.steps_per_epoch})
+
+
+def reports(config):
+    """Report, each time with a checkpoint of so many bytes from rank 0 (0: none); return what each took [us]."""
+    import ray.train
+
+    costs = []
+    for number in range(config["count"]):
+        with tempfile.TemporaryDirectory() as folder:
+            checkpoint = None
+            if config["num_bytes"] and ray.train.get_context().get_world_rank() == 0:
+                Path(folder, "state").write_bytes(bytes(config["num_bytes"]))
+                checkpoint = ray.train.Checkpoint.from_directory(folder)
+            started = time.perf_counter()
+            ray.train.report({"number": number}, checkpoint=checkpoint)
+            costs.append((time.perf_counter() - started) * 1e6)
+    return costs
+
+
+def heavy():
+    """Return a model that takes much longer to use than to send its samples: 38 million multiplications for 512 numbers."""
+    linear = torch.nn.Linear
+    return torch.nn.Sequential(linear(512, 2048), *(linear(2048, 2048) for _ in range(8)), linear(2048, CLASSES)).eval()
+
+
+def forwards(context, num_samples, batch):
+    """Use that model on this rank's part of so many samples, by hand; return what it took [us]."""
+    model, inputs = heavy(), torch.randn(batch, 512)
+    context.barrier()
+    started = time.perf_counter()
+    with torch.inference_mode():
+        for _ in range(num_samples // batch // context.world_size):
+            model(inputs)
+    context.barrier()
+    return (time.perf_counter() - started) * 1e6
+
+
+def serve(port):
+    """Be a rank under torchrun: run what is asked for, until nothing is."""
+    dist.init_process_group("gloo")
+    with socket.create_connection(("127.0.0.1", port)) as connection, connection.makefile("rw") as asked:
+        while name := asked.readline().strip():
+            print(steady(SIZES[name], torch.nn.parallel.DistributedDataParallel), file=asked, flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    serve(int(sys.argv[1]))

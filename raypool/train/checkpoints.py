@@ -1,0 +1,248 @@
+"""The folder of a run: its checkpoints, each of which is there as a whole or not at all. Plain files.
+
+A checkpoint is a folder, and beside it `NAME.json` with what was reported with it. It is complete if both are there: the files
+are gathered in `.NAME.TOKEN.partial`, the json is written, and then the folder gets its name, which happens in one step. What
+begins with a dot and ends with `.partial` was left by a run that was killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from raypool.errors import InvalidTypeError, InvalidValueError
+
+PARTIAL = ".partial"
+
+Folder = str | os.PathLike[str]
+
+_NUMBERED = re.compile(r"checkpoint_(\d+)")
+
+
+class Kept(NamedTuple):
+    """A checkpoint that is complete: the how-many-th of its run, its folder, what rank 0 reported with it."""
+
+    index: int  # type: ignore[assignment]  # nobody looks for something in this tuple
+    path: Path
+    metrics: dict[str, Any]
+
+
+class Partial(NamedTuple):
+    """A checkpoint in the making: what it will be called, its number, the folder in which its files are gathered."""
+
+    name: str
+    number: int
+    path: Path
+
+
+# --- what there is ----------------------------------------------------------------------------------------------------
+
+
+def list_kept(run_dir: Folder) -> list[Kept]:
+    """Return the complete checkpoints of a run, the oldest first. What cannot be read is none."""
+    files = (path for path in Path(run_dir).glob("*.json") if not path.name.startswith("."))
+    return sorted((kept for kept in map(_read, files) if kept is not None), key=lambda kept: kept.index)
+
+
+def _read(file: Path) -> Kept | None:
+    try:
+        record = json.loads(file.read_text(encoding="utf-8"))
+        index, metrics = record["index"], record["metrics"]
+        path = Path(record.get("path") or file.with_suffix(""))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+    if not isinstance(index, int) or not isinstance(metrics, dict) or not path.is_dir():
+        return None
+    return Kept(index, path, metrics)
+
+
+def latest(run_dir: Folder) -> Kept | None:
+    """Return the newest complete checkpoint of a run, None without one."""
+    return max(list_kept(run_dir), key=lambda kept: kept.index, default=None)
+
+
+def best(run_dir: Folder, metric: str, mode: str) -> Kept | None:
+    """Return the checkpoint with the least ("min") or greatest ("max") value of a metric; of equal ones the newest.
+
+    One without the metric, or for which it is no number, is never the best; None if there is no other.
+    """
+    rated = [kept for kept in list_kept(run_dir) if _rating(kept, metric, mode) is not None]
+    return max(rated, key=lambda kept: _order(kept, metric, mode), default=None)
+
+
+def _rating(kept: Kept, metric: str, mode: str) -> float | None:
+    """Return how good it is, the higher the better; None if that cannot be told."""
+    value = kept.metrics.get(metric)
+    if not isinstance(value, (int, float)) or math.isnan(value):
+        return None
+    return -value if mode == "min" else value
+
+
+def _order(kept: Kept, metric: str | None, mode: str) -> tuple[bool, float, int]:
+    rating = None if metric is None else _rating(kept, metric, mode)
+    return rating is not None, rating or 0.0, kept.index
+
+
+# --- making one -------------------------------------------------------------------------------------------------------
+
+
+def check_name(name: str | None) -> None:
+    """Raise the error for a name that a checkpoint's folder cannot have.
+
+    Raises:
+        InvalidTypeError: It is no text.
+        InvalidValueError: It is a path, or like the names that are used here for other things.
+    """
+    if name is None:
+        return
+    if not isinstance(name, str):
+        raise InvalidTypeError(f"checkpoint_dir_name={name!r} is a {type(name).__name__}, not the name of a folder.")
+    if not name or name.startswith(".") or "/" in name or os.sep in name or "\0" in name:
+        raise InvalidValueError(
+            f"checkpoint_dir_name={name!r} is not the name of a folder in the folder of the run. It is one name without a "
+            "slash, and does not begin with a dot."
+        )
+
+
+def next_index(run_dir: Folder) -> int:
+    """Return the number of the next checkpoint, from 1."""
+    named = (_NUMBERED.fullmatch(path.name) for path in Path(run_dir).glob("checkpoint_*"))
+    numbers = [int(match.group(1)) for match in named if match is not None]
+    return max([0, *numbers, *(kept.index for kept in list_kept(run_dir))]) + 1
+
+
+def open_partial(run_dir: Folder, name: str | None, token: str) -> Partial:
+    """Make the folder in which the files of a new checkpoint are gathered: called so, or by its number.
+
+    Where there is one of that name already, the number is added to it: nothing is ever replaced.
+
+    Raises:
+        OSError: It cannot be made.
+    """
+    folder = Path(run_dir)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    index = next_index(folder)
+    if name is None:
+        name = f"checkpoint_{index:06d}"
+    elif (folder / name).exists() or _read(folder / f"{name}.json") is not None:
+        name = f"{name}-{index:06d}"
+    partial = folder / f".{name}.{token}{PARTIAL}"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    return Partial(name, index, partial)
+
+
+def copy_in(source: Folder, target: Path, rank: int) -> None:
+    """Copy what is in a folder into another, in which other ranks may do the same; a file is there as a whole or not at all.
+
+    Raises:
+        OSError: Something cannot be read, or does not fit.
+    """
+    spare = target / f".{rank}{PARTIAL}"
+    for entry in sorted(os.scandir(source), key=lambda entry: entry.name):
+        if entry.is_dir():
+            (target / entry.name).mkdir(exist_ok=True)
+            copy_in(entry.path, target / entry.name, rank)
+        else:
+            shutil.copyfile(entry.path, spare)
+            spare.replace(target / entry.name)
+
+
+def commit(partial: Partial, metrics: Mapping[str, Any], attempt: int, elsewhere: str | None = None) -> Path:
+    """Make a checkpoint of the files that were gathered; return its folder.
+
+    Args:
+        partial: Where the files are, and what it is called.
+        metrics: What was reported with it; what JSON cannot take is left out.
+        attempt: In which attempt of the training.
+        elsewhere: Where the files are if they were not gathered; the run only notes that.
+
+    Raises:
+        OSError: Something cannot be written.
+    """
+    name, index, folder = partial
+    record = {"index": index, "time": time.time(), "attempt": attempt, "metrics": _plain(metrics), "path": elsewhere}
+    _write(folder.with_name(f"{name}.json"), json.dumps(record))
+    if elsewhere is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+        return Path(elsewhere)
+    return folder.replace(folder.with_name(name))
+
+
+def _write(file: Path, text: str) -> None:
+    """Write a file in one step, which is on the disk then."""
+    spare = file.with_name(f".{file.name}{PARTIAL}")
+    with spare.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    spare.replace(file)
+
+
+def _plain(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what of some metrics JSON can take."""
+    plain = {}
+    for name, value in metrics.items():
+        with contextlib.suppress(TypeError, ValueError, RecursionError):
+            plain[name] = json.loads(json.dumps(value, default=_as_list))
+    return plain
+
+
+def _as_list(value: Any) -> Any:
+    """Return a NumPy array or number as Python's own.
+
+    Raises:
+        TypeError: It is something else.
+    """
+    to_list = getattr(value, "tolist", None)
+    if to_list is None:
+        raise TypeError(f"{type(value).__name__} is nothing for JSON")
+    return to_list()
+
+
+# --- tidying up -------------------------------------------------------------------------------------------------------
+
+
+def prune(run_dir: Folder, keep: int | None, metric: str | None, mode: str) -> list[Path]:
+    """Delete all but so many checkpoints, the best by a metric or the newest, and the last; return those that were deleted."""
+    there = list_kept(run_dir)
+    if keep is None or len(there) <= keep:
+        return []
+    stay = {kept.index for kept in sorted(there, key=lambda kept: _order(kept, metric, mode), reverse=True)[:keep]}
+    stay.add(there[-1].index)
+    gone = [kept for kept in there if kept.index not in stay]
+    for kept in gone:
+        _delete(Path(run_dir), kept)
+    return [kept.path for kept in gone]
+
+
+def _delete(run_dir: Path, kept: Kept) -> None:
+    """Delete a checkpoint: first it is none any more, in one step, then its files go. Files elsewhere are the user's own."""
+    if kept.path.parent != run_dir:
+        for file in run_dir.glob("*.json"):
+            if _read(file) == kept:
+                file.unlink()
+        return
+    aside = run_dir / f".{kept.path.name}.deleted{PARTIAL}"
+    shutil.rmtree(aside, ignore_errors=True)
+    kept.path.replace(aside)
+    (run_dir / f"{kept.path.name}.json").unlink(missing_ok=True)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def remove_partials(run_dir: Folder) -> None:
+    """Delete what a run that was killed has left unfinished."""
+    for path in Path(run_dir).glob(f".*{PARTIAL}"):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            with contextlib.suppress(OSError):
+                path.unlink()

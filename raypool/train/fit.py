@@ -1,0 +1,264 @@
+"""`pool.fit`, in the user's process: what the user gives becomes a loop and its configuration, its result a model.
+
+It imports torch at its top: whoever calls it holds a model of torch's anyway.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from raypool.engine.backend import WorkerInfo
+from raypool.errors import InvalidTypeError, InvalidValueError, ResourceError
+from raypool.train.data import take_samples
+from raypool.train.job import FitJob
+from raypool.train.learner import check_module
+from raypool.train.loop import fit_loop
+from raypool.train.options import TrainingOptions
+from raypool.train.ranks import own_random_state
+from raypool.train.runs import TrainingResult
+from raypool.train.schedule import Course, default_warmup
+from raypool.train.shares import Division, divide, split_batch
+
+
+@dataclass(frozen=True)
+class FitCall:
+    """A training that `pool.train` can run.
+
+    Attributes:
+        loop, config: What it runs.
+        ranks: The numbers of the workers that train, rank 0 first.
+        notes: What the user should know of it, a line each.
+        finish: Turns what comes out into what the user is given.
+    """
+
+    loop: Callable[[dict[str, Any]], Any]
+    config: dict[str, Any]
+    ranks: list[int]
+    notes: list[str]
+    finish: Callable[[TrainingResult], TrainingResult]
+
+
+def prepare_fit(
+    model: Any, data: Any, loss: Callable[..., Any], options: TrainingOptions, workers: Sequence[WorkerInfo]
+) -> FitCall:
+    """Check what a user gives to `pool.fit`, and return the training that it is.
+
+    Args:
+        model: A module, or a function that makes one.
+        data: See `take_samples`.
+        loss: A function of outputs and targets that returns their mean loss.
+        options: How to train.
+        workers: Those that may train.
+
+    Raises:
+        InvalidValueError, InvalidTypeError: An argument cannot work.
+        ResourceError: There are no workers of the kind that is asked for.
+    """
+    _check_functions(model, loss)
+    samples = take_samples(data)
+    validation = None if options.validation_data is None else take_samples(options.validation_data, "validation_data")
+    crew = _chosen(options, workers)
+    notes = _notes_on_workers(crew, workers, options)
+    scale = len(crew) if options.scale_batch == "per_worker" else 1
+    batch_size = options.mini_batch_size * scale
+    division = divide(len(samples), batch_size, options.accumulate_steps)
+    _check_shares(division, batch_size, crew)
+    notes += _notes_on_samples(division, batch_size, options)
+    course = _course(options, division, scale)
+    rate_scale = scale if options.scale_learning_rate == "linear" else 1
+    if rate_scale > 1 and not callable(options.schedule):
+        notes.append(
+            f"The learning rate is {options.learning_rate:g} x {rate_scale} = {options.learning_rate * rate_scale:g}, reached "
+            f"after {course.warmup_steps} steps."
+        )
+    job = FitJob(
+        model=model,
+        samples=samples,
+        validation=validation,
+        loss=loss,
+        options=_without_data(options),
+        loads=tuple(load for _, load in crew),
+        division=division,
+        course=course,
+        rate_scale=rate_scale,
+        is_on_cpu=options.execution == "cpu",
+    )
+    return FitCall(fit_loop, {"fit": job}, [worker.index for worker, _ in crew], notes, _Finish(model))
+
+
+def gradient_bytes(config: dict[str, Any]) -> int:
+    """Return how much memory the gradients of a training's model take [bytes]: what the ranks add up at each step."""
+    job: FitJob = config["fit"]
+    module = job.model if isinstance(job.model, nn.Module) else _make(job.model)
+    return sum(each.numel() * each.element_size() for each in module.parameters() if each.requires_grad)
+
+
+class _Finish:
+    """Turns what the ranks have returned into a model."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __call__(self, result: TrainingResult) -> TrainingResult:
+        """Return the result with the trained model: on the CPU, in evaluation mode, which is how it is used."""
+        ends = [dict(end) for end in result.values]
+        (saved,) = [end.pop("model") for end in ends if "model" in end]
+        state = torch.load(io.BytesIO(saved), map_location="cpu", weights_only=True)
+        module = copy.deepcopy(self._model) if isinstance(self._model, nn.Module) else _make(self._model)
+        module.to("cpu").load_state_dict(state)
+        module.eval()
+        return replace(result, values=ends, model=module)
+
+
+def _make(model: Callable[[], Any]) -> nn.Module:
+    """Return what a function makes, as if it had drawn nothing here."""
+    with own_random_state(torch.device("cpu")):
+        module = model()
+    check_module(module)
+    return module  # type: ignore[no-any-return]
+
+
+def _check_functions(model: Any, loss: Any) -> None:
+    if isinstance(model, nn.Module):
+        check_module(model)
+    elif not callable(model):
+        raise InvalidTypeError(
+            f"model={model!r} is a {type(model).__name__}. Give a torch.nn.Module, or a function without arguments that makes "
+            "one."
+        )
+    if not callable(loss):
+        raise InvalidTypeError(
+            f"loss={loss!r} is not callable. Give a function of outputs and targets, torch.nn.functional.cross_entropy for one."
+        )
+
+
+def _without_data(options: TrainingOptions) -> TrainingOptions:
+    """Return options that travel light: the data travel by themselves."""
+    return options if options.validation_data is None else replace(options, validation_data=())
+
+
+# --- who trains -------------------------------------------------------------------------------------------------------
+
+Crew = list[tuple[WorkerInfo, float]]
+"""The workers that train, each with its load."""
+
+
+def _chosen(options: TrainingOptions, workers: Sequence[WorkerInfo]) -> Crew:
+    """Return who trains."""
+    loads = options.worker_load or (1,) * len(workers)
+    if len(loads) != len(workers):
+        numbers = ", ".join(str(worker.index) for worker in workers)
+        raise InvalidValueError(
+            f"worker_load={list(loads)} has {len(loads)} numbers, and {len(workers)} workers may train: {numbers}. Give a number "
+            "for each."
+        )
+    able = [worker.index for worker in _able(options.execution, workers)]
+    crew = [(worker, load) for worker, load in zip(workers, loads, strict=True) if worker.index in able and load > 0]
+    if not crew:
+        raise InvalidValueError(
+            f"worker_load={list(loads)} gives nothing to the workers that can train with execution={options.execution!r}: "
+            f"{', '.join(map(str, able))}. Give one of them a number above 0."
+        )
+    return crew[:1] if options.execution == "gpu" else crew
+
+
+def _able(execution: str, workers: Sequence[WorkerInfo]) -> list[WorkerInfo]:
+    """Return the workers that can train: of several on one GPU, the first."""
+    if execution == "cpu":
+        return list(workers)
+    by_gpu: dict[Any, WorkerInfo] = {}
+    for worker in workers:
+        if worker.gpu is not None:
+            by_gpu.setdefault((worker.host, worker.gpu), worker)
+    if by_gpu:
+        return list(by_gpu.values())
+    if execution == "auto":
+        return list(workers)
+    raise ResourceError(
+        f"execution={execution!r} needs a worker with a GPU: requested 1, available 0, of {len(workers)} workers. Use "
+        "execution='cpu', or a pool on GPUs.",
+        requested=1,
+        available=0,
+        holders=(),
+    )
+
+
+def _notes_on_workers(crew: Crew, workers: Sequence[WorkerInfo], options: TrainingOptions) -> list[str]:
+    """Say who does not train, and how to do without them."""
+    training = [worker for worker, _ in crew]
+    idle = [worker for worker in workers if worker not in training]
+    if not idle:
+        return []
+    able = _able(options.execution, workers)
+    names = ", ".join(f"worker {each.index} ({_why_idle(each in able, options.execution)})" for each in idle)
+    is_on_gpus = options.execution != "cpu" and all(worker.gpu is not None for worker in training)
+    advice = f"gpus={[worker.gpu for worker in training]}" if is_on_gpus else f"{len(training)}"
+    return [f"Idle while this model trains: {names}. Choose what to train on when you open the pool: parpool({advice})."]
+
+
+def _why_idle(is_able: bool, execution: str) -> str:
+    if not is_able:
+        return "no GPU of its own"
+    return "one GPU was asked for" if execution == "gpu" else "its load is 0"
+
+
+# --- what they train on -----------------------------------------------------------------------------------------------
+
+
+def _check_shares(division: Division, batch_size: int, crew: Crew) -> None:
+    """Refuse mini-batches of which a worker would get nothing."""
+    shares = split_batch(division.batch_size, [load for _, load in crew])
+    if all(shares):
+        return
+    if division.num_samples < len(crew):
+        fact = f"There are {division.num_samples} samples for {len(crew)} workers"
+    elif division.batch_size < len(crew):
+        fact = f"A mini-batch of {division.batch_size} is less than one sample for each of {len(crew)} workers"
+    else:
+        idle = [worker.index for (worker, _), share in zip(crew, shares, strict=True) if not share]
+        fact = f"A mini-batch of {division.batch_size}, split by worker_load, leaves nothing for worker {idle[0]}"
+    least = "samples" if division.batch_size < batch_size else "mini_batch_size="
+    raise InvalidValueError(f"{fact}. Train on fewer workers, workers=[0] for one, or with more {least.rstrip('=')}.")
+
+
+def _notes_on_samples(division: Division, batch_size: int, options: TrainingOptions) -> list[str]:
+    """Say what is not as it was asked for."""
+    notes = []
+    if division.batch_size < batch_size:
+        notes.append(f"There are {division.num_samples:,} samples, so a mini-batch has as many, not {batch_size:,}.")
+    if division.accumulate < options.accumulate_steps:
+        notes.append(
+            f"The samples make {division.accumulate} mini-batches, so a step takes as many, not {options.accumulate_steps}."
+        )
+    if division.dropped:
+        size = division.batch_size * division.accumulate
+        other = ", other ones each time" if options.shuffle == "every-epoch" else ""
+        notes.append(
+            f"Each epoch leaves out {division.dropped:,} of {division.num_samples:,} samples{other}: they do not fill an "
+            f"step of {size:,}."
+        )
+    return notes
+
+
+def _course(options: TrainingOptions, division: Division, scale: int) -> Course:
+    num_steps = division.steps * options.max_epochs
+    is_scaled = options.scale_learning_rate is not None and scale > 1
+    warmup = options.warmup_steps
+    if warmup is None:
+        warmup = default_warmup(division.steps, num_steps) if is_scaled else 0
+    return Course(
+        kind=options.schedule if isinstance(options.schedule, str) else "none",
+        steps_per_epoch=division.steps,
+        num_steps=num_steps,
+        warmup_steps=warmup,
+        warmup_from=1 / scale if is_scaled else 0.0,
+        drop_every=options.drop_every,
+        drop_factor=options.drop_factor,
+    )

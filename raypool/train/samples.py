@@ -1,0 +1,202 @@
+"""What a model is to predict from: arrays, tables, lists and Datasets, of which workers get a piece at a time.
+
+Imports torch, and is imported by what needs it anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, default_collate
+
+from raypool.errors import InvalidTypeError, InvalidValueError
+
+KINDS = "a NumPy array, a tensor, a DataFrame, a tuple of those (several inputs), a Dataset with a length, or a list of samples"
+
+
+class Samples(Protocol):
+    """The inputs of a model, sample by sample.
+
+    Attributes:
+        gives_arrays: Whether whoever gave them expects NumPy arrays back.
+        bytes_each: How much one sample takes on its way to a worker, as far as that is known without looking.
+    """
+
+    gives_arrays: bool
+    bytes_each: int
+
+    def __len__(self) -> int:
+        """How many there are."""
+
+    def piece(self, start: int, stop: int) -> Piece:
+        """Return some of them, ready to travel."""
+
+
+class Piece(NamedTuple):
+    """The samples from `start` on, before `stop`: as columns (one for each input of the model) or as items; None: read there."""
+
+    start: int
+    stop: int
+    columns: tuple[Any, ...] | None = None
+    items: list[Any] | None = None
+
+
+class Columns:
+    """Samples in arrays or tensors, one for each input of the model."""
+
+    def __init__(self, columns: Sequence[np.ndarray[Any, Any] | torch.Tensor]) -> None:
+        self._columns = tuple(columns)
+        self.gives_arrays = all(isinstance(column, np.ndarray) for column in columns)
+        self.bytes_each = sum(column.nbytes for column in self._columns) // max(len(self), 1)
+
+    def __len__(self) -> int:
+        return len(self._columns[0])
+
+    def piece(self, start: int, stop: int) -> Piece:
+        """Return rows. A tensor travels as an array of the same memory: pickled by torch, it would take all rows with it."""
+        return Piece(start, stop, tuple(_detached(column[start:stop]) for column in self._columns))
+
+
+class Items:
+    """Samples in memory, one by one: a list, or a part of a `TensorDataset`."""
+
+    gives_arrays = False
+    bytes_each = 0
+
+    def __init__(self, items: Any) -> None:
+        self._items = items
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def piece(self, start: int, stop: int) -> Piece:
+        """Return items, without their targets."""
+        return Piece(start, stop, items=[input_of(self._items[index]) for index in range(start, stop)])
+
+
+class Elsewhere:
+    """Samples that workers read for themselves, each from its own copy of the Dataset."""
+
+    gives_arrays = False
+    bytes_each = 0
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def piece(self, start: int, stop: int) -> Piece:
+        """Return nothing but the numbers."""
+        return Piece(start, stop)
+
+
+def samples_of(data: Any) -> Samples:
+    """Return the samples that are in what a user gives.
+
+    Raises:
+        InvalidTypeError: It is nothing of the kind.
+        InvalidValueError: Several inputs have different lengths.
+    """
+    if isinstance(data, (DataLoader, IterableDataset)) or (hasattr(data, "__next__") and not hasattr(data, "__getitem__")):
+        raise InvalidTypeError(
+            f"data is a {type(data).__name__}, which has no samples by number. Give {KINDS}; of a DataLoader its .dataset."
+        )
+    if isinstance(data, TensorDataset):
+        return Columns([_checked_column(input_of(data.tensors))])
+    if isinstance(data, list) or (isinstance(data, Subset) and isinstance(data.dataset, TensorDataset)):
+        return Items(data)
+    if isinstance(data, tuple):
+        columns = [_checked_column(column) for column in data]
+        if not columns:
+            raise InvalidValueError("data=() names no input. Give an array for each input of the model.")
+        if len({len(column) for column in columns}) > 1:
+            raise InvalidValueError(
+                f"The inputs have {', '.join(str(len(column)) for column in columns)} samples. A tuple is one array for each "
+                "input of the model, all of the same length; targets do not belong there."
+            )
+        return Columns(columns)
+    if _is_column(data):
+        return Columns([_checked_column(data)])
+    is_plain = isinstance(data, (str, bytes, Mapping, Set))
+    if is_plain or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+        raise InvalidTypeError(f"data is a {type(data).__name__}. Give {KINDS}.")
+    return Elsewhere(data)
+
+
+def _is_column(data: Any) -> bool:
+    return isinstance(data, (np.ndarray, torch.Tensor)) or hasattr(data, "to_numpy")
+
+
+def _checked_column(data: Any) -> np.ndarray[Any, Any] | torch.Tensor:
+    """Return an array or tensor of which torch can make sense."""
+    if not _is_column(data):
+        raise InvalidTypeError(f"An input is a {type(data).__name__}. Give a NumPy array, a tensor or a DataFrame for each.")
+    if hasattr(data, "columns"):
+        bad = [str(name) for name, dtype in data.dtypes.items() if getattr(dtype, "kind", "O") not in "biuf"]
+        if bad:
+            raise InvalidTypeError(
+                f"The table has columns that are not numbers: {', '.join(bad[:5])}{' ...' if len(bad) > 5 else ''}. "
+                "Leave them out, or encode them first."
+            )
+    column = data if isinstance(data, torch.Tensor) else np.asarray(data.to_numpy() if hasattr(data, "to_numpy") else data)
+    if column.ndim == 0:
+        raise InvalidValueError("data is a single number. The first dimension of an input is that of the samples.")
+    if isinstance(column, np.ndarray):
+        try:
+            torch.from_numpy(column[:0].copy())
+        except (TypeError, ValueError) as error:
+            raise InvalidTypeError(f"data is an array of {column.dtype}, of which torch makes no tensor: {error}") from None
+    return column
+
+
+def _detached(rows: Any) -> Any:
+    """Return rows as an array, if there is such a type of array; else as a tensor of memory of its own."""
+    if isinstance(rows, np.ndarray):
+        return rows
+    rows = rows.detach().cpu()
+    try:
+        return rows.numpy()
+    except (TypeError, RuntimeError):  # bfloat16, say; or sparse
+        return rows.clone()
+
+
+def input_of(sample: Any) -> Any:
+    """Return what of a sample goes into the model: of a pair (input, target) the input.
+
+    Raises:
+        InvalidValueError: It is a tuple of more than two.
+
+    Example:
+        >>> input_of((1.5, "cat")), input_of(1.5), input_of((1.5,))
+        (1.5, 1.5, 1.5)
+    """
+    if not isinstance(sample, (tuple, list)):
+        return sample
+    if not 1 <= len(sample) <= 2:
+        raise InvalidValueError(
+            f"A sample is a tuple of {len(sample)}. Make it the input, or a pair (input, target); several inputs are a tuple in "
+            "place of the input."
+        )
+    return sample[0]
+
+
+def batch_of(piece: Piece, first: int, last: int, dataset: Any) -> tuple[Any, ...]:
+    """Return the inputs of a mini-batch, each a tensor (or a structure of tensors), from a piece that has it."""
+    if piece.columns is not None:
+        rows = slice(first - piece.start, last - piece.start)
+        return tuple(_tensor(column[rows]) for column in piece.columns)
+    if piece.items is not None:
+        inputs = piece.items[first - piece.start : last - piece.start]
+    else:
+        inputs = [input_of(dataset[index]) for index in range(first, last)]
+    batch = default_collate(inputs)
+    return tuple(batch) if isinstance(inputs[0], tuple) else (batch,)
+
+
+def _tensor(rows: Any) -> torch.Tensor:
+    """Return rows as a tensor with memory of its own: theirs may be the caller's, or read-only, and models work in place."""
+    return rows if isinstance(rows, torch.Tensor) else torch.from_numpy(rows.copy())

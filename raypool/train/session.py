@@ -1,0 +1,329 @@
+"""What runs in a worker for one rank of a training: Ray Train's own functions, over the group of the ranks.
+
+Imported in workers only, by the first training: it needs torch and Ray Train.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import platform
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+from ray.train import Checkpoint, CheckpointUploadMode, RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
+
+# Private: what all functions of ray.train ask in the end. Ray has no public way to say what they are to do in a process of one's
+# own; its local mode, and its own trainers, set the same. tests/integration/test_train_warm.py fails if a name is gone.
+from ray.train.v2._internal.execution.train_fn_utils import LocalTrainFnUtils, get_train_fn_utils, set_train_fn_utils
+from ray.train.v2.api.context import LocalTrainContext
+from ray.train.v2.api.reported_checkpoint import ReportedCheckpoint, ReportedCheckpointStatus
+
+from raypool.errors import InvalidTypeError, InvalidValueError
+from raypool.spmd import collectives
+from raypool.spmd.context import SpmdContext
+from raypool.spmd.messages import all_values, meet
+from raypool.task import Running, note_here, running
+from raypool.train.checkpoints import check_name, list_kept, remove_partials
+from raypool.train.keeping import Delivery, Keeper
+from raypool.train.metrics import check_names, checked
+from raypool.train.plan import Plan, RankEnd
+
+__all__ = ["Plan", "RankEnd", "run_loop"]
+
+BEGINNING, REPORT = "the beginning of the training", "ray.train.report"
+"""What ranks meet in."""
+
+
+def run_loop(context: SpmdContext, loop: Callable[..., Any], config: Any, plan: Plan) -> RankEnd:
+    """Run a loop as Ray Train's local mode does, as one rank of several.
+
+    Returns:
+        What it has returned, and what it has reported last.
+
+    Raises:
+        InvalidValueError: Not all ranks see the checkpoint that they are to begin with.
+        Exception: What the loop has raised.
+    """
+    session = Session(context, plan, note_here())
+    session.begin()
+    with _entered(session):
+        value = _Trainer(session, loop, config).fit()
+    return RankEnd(value, session.metrics)
+
+
+class _Trainer(TorchTrainer):  # type: ignore[misc]  # Ray is not typed
+    """Ray's trainer in its local mode: it checks the loop and its configuration, and calls it in this thread.
+
+    Its own controller would make torch's default group and set what the functions of ray.train do, for the whole process: the
+    ranks have a group, and two trainings may run in two threads. So this stands in for it. (Private: there is no public way.)
+    """
+
+    def __init__(self, session: Session, loop: Callable[..., Any], config: Any) -> None:
+        super().__init__(
+            loop,
+            train_loop_config=config,
+            scaling_config=_local_mode(),
+            run_config=RunConfig(name=session.plan.name),
+        )
+
+    def _get_local_controller(self) -> _Trainer:
+        return self
+
+    def run(self, train_func: Callable[[], Any]) -> Any:
+        """Call the loop; `fit` returns what this returns."""
+        return train_func()
+
+
+@functools.cache
+def _local_mode() -> ScalingConfig:
+    """Return what chooses Ray's local mode; it logs each time that it is made that there is but one process, which is wrong."""
+    logger = logging.getLogger("ray.train.v2.api.config")
+    before, logger.disabled = logger.disabled, True
+    try:
+        return ScalingConfig(num_workers=0)
+    finally:
+        logger.disabled = before
+
+
+# --- what ray.train finds ---------------------------------------------------------------------------------------------
+
+_here: ContextVar[Session | None] = ContextVar("raypool_training", default=None)
+
+_lock = threading.Lock()
+_sessions: list[Session] = []
+_before: Any = None
+"""The trainings in this process, and what was set before the first one."""
+
+
+class _Switch:
+    """What is set for ray.train while trainings run: it passes everything on to the one in which it is asked."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_session_here(), name)
+
+
+def _session_here() -> Any:
+    """Return the training that this thread belongs to.
+
+    A thread that was not started from Python (autograd's, for a GPU) belongs to the only one that there is.
+    """
+    session = _here.get()
+    with _lock:
+        there = list(_sessions)
+    if (
+        session is None
+        and len(there) == 1
+        and running.get() is None
+        and threading.current_thread() is not threading.main_thread()
+    ):
+        session = there[0]
+    if session in there:
+        return session
+    if _before is not None:
+        return _before
+    raise RuntimeError(
+        "Functions of ray.train were called in a thread that belongs to no training, while one runs in this process. They work "
+        "in a loop that pool.train or trainer.fit() runs."
+    )
+
+
+@contextlib.contextmanager
+def _entered(session: Session) -> Iterator[None]:
+    """Let the functions of ray.train do what they do in a training, in this thread and those that it starts."""
+    global _before
+    shelter = None if session.note is None else session.note.shelter
+    if shelter is not None:
+        shelter.shield()  # nothing that comes here and below is to be done by halves
+    token = _here.set(session)
+    with _lock:
+        if not _sessions:
+            _before = _set_here()
+            set_train_fn_utils(_Switch())
+        _sessions.append(session)
+    try:
+        if shelter is not None:
+            shelter.expose()
+        yield
+    finally:
+        try:
+            if shelter is not None:
+                shelter.shield()
+        finally:  # an interruption comes once only
+            session.end()
+            with _lock:
+                _sessions.remove(session)
+                if not _sessions:
+                    set_train_fn_utils(_before)
+                    _before = None
+            _here.reset(token)
+    if shelter is not None:
+        shelter.expose()  # not after an error: that is to be reported, and nothing else
+
+
+def _set_here() -> Any:
+    try:
+        return get_train_fn_utils()
+    except RuntimeError:
+        return None
+
+
+# --- what a loop gets from ray.train ----------------------------------------------------------------------------------
+
+
+class _Told(NamedTuple):
+    """What a rank says in a report."""
+
+    names: tuple[str, ...]
+    has_checkpoint: bool
+    should_stop: bool
+
+
+class _Context(LocalTrainContext):  # type: ignore[misc]
+    def get_storage(self) -> Any:
+        raise InvalidValueError(
+            'ray.train.get_context().get_storage() is there with lane="managed" only, where Ray Train keeps the checkpoints. '
+            "Here raypool does: report() them, and name the folder with RunOptions(run_dir=...)."
+        )
+
+
+class Session(LocalTrainFnUtils):  # type: ignore[misc]
+    """One rank of a training."""
+
+    def __init__(self, context: SpmdContext, plan: Plan, note: Running | None) -> None:
+        super().__init__(plan.name)
+        self.plan = plan
+        self.note = note
+        self.metrics: dict[str, Any] | None = None
+        self._spmd = context
+        self._checkpoint = None if plan.start is None else Checkpoint.from_directory(plan.start)
+        self._keeper = Keeper(plan, context.rank, self._tell)
+        self._attempt_before = 1 if note is None else note.attempt
+
+    # --- its beginning and its end ---
+
+    def begin(self) -> None:
+        """Meet the others: who is on which machine, and whether somebody has asked for an early end already."""
+        plan, note, spmd = self.plan, self.note, self._spmd
+        if spmd.rank == 0 and plan.run_dir:
+            remove_partials(plan.run_dir)
+        is_seen = plan.start is None or os.path.isdir(plan.start)  # noqa: PTH112 - a text from elsewhere
+        told = self._tell((platform.node(), is_seen, note is not None and note.should_stop), BEGINNING)
+        hosts = list(dict.fromkeys(host for host, _, _ in told))
+        self._context = _Context(
+            plan.name,
+            world_size=spmd.world_size,
+            world_rank=spmd.rank,
+            local_rank=spmd.local_rank,
+            local_world_size=spmd.local_world_size,
+            node_rank=hosts.index(platform.node()),
+        )
+        blind = [rank for rank, (_, is_seen, _) in enumerate(told) if not is_seen]
+        if blind:
+            raise InvalidValueError(
+                f"Rank {blind[0]}, on {told[blind[0]][0]}, does not see the checkpoint {plan.start} that the training is to "
+                "begin with. All machines have to see its folder, in one place: put it into a folder that they share."
+            )
+        if note is not None:
+            note.attempt = plan.attempt
+            note.agreed_stop = any(should_stop for _, _, should_stop in told)
+
+    def end(self) -> None:
+        """Leave the note as it was."""
+        if self.note is not None:
+            self.note.attempt, self.note.agreed_stop = self._attempt_before, None
+
+    def _tell(self, value: Any, operation: str = REPORT) -> list[Any]:
+        """Say something to all ranks, and return what each of them says."""
+        group = self._spmd._group
+        with group.operation(operation):
+            words, packed = meet(group, value, operation)
+            return all_values(group, words, packed)
+
+    # --- report ---
+
+    def report(  # noqa: PLR0913, PLR0917 - as Ray calls it
+        self,
+        metrics: dict[str, Any],
+        checkpoint: Any = None,
+        checkpoint_dir_name: str | None = None,
+        checkpoint_upload_mode: CheckpointUploadMode = CheckpointUploadMode.SYNC,
+        delete_local_checkpoint_after_upload: bool | None = None,
+        checkpoint_upload_fn: Callable[[Any, str], Any] | None = None,
+        validation: Any = False,
+    ) -> None:
+        """Meet the others, keep a checkpoint with them if any has one, and pass on the metrics of rank 0."""
+        if validation:
+            raise InvalidValueError(
+                'ray.train.report(validation=...) needs lane="managed", where Ray Train validates checkpoints beside the '
+                "training. Here validate in the loop, and report the result as a metric."
+            )
+        metrics = checked(metrics)
+        check_name(checkpoint_dir_name)
+        if checkpoint is not None and not isinstance(checkpoint, Checkpoint):
+            raise InvalidTypeError(
+                f"report(checkpoint=...) got a {type(checkpoint).__name__}. Save it to a folder, and pass "
+                "ray.train.Checkpoint.from_directory(folder)."
+            )
+        note = self.note
+        told = self._tell(_Told(tuple(sorted(metrics)), checkpoint is not None, note is not None and note.should_stop))
+        check_names([each.names for each in told])
+        self.metrics = metrics
+        if note is not None:
+            note.agreed_stop = bool(note.agreed_stop) or any(each.should_stop for each in told)
+            if metrics and self._spmd.rank == 0:
+                note.say(note, "metrics", (time.time(), metrics))
+        if any(each.has_checkpoint for each in told):
+            is_placed = checkpoint_upload_mode is CheckpointUploadMode.NO_UPLOAD
+            delivery = (
+                None
+                if checkpoint is None
+                else Delivery(checkpoint, is_placed, bool(delete_local_checkpoint_after_upload), checkpoint_upload_fn)
+            )
+            path = self._keeper.keep(delivery, checkpoint_dir_name, metrics)
+            self._checkpoint = Checkpoint.from_directory(path)
+
+    # --- the other functions ---
+
+    def get_checkpoint(self) -> Any:
+        """Return what was reported last, or what the training begins with."""
+        return self._checkpoint
+
+    def get_all_reported_checkpoints(self, consistency_mode: Any = None, timeout_s: float | None = None) -> list[Any]:
+        """Return all that are kept, also those of earlier attempts, with the metrics of rank 0."""
+        return [
+            ReportedCheckpoint(
+                checkpoint=Checkpoint.from_directory(str(kept.path)),
+                metrics=kept.metrics,
+                status=ReportedCheckpointStatus.COMMITTED,
+            )
+            for kept in list_kept(self.plan.run_dir)
+        ]
+
+    def get_dataset_shard(self, dataset_info: Any) -> Any:
+        """Refuse: who has data sets of Ray Data needs Ray Train's controller."""
+        raise InvalidValueError(
+            f"ray.train.get_dataset_shard({dataset_info.dataset_name!r}) needs a training with datasets=..., which is one with "
+            'lane="managed". Here a loop reads its data itself, with prepare_data_loader say.'
+        )
+
+    def is_distributed(self) -> bool:
+        """Say no, as in Ray's local mode: then ray.train asks torch for the device, and a worker sees its own GPU and no other.
+
+        Else it would ask Ray for the GPUs of this actor, which need not be there for torch (pretended ones, say).
+        """
+        return False
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        collectives.barrier(self._spmd._group)
+
+    def broadcast_from_rank_zero(self, data: Any) -> Any:
+        """Return what rank 0 has passed."""
+        return collectives.broadcast(self._spmd._group, data if self._spmd.rank == 0 else None, 0)

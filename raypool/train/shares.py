@@ -1,0 +1,85 @@
+"""How samples are shared out: a mini-batch among ranks, a data set among steps. Numbers only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import NamedTuple
+
+
+def split_batch(size: int, loads: Sequence[float]) -> list[int]:
+    """Split samples in proportion to loads, as evenly as whole numbers can; what is left over goes to the largest remainders.
+
+    Among equal remainders the first come first, so equal loads give the first ranks one sample more.
+
+    Args:
+        size: How many samples.
+        loads: A number for each rank, none below 0, at least one above.
+
+    Source:
+        Hamilton's method of apportionment; MATLAB R2025b, "Train Network in Parallel with Custom Training Loop", for equal loads.
+
+    Example:
+        >>> split_batch(130, [1, 1, 1, 1]), split_batch(96, [2, 1])
+        ([33, 33, 32, 32], [64, 32])
+    """
+    exact_loads = [Fraction(load) for load in loads]  # floats would round remainders that are equal apart
+    total = sum(exact_loads)
+    quotas = [size * load / total for load in exact_loads]
+    shares = [int(quota) for quota in quotas]
+    by_remainder = sorted(range(len(shares)), key=lambda rank: shares[rank] - quotas[rank])
+    for rank in by_remainder[: size - sum(shares)]:
+        shares[rank] += 1
+    return shares
+
+
+class Division(NamedTuple):
+    """How a data set makes up an epoch: `steps` steps of `accumulate` mini-batches of `batch_size` samples."""
+
+    num_samples: int
+    batch_size: int
+    accumulate: int
+    steps: int
+
+    @property
+    def dropped(self) -> int:
+        """How many samples an epoch leaves out."""
+        return self.num_samples - self.batch_size * self.accumulate * self.steps
+
+
+def divide(num_samples: int, batch_size: int, accumulate: int) -> Division:
+    """Divide a data set into steps; one that is too small for a mini-batch, or a step, makes one all the same.
+
+    Example:
+        >>> divide(130, 32, accumulate=1)
+        Division(num_samples=130, batch_size=32, accumulate=1, steps=4)
+        >>> divide(20, 32, accumulate=2)
+        Division(num_samples=20, batch_size=20, accumulate=1, steps=1)
+    """
+    batch_size = min(batch_size, num_samples)
+    accumulate = min(accumulate, num_samples // batch_size)
+    return Division(num_samples, batch_size, accumulate, num_samples // (batch_size * accumulate))
+
+
+class Share(NamedTuple):
+    """What a rank takes of each mini-batch: `size` samples from the `start`-th on, of `batch_size`."""
+
+    start: int
+    size: int
+    batch_size: int
+
+    @property
+    def weight(self) -> float:
+        """Its part of the mini-batch."""
+        return self.size / self.batch_size
+
+
+def share_of(rank: int, batch_size: int, loads: Sequence[float]) -> Share:
+    """Return what a rank takes of each mini-batch.
+
+    Example:
+        >>> share_of(1, 96, [2, 1])
+        Share(start=64, size=32, batch_size=96)
+    """
+    sizes = split_batch(batch_size, loads)
+    return Share(sum(sizes[:rank]), sizes[rank], batch_size)

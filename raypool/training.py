@@ -1,0 +1,339 @@
+"""The verbs for one model on all workers: what can be asked of a pool about it."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from raypool.engine.backend import WorkerInfo
+from raypool.engine.calls import Where
+from raypool.engine.engine import Engine
+from raypool.errors import InvalidTypeError, InvalidValueError
+from raypool.options import Options, check_callable
+
+if TYPE_CHECKING:
+    from raypool.train.options import TrainingOptions
+    from raypool.train.run import Crew, Finish, Lane, TrainingRun
+    from raypool.train.runs import RunOptions
+
+Workers = int | Iterable[int | WorkerInfo] | None
+"""How many workers, or which; None for all."""
+
+LANES = ("warm", "managed")
+
+
+class TrainingVerbs:
+    """The verbs of a pool that train one model, or use one, on all workers; part of `PoolView`."""
+
+    _engine: Engine
+    _options: Options
+
+    def train(  # noqa: PLR0913 - what is said of a training is said at once, all of it by name
+        self,
+        loop: Callable[..., Any],
+        config: Mapping[str, Any] | None = None,
+        *,
+        workers: Workers = None,
+        lane: Literal["warm", "managed"] = "warm",
+        options: RunOptions | None = None,
+        trainer: type | None = None,
+        datasets: Mapping[str, Any] | None = None,
+        release_workers: bool = False,
+    ) -> TrainingRun:
+        """Train one model on all workers at once by a loop written for Ray Train; return a future of what comes out.
+
+        In the loop all of Ray Train's functions work: `ray.train.get_context()`, `report`, `get_checkpoint`,
+        `ray.train.torch.prepare_model`, `prepare_data_loader`. The pool has the GPUs already, so nothing is asked of Ray. When a
+        worker is lost it is replaced on the same GPU, and all ranks begin again from the last checkpoint, `retries` times.
+
+        With "threads" and "inline", and inside a task, there is one rank: torch has one default group for a process.
+
+        Args:
+            loop: A function of one argument, or of none, that every rank calls: `train_loop_per_worker` of a `TorchTrainer`.
+            config: What it is called with.
+            workers: Those that train: how many, or which, by number or as they stand in `pool.workers`, rank 0 first. None: all.
+            lane: "warm": the pool's workers run the loop, by Ray Train's local mode; it begins at once. "managed": Ray Train's
+                controller runs it in workers of its own, on the pool's GPUs, while the pool's workers wait; it takes some
+                seconds to begin, and has Ray Data (`datasets`) and other frameworks (`trainer`).
+            options: Where checkpoints are kept, how many, and from which one to begin.
+            trainer: A trainer of Ray's instead of `TorchTrainer`, `TensorflowTrainer` for one; needs the managed lane.
+            datasets: Ray Data datasets by name, for `ray.train.get_dataset_shard`; needs the managed lane.
+            release_workers: In the managed lane, end the workers' processes meanwhile, with all that they have on their GPUs;
+                they start again afterwards.
+
+        Returns:
+            A `TrainingRun`. Its result is a `TrainingResult`; or it fails with a `TrainingError` that names the rank, or with a
+            `TaskTimeoutError` (`pool.options(timeout_s=...)`); both have `.result`, what there is all the same.
+
+        Raises:
+            ResourceError: There are fewer workers than were asked for.
+            InvalidValueError, InvalidTypeError: An argument cannot work.
+            SerializationError: The loop or its configuration cannot be sent; it names the variable.
+            PoolClosedError: The pool was shut down.
+
+        Source:
+            Ray 2.60, TorchTrainer, with its local mode as the warm lane.
+
+        Example:
+            >>> from raypool import parpool
+            >>> def loop(config):
+            ...     import ray.train
+            ...     for epoch in range(config["epochs"]):
+            ...         ray.train.report({"loss": 1 / (epoch + 1)})
+            ...     return ray.train.get_context().get_world_size()
+            >>> with parpool(1, profile="threads", quiet=True) as pool:
+            ...     result = pool.train(loop, {"epochs": 4}).result()
+            >>> result.values, result.metrics["loss"], len(result.metrics_frame)
+            ([1], 0.25, 4)
+        """
+        _check_loop(loop)
+        if config is not None and not isinstance(config, Mapping):
+            raise InvalidTypeError(f"config={config!r} is a {type(config).__name__}. Give the loop a dict, or nothing.")
+        if lane not in LANES:
+            raise InvalidValueError(f"lane={lane!r} is neither 'warm' nor 'managed'.")
+        if lane == "warm":
+            _check_warm(trainer=trainer, datasets=datasets, release_workers=release_workers)
+        from raypool.train.runs import RunOptions
+
+        kept = RunOptions() if options is None else options
+        if not isinstance(kept, RunOptions):
+            raise InvalidTypeError(f"options={options!r} is a {type(options).__name__}. Give RunOptions(...).")
+        engine, crew = self._crew(workers, kept.min_workers)
+        made = self._lane(engine, lane, loop, config, trainer, datasets, release_workers)
+        return self._run(engine, made, crew, kept, self._options.name or _name_of(loop))
+
+    def fit(  # noqa: PLR0913 - as above
+        self,
+        model: Any,
+        data: Any,
+        loss: Callable[..., Any],
+        options: TrainingOptions | None = None,
+        *,
+        workers: Workers = None,
+        lane: Literal["warm", "managed"] = "warm",
+        run_options: RunOptions | None = None,
+    ) -> TrainingRun:
+        """Train a model on all workers at once, without a loop of one's own; return a future of what comes out.
+
+        Each mini-batch is shared out among the ranks, and their gradients are weighted by their shares: the result is that of one
+        process with the whole mini-batch.
+
+        Args:
+            model: A `torch.nn.Module`, or a function without arguments that makes one. The caller's own stays as it is.
+            data: (inputs, targets), two arrays or tensors of equal length; a map-style `Dataset` of such pairs; a DataFrame whose
+                last column is the target.
+            loss: A function of outputs and targets that returns their mean loss: `torch.nn.functional.cross_entropy`, say.
+            options: How to train; see `TrainingOptions`.
+            workers: Those that may train: how many, or which. None: all.
+            lane: As for `train`.
+            run_options: Where checkpoints are kept; see `RunOptions`.
+
+        Returns:
+            A `TrainingRun`. Its result's `model` is the trained model, on the CPU.
+
+        Raises:
+            InvalidValueError, InvalidTypeError: An argument cannot work.
+            ResourceError: There are too few workers, or none with a GPU where one is asked for.
+
+        Source:
+            MATLAB R2025b, trainnet and trainingOptions.
+
+        Example:
+            >>> import torch
+            >>> from raypool import TrainingOptions, parpool
+            >>> x = torch.linspace(-1, 1, 64)[:, None]
+            >>> options = TrainingOptions(max_epochs=30, mini_batch_size=16, optimizer="adam", learning_rate=0.1)
+            >>> with parpool(1, profile="threads", quiet=True) as pool:
+            ...     run = pool.fit(torch.nn.Linear(1, 1), (x, 3 * x), torch.nn.functional.mse_loss, options)
+            ...     result = run.result()
+            >>> round(result.model.weight.item())
+            3
+        """
+        from raypool.train.fit import prepare_fit
+        from raypool.train.options import TrainingOptions
+        from raypool.train.runs import RunOptions
+        from raypool.train.scaling import Recipe
+
+        options = TrainingOptions() if options is None else options
+        if not isinstance(options, TrainingOptions):
+            raise InvalidTypeError(f"options={options!r} is a {type(options).__name__}. Give TrainingOptions(...).")
+        kept = RunOptions() if run_options is None else run_options
+        engine, candidates = self._candidates(workers)
+        call = prepare_fit(model, data, loss, options, candidates)
+        if not engine.profile.quiet:
+            for note in call.notes:
+                sys.stderr.write(f"raypool: {note}\n")
+        engine, crew = self._crew(call.ranks, kept.min_workers)
+        made = self._lane(engine, lane, call.loop, call.config, None, None, False)
+        run = self._run(engine, made, crew, kept, self._options.name or "fit", call.finish)
+        run.recipe = Recipe(engine, crew.size, crew.places, call.config)
+        return run
+
+    def predict(self, model: Any, data: Any, *, mini_batch_size: int = 128, output: Callable[[Any], Any] | None = None) -> Any:
+        """Return what a model makes of data, computed on all workers at once, in the order of the data.
+
+        Args:
+            model: A `torch.nn.Module`. Each worker gets it once, on its device, in evaluation mode; the caller's stays as it is.
+            data: Inputs: an array, a tensor, a DataFrame, or a map-style `Dataset` (of pairs the first is taken).
+            mini_batch_size: So many samples go through the model at once, in one call to a worker.
+            output: Called on the worker with what the model makes of a mini-batch: what it returns comes back instead.
+
+        Returns:
+            The outputs of all samples: a tensor on the CPU, an array if `data` was an array or a DataFrame.
+
+        Raises:
+            InvalidValueError, InvalidTypeError: An argument cannot work.
+            Exception: What the model has raised, as itself.
+
+        Source:
+            MATLAB R2025b, minibatchpredict.
+
+        Example:
+            >>> import torch
+            >>> from raypool import parpool
+            >>> with parpool(2, profile="threads", quiet=True) as pool:
+            ...     pool.predict(torch.nn.Identity(), torch.arange(5.0), mini_batch_size=2)
+            tensor([0., 1., 2., 3., 4.])
+        """
+        from raypool.train.predict import predict_with
+
+        engine = self._engine_here()
+        return predict_with(
+            engine, self._options, self._where(engine), model, data, mini_batch_size=mini_batch_size, output=output
+        )
+
+    def classify(self, model: Any, data: Any, *, labels: Sequence[Any] | None = None, mini_batch_size: int = 128) -> Any:
+        """Return the class that a model gives each sample: the number of its largest output.
+
+        Args:
+            model: As for `predict`; its output has a column for each class.
+            data: As for `predict`.
+            labels: What the classes are called, in the order of the columns. None: their numbers.
+            mini_batch_size: As for `predict`.
+
+        Returns:
+            An array with the number, or the label, of each sample's class.
+
+        Raises:
+            InvalidValueError, InvalidTypeError: An argument cannot work, or the output has no column for each class.
+
+        Source:
+            MATLAB R2025b, minibatchpredict and scores2label.
+
+        Example:
+            >>> import torch
+            >>> from raypool import parpool
+            >>> with parpool(2, profile="threads", quiet=True) as pool:
+            ...     pool.classify(torch.nn.Identity(), torch.eye(3), labels=["a", "b", "c"])
+            array(['a', 'b', 'c'], dtype='<U1')
+        """
+        from raypool.train.predict import classify_with
+
+        engine = self._engine_here()
+        return classify_with(
+            engine, self._options, self._where(engine), model, data, labels=labels, mini_batch_size=mini_batch_size
+        )
+
+    # --- how it is done -----------------------------------------------------------------------------------------------
+
+    def _ranks(self, workers: Any) -> tuple[Engine, int, tuple[int, ...] | None]:
+        raise NotImplementedError
+
+    def _engine_here(self) -> Engine:
+        raise NotImplementedError
+
+    def _where(self, engine: Engine) -> Where:
+        raise NotImplementedError
+
+    def _numbers(self) -> list[int]:
+        raise NotImplementedError
+
+    def _workers(self) -> list[WorkerInfo]:
+        raise NotImplementedError
+
+    def _crew(self, workers: Workers, least: int | None) -> tuple[Engine, Crew]:
+        """Return where a training runs, and who trains."""
+        from raypool.train.run import Crew
+
+        if self._options.fresh_process:
+            raise InvalidValueError(
+                "fresh_process=True does not go with a training, whose ranks stay together. With lane='managed' they are new."
+            )
+        engine, size, places = self._ranks(workers)
+        if engine.profile.backend != "ray":
+            size = 1
+        if least is not None and least > size:
+            raise InvalidValueError(f"min_workers={least} is more than the {size} workers that train.")
+        return engine, Crew(size, places, self._numbers if engine is self._engine else lambda: (0,))
+
+    def _candidates(self, workers: Workers) -> tuple[Engine, list[WorkerInfo]]:
+        """Return the workers that may train."""
+        engine, size, places = self._ranks(workers)
+        if engine is not self._engine:
+            return engine, engine.workers()
+        by_number = {worker.index: worker for worker in self._workers()}
+        numbers = list(by_number) if places is None else [place for place in places if place in by_number]
+        return engine, [by_number[number] for number in numbers[:size]]
+
+    def _lane(  # noqa: PLR0913, PLR0917 - it only passes them on
+        self,
+        engine: Engine,
+        lane: str,
+        loop: Callable[..., Any],
+        config: Mapping[str, Any] | None,
+        trainer: type | None,
+        datasets: Mapping[str, Any] | None,
+        release_workers: bool,
+    ) -> Lane:
+        if lane == "warm":
+            from raypool.train.warm import WarmLane
+
+            return WarmLane(engine, loop, config)
+        if engine.profile.backend != "ray":
+            raise InvalidValueError(
+                f'lane="managed" is run by Ray, and this pool is of the kind {engine.profile.backend!r}. Use lane="warm", or a '
+                'pool with profile="local".'
+            )
+        from raypool.train.managed import ManagedLane
+
+        return ManagedLane(engine, loop, config, trainer, datasets, release_workers)
+
+    def _run(
+        self, engine: Engine, lane: Lane, crew: Crew, kept: RunOptions, name: str, finish: Finish | None = None
+    ) -> TrainingRun:
+        from raypool.train.run import Conductor, TrainingRun, run_folder, start_run
+
+        run = TrainingRun(name, run_folder(kept, name))
+        return start_run(run, Conductor(run, lane, crew, self._options, kept, finish), engine)
+
+
+def _check_loop(loop: Any) -> None:
+    """Refuse what Ray Train could not call."""
+    check_callable(loop)
+    try:
+        signature = inspect.signature(loop)
+    except (TypeError, ValueError):  # some builtins do not say what they take
+        return
+    for arguments in ((), (None,)):
+        try:
+            signature.bind(*arguments)
+        except TypeError:
+            continue
+        return
+    raise InvalidTypeError(
+        f"The loop {_name_of(loop)}{signature} takes more than one argument. Put what it needs into `config`, a dict, or bind it "
+        "with functools.partial."
+    )
+
+
+def _check_warm(**given: Any) -> None:
+    """Refuse what only Ray Train's controller can do."""
+    for name, value in given.items():
+        if value:
+            raise InvalidValueError(f'{name}= is for Ray Train\'s controller: give lane="managed" with it.')
+
+
+def _name_of(loop: Any) -> str:
+    return getattr(loop, "__name__", None) or type(loop).__name__

@@ -1,0 +1,154 @@
+"""What `pool.fit` promises in every kind of pool. On Ray it trains on all workers, else on one: the model is the same."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, mse_loss
+
+from raypool import ParallelPool, parpool
+from raypool.errors import InvalidTypeError, InvalidValueError, ResourceError, TrainingError
+from raypool.train.options import TrainingOptions
+from raypool.train.runs import RunOptions
+
+INPUTS = np.random.default_rng(0).normal(size=(50, 4))
+TARGETS = INPUTS.sum(axis=1, keepdims=True)
+
+
+def make_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[ParallelPool]:
+    """A pool of this process."""
+    with parpool(1, profile="inline", quiet=True) as pool:
+        yield pool
+
+
+def options(**changes: Any) -> TrainingOptions:
+    return TrainingOptions(**{"mini_batch_size": 12, "max_epochs": 2, "learning_rate": 0.05, **changes})
+
+
+def fit(pool: ParallelPool, data: Any = (INPUTS, TARGETS), run_options: RunOptions | None = None, **changes: Any) -> Any:
+    return pool.fit(make_model, data, mse_loss, options(**changes), run_options=run_options).result(60)
+
+
+def assert_same(ours: nn.Module, theirs: nn.Module) -> None:
+    torch.testing.assert_close(dict(ours.state_dict()), dict(theirs.state_dict()), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"optimizer": "adam", "schedule": "cosine", "warmup_steps": 2},
+        {"worker_load": [2, 1, 0], "clip_gradient_norm": 0.2, "accumulate_steps": 2},
+        {"scale_batch": "per_worker", "mini_batch_size": 4, "shuffle": "never"},
+        {"strategy": "fsdp", "shuffle": "once"},
+    ],
+    ids=["adam", "loads", "per worker", "fsdp"],
+)
+def test_the_same_options_give_the_same_model(pool: ParallelPool, alone: ParallelPool, changes: dict[str, Any]) -> None:
+    if changes.get("scale_batch"):
+        alone_changes = {**changes, "scale_batch": None, "mini_batch_size": 12}
+    else:
+        alone_changes = {**changes, "worker_load": None}
+    ours, theirs = fit(pool, **changes), fit(alone, **alone_changes)
+    assert_same(ours.model, theirs.model)
+    assert ours.metrics["loss"] == pytest.approx(theirs.metrics["loss"])
+    assert ours.metrics_frame["epoch"].tolist() == [0, 1]
+    assert ours.metrics_frame["rank"].tolist() == [0, 0]
+
+
+def test_the_model_comes_back_ready_to_use(pool: ParallelPool) -> None:
+    torch.manual_seed(0)
+    given = make_model()
+    before = copy.deepcopy(given.state_dict())
+    result = pool.fit(given, (INPUTS, TARGETS), mse_loss, options()).result(60)
+    assert type(result.model) is nn.Sequential
+    assert not result.model.training
+    assert all(parameter.device.type == "cpu" and parameter.requires_grad for parameter in result.model.parameters())
+    torch.testing.assert_close(dict(given.state_dict()), dict(before), rtol=0, atol=0)
+    assert given.training
+
+
+def test_a_table_of_classes(pool: ParallelPool) -> None:
+    frame = pd.DataFrame(INPUTS, columns=list("abcd")).assign(label=(TARGETS[:, 0] > 0).astype(int))
+    changes = {"max_epochs": 20, "learning_rate": 0.1, "optimizer": "adam"}
+    run = pool.fit(lambda: nn.Linear(4, 2), frame, cross_entropy, options(**changes))
+    model = run.result(60).model
+    assert model.weight.dtype == torch.float32
+    outputs = model(torch.tensor(INPUTS, dtype=torch.float32))
+    assert (outputs.argmax(1).numpy() == frame["label"]).mean() > 0.9
+
+
+def test_the_callers_random_numbers_stay_as_they_were(pool: ParallelPool) -> None:
+    states = torch.get_rng_state(), np.random.get_state()[1].tolist()
+    fit(pool)
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert np.random.get_state()[1].tolist() == states[1]
+
+
+def test_it_goes_on_from_a_checkpoint(pool: ParallelPool, tmp_path: Any) -> None:
+    kept = RunOptions(run_dir=tmp_path / "run")
+    fit(pool, run_options=kept, checkpoint_every=1, max_epochs=2)
+    rest = fit(pool, run_options=kept, checkpoint_every=1, max_epochs=4)
+    assert rest.metrics_frame["epoch"].tolist() == [2, 3]
+    assert_same(rest.model, fit(pool, max_epochs=4).model)
+    done = fit(pool, run_options=kept, checkpoint_every=1, max_epochs=4)
+    assert_same(done.model, rest.model)
+
+
+def test_an_output_function_ends_it(pool: ParallelPool) -> None:
+    result = fit(pool, output_fn=lambda metrics: metrics["epoch"] == 2, max_epochs=50)
+    assert result.values[0]["ended_by"] == "output_fn"
+    assert result.values[0]["epochs"] == 3
+
+
+def test_what_cannot_work_is_refused_at_the_call(pool: ParallelPool) -> None:
+    data = INPUTS, TARGETS
+    with pytest.raises(InvalidTypeError, match="options=\\{\\} is a dict"):
+        pool.fit(make_model, data, mse_loss, {})  # type: ignore[arg-type]
+    with pytest.raises(InvalidTypeError, match="model=3"):
+        pool.fit(3, data, mse_loss)
+    with pytest.raises(InvalidTypeError, match="loss=None is not callable"):
+        pool.fit(make_model, data, None)  # type: ignore[arg-type]
+    with pytest.raises(InvalidValueError, match="50 inputs and 49 targets"):
+        pool.fit(make_model, (INPUTS, TARGETS[1:]), mse_loss)
+    with pytest.raises(InvalidValueError, match="2 numbers, and 3 workers"):
+        pool.fit(make_model, data, mse_loss, options(worker_load=[1, 1]))
+    with pytest.raises(InvalidValueError, match="There are 2 samples for 3 workers"):
+        pool.fit(make_model, (INPUTS[:2], TARGETS[:2]), mse_loss)
+    with pytest.raises(InvalidValueError, match="no parameters"):
+        pool.fit(nn.ReLU(), data, mse_loss, options(strategy="fsdp"))
+    assert fit(pool).model is not None
+
+
+@pytest.mark.parametrize("execution", ["gpu", "multi-gpu"])
+def test_gpus_that_are_not_there(pool: ParallelPool, execution: str) -> None:
+    if any(worker.gpu is not None for worker in pool.workers):
+        assert fit(pool, execution=execution).values
+    else:
+        with pytest.raises(ResourceError, match="available 0, of 3 workers"):
+            fit(pool, execution=execution)
+
+
+def test_a_function_that_makes_no_model(pool: ParallelPool) -> None:
+    with pytest.raises(TrainingError, match="returned a dict"):
+        pool.fit(dict, (INPUTS, TARGETS), mse_loss, options()).result(60)
+
+
+def test_an_error_of_the_users(pool: ParallelPool) -> None:
+    def loss(outputs: Any, targets: Any) -> Any:
+        raise ZeroDivisionError("mine")
+
+    with pytest.raises(TrainingError, match="mine") as raised:
+        pool.fit(make_model, (INPUTS, TARGETS), loss, options()).result(60)
+    assert isinstance(raised.value.__cause__, ZeroDivisionError)

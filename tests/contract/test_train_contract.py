@@ -1,0 +1,565 @@
+"""What a training does on every kind of pool: Ray Train's functions in the loop, checkpoints, stop, what is left afterwards.
+
+On Ray two workers are the ranks; "threads" and "inline" have one rank, in this process, and need no Ray that runs.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raypool import (
+    InvalidTypeError,
+    InvalidValueError,
+    ParallelPool,
+    RunOptions,
+    TrainingError,
+    current_task,
+    report,
+)
+
+pytest.importorskip("torch")
+
+pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
+
+in_processes = pytest.mark.parametrize("make_pool", ["local"], indirect=True)
+in_threads = pytest.mark.parametrize("make_pool", ["threads"], indirect=True)
+beside = pytest.mark.parametrize("make_pool", ["threads", "local"], indirect=True)
+"""Where a training goes on while its caller does something else."""
+
+
+@pytest.fixture(scope="module")
+def pool(make_pool: Any, by_value: None) -> Iterator[ParallelPool]:
+    """Give a pool of two workers, which the tests of this file share."""
+    with make_pool(2) as pool:
+        pool.train(lambda: None).result(60)  # what a first training starts in the pool stays as long as the pool
+        yield pool
+
+
+@pytest.fixture
+def size(make_pool: Any) -> int:
+    return 2 if make_pool.is_in_processes else 1
+
+
+@pytest.fixture
+def train(pool: ParallelPool, tmp_path: Path) -> Callable[..., Any]:
+    """Train to the end, in a folder of this test's; return the result."""
+
+    def run(loop: Callable[..., Any], config: Any = None, **options: Any) -> Any:
+        options.setdefault("run_dir", tmp_path / "run")
+        return pool.train(loop, config, options=RunOptions(**options)).result(60)
+
+    return run
+
+
+def culprit(train: Callable[..., Any], loop: Callable[..., Any], **options: Any) -> BaseException:
+    """Return why a training fails."""
+    with pytest.raises(TrainingError) as caught:
+        train(loop, **options)
+    assert caught.value.__cause__ is not None
+    return caught.value.__cause__
+
+
+def save(folder: Path | str, name: str = "state.json", **state: Any) -> None:
+    (Path(folder) / name).write_text(json.dumps(state))
+
+
+def epochs(config: dict[str, Any]) -> list[int]:
+    """Train as the loops in Ray's documentation do; return the epochs that were made."""
+    import tempfile
+
+    import ray.train
+    from ray.train import Checkpoint
+
+    start = 0
+    checkpoint = ray.train.get_checkpoint()
+    if checkpoint:
+        with checkpoint.as_directory() as folder:
+            start = json.loads((Path(folder) / "state.json").read_text())["epoch"] + 1
+    for epoch in range(start, config["epochs"]):
+        metrics = {"epoch": epoch, "loss": 1 / (epoch + 1)}
+        with tempfile.TemporaryDirectory() as folder:
+            if ray.train.get_context().get_world_rank() == 0:
+                save(folder, epoch=epoch)
+                ray.train.report(metrics, checkpoint=Checkpoint.from_directory(folder))
+            else:
+                ray.train.report(metrics, checkpoint=None)
+    return list(range(start, config["epochs"]))
+
+
+# --- the loop ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_loop_finds_out(train: Callable[..., Any], size: int) -> None:
+    def loop(config: dict[str, Any]) -> Any:
+        import ray.train
+        import ray.train.torch
+
+        context = ray.train.get_context()
+        return (
+            config,
+            context.get_world_size(),
+            context.get_world_rank(),
+            context.get_local_rank(),
+            context.get_local_world_size(),
+            context.get_node_rank(),
+            context.get_experiment_name(),
+            ray.train.get_checkpoint(),
+            ray.train.get_all_reported_checkpoints(),
+            ray.train.get_preemption_info(),
+            str(ray.train.torch.get_device()),
+        )
+
+    result = train(loop, {"a": 1})
+    assert result.values == [({"a": 1}, size, rank, rank, size, 0, "loop", None, [], None, "cpu") for rank in range(size)]
+    assert (result.metrics, result.checkpoint, result.path) == ({}, None, None)
+
+
+def test_a_loop_without_an_argument(train: Callable[..., Any], size: int) -> None:
+    assert train(lambda: "done", {"ignored": 1}).values == ["done"] * size
+    assert train(lambda config: config).values == [{}] * size
+    assert train(lambda a=5: a, {"ignored": 1}).values == [5] * size
+
+
+def test_barrier_and_broadcast(train: Callable[..., Any], size: int) -> None:
+    def loop() -> Any:
+        import ray.train
+        from ray.train.collective import barrier, broadcast_from_rank_zero
+
+        barrier()
+        rank = ray.train.get_context().get_world_rank()
+        return broadcast_from_rank_zero({"from": rank}), broadcast_from_rank_zero("0" if rank == 0 else None)
+
+    assert train(loop).values == [({"from": 0}, "0")] * size
+
+
+def test_metrics(train: Callable[..., Any], size: int) -> None:
+    def loop() -> None:
+        import ray.train
+
+        for step in range(3):
+            ray.train.report({"loss": np.float32(0.5), "step": step, "rank_there": ray.train.get_context().get_world_rank()})
+            report(own=step)
+
+    result = train(loop)
+    assert result.metrics == {"loss": 0.5, "step": 2, "rank_there": 0}
+    assert type(result.metrics["loss"]) is float
+    frame = result.metrics_frame
+    together = frame[frame["step"].notna()]
+    assert together["step"].tolist() == [0, 1, 2]
+    assert together["rank"].tolist() == [0, 0, 0]
+    assert together["attempt"].tolist() == [1, 1, 1]
+    assert frame.groupby("rank")["own"].count().to_dict() == dict.fromkeys(range(size), 3)
+
+
+def test_metrics_of_any_kind(train: Callable[..., Any]) -> None:
+    """They are what they were when they were reported."""
+
+    def loop() -> None:
+        import ray.train
+
+        matrix, some = np.zeros(3), [1, None, {"a": (2,)}]
+        ray.train.report({"none": None, "matrix": matrix, "some": some, "text": "x" * 1000, "yes": True})
+        matrix[:] = 1
+        some.clear()
+
+    metrics = dict(train(loop).metrics)
+    assert metrics.pop("matrix").tolist() == [0, 0, 0]
+    assert metrics == {"none": None, "some": [1, None, {"a": (2,)}], "text": "x" * 1000, "yes": True}
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda torch: {"loss": torch.tensor(1.0)}, r"Report loss\.item\(\)"),
+        (lambda torch: {"loss": [torch.tensor(1.0)]}, r"report\(loss=...\) got a list"),
+        (lambda torch: {"loss": (x for x in [])}, "cannot be pickled"),
+        (lambda torch: 0.5, "got a float. Metrics are a dict"),
+        (lambda torch: None, "got a NoneType. Metrics are a dict"),
+        (lambda torch: {1: 0.5}, "Metrics are a dict"),
+    ],
+    ids=["tensor", "tensors", "generator", "float", "None", "number"],
+)
+def test_metrics_that_cannot_be_reported(train: Callable[..., Any], make: Callable[[Any], Any], text: str) -> None:
+    def loop() -> None:
+        import ray.train
+        import torch
+
+        ray.train.report(make(torch))
+
+    error = culprit(train, loop)
+    assert type(error) is InvalidTypeError
+    assert re.search(text, str(error))
+
+
+@pytest.mark.parametrize("what", ["get_storage", "get_dataset_shard", "validation"])
+def test_what_needs_the_managed_lane(train: Callable[..., Any], tmp_path: Path, what: str) -> None:
+    def loop(config: dict[str, Any]) -> None:
+        import ray.train
+
+        if what == "get_storage":
+            ray.train.get_context().get_storage()
+        elif what == "get_dataset_shard":
+            ray.train.get_dataset_shard("train")
+        else:
+            ray.train.report({}, checkpoint=ray.train.Checkpoint.from_directory(str(tmp_path)), validation=True)
+
+    error = culprit(train, loop)
+    assert type(error) is InvalidValueError
+    assert 'lane="managed"' in str(error)
+    assert what in str(error)
+
+
+def test_an_exception_is_the_users_own(train: Callable[..., Any], pool: ParallelPool) -> None:
+    def loop() -> None:
+        import ray.train
+
+        ray.train.report({"loss": 1})
+        raise KeyError("mine")
+
+    with pytest.raises(TrainingError, match="mine") as caught:
+        train(loop)
+    assert type(caught.value.__cause__) is KeyError
+    assert caught.value.result.metrics["loss"] == 1
+    assert_nothing_is_left(pool)
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_goes_on_from_its_last_checkpoint(train: Callable[..., Any], size: int, tmp_path: Path) -> None:
+    first = train(epochs, {"epochs": 2})
+    assert first.values == [[0, 1]] * size
+    assert Path(first.checkpoint.path) == tmp_path / "run" / "checkpoint_000002"
+    second = train(epochs, {"epochs": 5})
+    assert second.values == [[2, 3, 4]] * size
+    assert Path(second.checkpoint.path).name == "checkpoint_000005"
+    assert second.metrics == {"epoch": 4, "loss": 0.2}
+    other = train(epochs, {"epochs": 4}, run_dir=tmp_path / "other", start_from=first.checkpoint)
+    assert other.values == [[2, 3]] * size
+
+
+def test_so_many_checkpoints_are_kept(train: Callable[..., Any], tmp_path: Path) -> None:
+    result = train(epochs, {"epochs": 5}, keep_checkpoints=2, best_metric="loss", best_mode="max")
+    folders = sorted(path.name for path in (tmp_path / "run").iterdir() if path.is_dir())
+    assert folders == ["checkpoint_000001", "checkpoint_000002", "checkpoint_000005"]
+    assert Path(result.best_checkpoint.path).name == "checkpoint_000001"
+
+
+def test_what_a_loop_sees_of_its_checkpoints(train: Callable[..., Any], size: int) -> None:
+    """Each rank puts in its part, and all see the whole."""
+
+    def loop() -> Any:
+        import tempfile
+
+        import ray.train
+
+        rank, seen = ray.train.get_context().get_world_rank(), []
+        for step in range(2):
+            with tempfile.TemporaryDirectory() as folder:
+                save(folder, f"part-{rank}.json", step=step)
+                ray.train.report({"step": step}, ray.train.Checkpoint.from_directory(folder), checkpoint_dir_name=f"step-{step}")
+            with ray.train.get_checkpoint().as_directory() as kept:
+                seen.append((Path(kept).name, sorted(path.name for path in Path(kept).iterdir())))
+        there = ray.train.get_all_reported_checkpoints()
+        return seen, [(Path(each.checkpoint.path).name, each.metrics, each.status.value) for each in there]
+
+    parts = [f"part-{rank}.json" for rank in range(size)]
+    expected = (
+        [("step-0", parts), ("step-1", parts)],
+        [("step-0", {"step": 0}, "COMMITTED"), ("step-1", {"step": 1}, "COMMITTED")],
+    )
+    assert train(loop).values == [expected] * size
+
+
+def test_upload_modes(train: Callable[..., Any], size: int, tmp_path: Path) -> None:
+    def loop(config: dict[str, Any]) -> Any:
+        import shutil
+        import tempfile
+
+        import ray.train
+        from ray.train import Checkpoint, CheckpointUploadMode
+
+        rank = ray.train.get_context().get_world_rank()
+        own = Path(tempfile.mkdtemp())
+        save(own, f"{rank}.json")
+        ray.train.report({}, Checkpoint.from_directory(own), checkpoint_upload_mode=CheckpointUploadMode.ASYNC)
+        is_gone, first = not own.exists(), ray.train.get_checkpoint().path
+        placed = Path(config["folder"]) / "placed"
+        placed.mkdir(exist_ok=True)
+        ray.train.report({}, Checkpoint.from_directory(placed), checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD)
+        second = ray.train.get_checkpoint().path
+
+        def upload(checkpoint: Checkpoint, name: str) -> Checkpoint:
+            target = Path(config["folder"]) / f"uploaded-{name}"
+            shutil.copytree(checkpoint.path, target, dirs_exist_ok=True)
+            return Checkpoint.from_directory(target)
+
+        own.mkdir()
+        save(own, f"{rank}.json")
+        ray.train.report(
+            {},
+            Checkpoint.from_directory(own),
+            checkpoint_dir_name="mine",
+            checkpoint_upload_fn=upload,
+            delete_local_checkpoint_after_upload=True,
+        )
+        return is_gone, first, second, own.exists(), sorted(p.name for p in Path(ray.train.get_checkpoint().path).iterdir())
+
+    files = [f"{rank}.json" for rank in range(size)]
+    result = train(loop, {"folder": str(tmp_path)})
+    first, placed, last = tmp_path / "run" / "checkpoint_000001", tmp_path / "placed", tmp_path / "uploaded-mine"
+    assert result.values == [(True, str(first), str(placed), False, files)] * size
+    assert Path(result.checkpoint.path) == last
+    assert sorted(path.name for path in first.iterdir()) == files
+
+
+def test_a_checkpoint_in_remote_storage_is_brought_here(train: Callable[..., Any], tmp_path: Path) -> None:
+    remote = tmp_path / "bucket" / "model"
+    remote.mkdir(parents=True)
+    save(remote, a=1)
+
+    def loop(config: dict[str, Any]) -> None:
+        import pyarrow.fs
+        import ray.train
+
+        storage = pyarrow.fs.SubTreeFileSystem(config["bucket"], pyarrow.fs.LocalFileSystem())
+        ray.train.report({}, ray.train.Checkpoint("model", filesystem=storage))
+
+    result = train(loop, {"bucket": str(remote.parent)})
+    assert [path.name for path in Path(result.checkpoint.path).iterdir()] == ["state.json"]
+
+
+@pytest.mark.parametrize("what", ["missing", "file", "text", "name", "around", "upload", "returned"])
+def test_checkpoints_that_are_none(train: Callable[..., Any], tmp_path: Path, what: str) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "good").mkdir()
+    texts = {
+        "missing": (InvalidValueError, "which is not there"),
+        "file": (InvalidValueError, "which is a file"),
+        "text": (InvalidTypeError, "got a str"),
+        "name": (InvalidValueError, "checkpoint_dir_name='a/b'"),
+        "around": (InvalidValueError, "The folder of the run"),
+        "upload": (ZeroDivisionError, "division"),
+        "returned": (InvalidValueError, "has returned a NoneType"),
+    }
+
+    def loop(config: dict[str, Any]) -> None:
+        import ray.train
+
+        def checkpoint(name: str) -> Any:
+            return ray.train.Checkpoint.from_directory(Path(config["folder"]) / name)
+
+        if what in ("missing", "file"):
+            ray.train.report({"a": 1}, checkpoint(what))
+        elif what == "text":
+            ray.train.report({"a": 1}, config["folder"])
+        elif what == "name":
+            ray.train.report({"a": 1}, checkpoint("good"), checkpoint_dir_name="a/b")
+        elif what == "around":
+            ray.train.report({"a": 1}, checkpoint(""))
+        elif what == "upload":
+            ray.train.report({"a": 1}, checkpoint("good"), checkpoint_upload_fn=lambda c, name: 1 / 0)
+        else:
+            ray.train.report({"a": 1}, checkpoint("good"), checkpoint_upload_fn=lambda c, name: None)
+
+    kind, text = texts[what]
+    with pytest.raises(TrainingError) as caught:
+        train(loop, {"folder": str(tmp_path)})
+    assert type(caught.value.__cause__) is kind
+    assert text in str(caught.value.__cause__)
+    left = [path.name for path in (tmp_path / "run").iterdir()] if (tmp_path / "run").exists() else []
+    assert left == []
+
+
+def test_a_folder_that_cannot_be_made(train: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(TrainingError) as caught:
+        train(epochs, {"epochs": 1}, run_dir=tmp_path / "file" / "run")
+    assert isinstance(caught.value.__cause__, OSError)
+    assert f"could not write the folder of the run to {tmp_path / 'file' / 'run'}" in str(caught.value.__cause__)
+    assert "Rank 0, on " in str(caught.value.__cause__)
+
+
+def test_what_a_killed_run_has_left_is_removed(train: Callable[..., Any], tmp_path: Path) -> None:
+    left = tmp_path / "run" / ".checkpoint_000001.abc.partial"
+    left.mkdir(parents=True)
+    train(lambda: None)
+    assert not left.exists()
+
+
+# --- stop -------------------------------------------------------------------------------------------------------------
+
+
+@beside
+def test_ranks_stop_together(pool: ParallelPool, size: int, tmp_path: Path) -> None:
+    """Whenever the wish comes, all find it after the same report; between two reports nothing changes."""
+
+    def loop() -> tuple[int, bool]:
+        import ray.train
+
+        for step in range(100_000):
+            before = current_task().should_stop
+            ray.train.report({"step": step})
+            if current_task().should_stop:
+                return step, before
+        return -1, False
+
+    run = pool.train(loop)
+    while run.metrics.empty:
+        assert not run.done()
+        threading.Event().wait(0.01)
+    run.request_stop()
+    values = run.result(60).values
+    assert values == [(values[0][0], False)] * size
+    assert values[0][0] > 0
+
+
+@beside
+def test_a_stop_before_the_first_line(pool: ParallelPool, size: int, make_gate: Any) -> None:
+    gate = make_gate()
+    blockers = [pool.parfeval(gate.wait) for _ in range(pool.num_workers)]
+    run = pool.train(lambda: current_task().should_stop)
+    run.request_stop()
+    gate.open()
+    assert run.result(60).values == [True] * size
+    assert all(blocker.result(60) is None for blocker in blockers)
+
+
+# --- what is left -----------------------------------------------------------------------------------------------------
+
+
+def assert_nothing_is_left(pool: ParallelPool) -> None:
+    """Check that Ray Train knows of no training, in a task that comes after."""
+
+    def look(_: int) -> Any:
+        import ray.train
+        import torch.distributed
+
+        task = current_task()
+        try:
+            ray.train.get_context()
+        except RuntimeError as error:
+            return "outside of a Ray Train" in str(error), torch.distributed.is_initialized(), task.attempt, task.should_stop
+
+    assert list(pool.parfor(look, range(4))) == [(True, False, 1, False)] * 4
+
+
+def test_nothing_is_left_afterwards(train: Callable[..., Any], pool: ParallelPool) -> None:
+    train(epochs, {"epochs": 1})
+    assert_nothing_is_left(pool)
+
+
+def test_threads_of_the_loop_belong_to_it(train: Callable[..., Any], size: int) -> None:
+    def loop() -> int:
+        import threading
+
+        import ray.train
+
+        seen: list[int] = []
+        thread = threading.Thread(target=lambda: seen.append(ray.train.get_context().get_world_size()))
+        thread.start()
+        thread.join()
+        return seen[0]
+
+    assert train(loop).values == [size] * size
+
+
+def test_a_training_in_a_training(train: Callable[..., Any], size: int) -> None:
+    """Inside a task a pool is a serial one; afterwards the outer training goes on."""
+
+    def loop() -> Any:
+        import ray.train
+
+        import raypool
+
+        def inner() -> int:
+            ray.train.report({"inner": 1})
+            return ray.train.get_context().get_world_size()
+
+        ray.train.report({"outer": 1})
+        with raypool.parpool(1, profile="inline", quiet=True) as pool:
+            run = pool.train(inner)
+        ray.train.report({"outer": 2})
+        return run.result().values, ray.train.get_context().get_world_size(), run.metrics["inner"].tolist()
+
+    result = train(loop)
+    assert result.values == [([1], size, [1])] * size
+    assert result.metrics_frame["outer"].tolist() == [1, 2]
+
+
+def test_many_trainings(train: Callable[..., Any], size: int) -> None:
+    for _ in range(10):
+        assert train(lambda config: config["a"], {"a": 3}).values == [3] * size
+    assert math.isfinite(train(epochs, {"epochs": 3}).metrics["loss"])
+
+
+@in_threads
+def test_two_trainings_in_one_process(pool: ParallelPool, make_gate: Any) -> None:
+    """Each thread finds its own training, also while others begin and end."""
+    gate = make_gate()
+
+    def loop(config: dict[str, Any]) -> Any:
+        import ray.train
+
+        seen = set()
+        ray.train.report({"mine": config["name"]})
+        gate.wait()
+        for _ in range(200):
+            ray.train.report({"mine": config["name"]})
+            seen.add(ray.train.get_context().get_experiment_name())
+        return seen
+
+    halves = [pool.options(name=f"half-{number}").train(loop, {"name": number}, workers=[number]) for number in range(2)]
+    while any(half.metrics.empty for half in halves):
+        threading.Event().wait(0.01)
+    import ray.train
+
+    with pytest.raises(RuntimeError, match="belongs to no training"):
+        ray.train.get_context()
+    gate.open()
+    for number, half in enumerate(halves):
+        result = half.result(60)
+        assert result.values == [{f"half-{number}"}]
+        assert set(result.metrics_frame["mine"]) == {number}
+    assert_nothing_is_left(pool)
+
+
+@in_threads
+def test_a_group_of_the_users_own_is_left_alone(pool: ParallelPool) -> None:
+    """Ray's local mode would destroy torch's default group at the end."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert pool.train(lambda: "done").result(60).values == ["done"]
+        assert dist.is_initialized()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_no_ray_is_started(run_python: Callable[..., Any]) -> None:
+    run_python(
+        """
+        from raypool import parpool
+
+        def loop():
+            import ray.train
+            ray.train.report({"a": 1})
+
+        for profile in ("threads", "inline"):
+            with parpool(1, profile=profile, quiet=True) as pool:
+                assert pool.train(loop).result(60).metrics == {"a": 1}
+        import ray
+        assert not ray.is_initialized()
+        """,
+        PYTHONWARNINGS="default",
+    )

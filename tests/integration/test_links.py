@@ -1,0 +1,67 @@
+"""NCCL's settings are in every worker before CUDA starts (scenario 43)."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import pytest
+
+from raypool import WorkerResources, parpool
+
+pytestmark = pytest.mark.usefixtures("ray_session")
+
+SETTINGS = {"NCCL_SOCKET_IFNAME": "eth7", "NCCL_DEBUG": "WARN"}
+
+
+def watch_for_torch() -> None:
+    """Note what the environment is when torch is first asked for."""
+    import importlib.abc
+
+    seen: dict[str, Any] = {"at_setup": dict(os.environ), "torch_was_there": "torch" in sys.modules}
+
+    class Watch(importlib.abc.MetaPathFinder):
+        def find_spec(self, name: str, path: Any, target: Any = None) -> None:
+            if name == "torch":
+                seen.setdefault("at_import", dict(os.environ))
+
+    sys.meta_path.insert(0, Watch())
+    sys.raypool_test_seen = seen
+
+
+def import_torch() -> dict[str, Any]:
+    import torch
+
+    assert torch is not None
+    seen: dict[str, Any] = sys.raypool_test_seen
+    return {**seen, "in_task": dict(os.environ)}
+
+
+def test_they_are_there_before_torch_is() -> None:
+    with parpool(
+        2, env=SETTINGS, fast_multinode=True, setup=watch_for_torch, resources=WorkerResources(gpus=0), quiet=True
+    ) as pool:
+        reports = pool.parfeval_on_all(import_torch).result(90)
+        in_group = pool.spmd(lambda context: (os.environ["NCCL_SOCKET_IFNAME"], os.environ["NCCL_IB_DISABLE"]))
+        assert list(in_group) == [("eth7", "0")] * 2
+    assert len(reports) == 2
+    for report in reports:
+        assert not report["torch_was_there"]
+        for when in ("at_setup", "at_import", "in_task"):
+            assert report[when].items() >= {**SETTINGS, "NCCL_IB_DISABLE": "0"}.items(), when
+
+
+def test_a_worker_that_replaces_another_has_them_too() -> None:
+    with parpool(1, env=SETTINGS, fast_multinode=True, resources=WorkerResources(gpus=0), quiet=True) as pool:
+        pool.options(retries=0).parfeval(os._exit, 3).exception(60)
+        assert pool.parfeval(lambda: (os.environ["NCCL_SOCKET_IFNAME"], os.environ["NCCL_IB_DISABLE"])).result(60) == (
+            "eth7",
+            "0",
+        )
+
+
+def test_nobody_is_told_anything_unasked() -> None:
+    with parpool(1, resources=WorkerResources(gpus=0), quiet=True) as pool:
+        names = pool.parfeval(lambda: [name for name in os.environ if name.startswith("NCCL_")]).result(60)
+    assert names == [name for name in os.environ if name.startswith("NCCL_")]

@@ -1,0 +1,470 @@
+"""The warm lane on real Ray, with GPUs that are pretended: a loop as Ray's documentation has it, and what goes wrong in one."""
+
+from __future__ import annotations
+
+import errno
+import inspect
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raypool import (
+    CollectiveError,
+    InvalidValueError,
+    ParallelPool,
+    RunOptions,
+    TrainingError,
+    current_task,
+    parpool,
+)
+
+torch = pytest.importorskip("torch")
+
+pytestmark = [pytest.mark.timeout(180), pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def pool(ray_session: None, by_value: None) -> Iterator[ParallelPool]:
+    """Two workers, each with a GPU that does not exist."""
+    with parpool(2, quiet=True) as pool:
+        pool.train(lambda: None).result(120)  # what a first training starts stays as long as the pool
+        yield pool
+
+
+def train_func(config):
+    """Train a small network: "Get Started with Distributed Training using PyTorch" of Ray's documentation, with its pieces."""
+    import os
+    import tempfile
+
+    import ray.train
+    import ray.train.torch
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    torch.manual_seed(0)
+    x = torch.linspace(-1, 1, 64)[:, None]
+    loader = DataLoader(TensorDataset(x, torch.sin(3 * x)), batch_size=8, shuffle=True)
+    loader = ray.train.torch.prepare_data_loader(loader)
+    model = torch.nn.Sequential(torch.nn.Linear(1, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+    model = ray.train.torch.prepare_model(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    criterion = torch.nn.MSELoss()
+
+    start = 0
+    checkpoint = ray.train.get_checkpoint()
+    if checkpoint:
+        with checkpoint.as_directory() as folder:
+            state = torch.load(os.path.join(folder, "model.pt"))
+        start = state["epoch"] + 1
+        getattr(model, "module", model).load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+
+    for epoch in range(start, config["epochs"]):
+        if ray.train.get_context().get_world_size() > 1:
+            loader.sampler.set_epoch(epoch)
+        total = 0.0
+        for inputs, labels in loader:
+            loss = criterion(model(inputs), labels)
+            total += loss.item()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+        with tempfile.TemporaryDirectory() as folder:
+            checkpoint = None
+            if ray.train.get_context().get_world_rank() == 0:
+                state = {"epoch": epoch, "optimizer": optimizer.state_dict()}
+                state["model"] = getattr(model, "module", model).state_dict()
+                torch.save(state, os.path.join(folder, "model.pt"))
+                checkpoint = ray.train.Checkpoint.from_directory(folder)
+            ray.train.report({"loss": total / len(loader), "epoch": epoch}, checkpoint=checkpoint)
+
+
+def state_of(checkpoint: Any) -> Any:
+    return torch.load(Path(checkpoint.path) / "model.pt")
+
+
+def assert_nothing_is_left(pool: ParallelPool) -> None:
+    """Check that tasks that come after find neither a training nor torch's default group."""
+
+    def look(_: Any) -> Any:
+        import ray.train
+        import torch.distributed
+        from ray.train.v2._internal.execution import train_fn_utils
+
+        try:
+            ray.train.get_context()
+        except RuntimeError as error:
+            is_outside = "outside of a Ray Train" in str(error)
+        return is_outside, train_fn_utils._train_fn_utils, torch.distributed.is_initialized(), "RANK" in os.environ
+
+    assert list(pool.parfor(look, range(4))) == [(True, None, False, False)] * 4
+
+
+# --- a loop as it is --------------------------------------------------------------------------------------------------
+
+
+def test_a_loop_of_the_documentation(pool: ParallelPool, tmp_path: Path) -> None:
+    """In one go, and in two: the same parameters, to the last bit."""
+    whole = pool.train(train_func, {"epochs": 4}, options=RunOptions(run_dir=tmp_path / "whole")).result(60)
+    assert whole.metrics_frame["epoch"].tolist() == [0, 1, 2, 3]
+    assert whole.metrics["loss"] < whole.metrics_frame["loss"][0]
+    assert state_of(whole.checkpoint)["epoch"] == 3
+    halves = [
+        pool.train(train_func, {"epochs": epochs}, options=RunOptions(run_dir=tmp_path / "halves")).result(60)
+        for epochs in (2, 4)
+    ]
+    assert halves[1].metrics_frame["epoch"].tolist() == [2, 3]
+    for name, parameter in state_of(whole.checkpoint)["model"].items():
+        assert torch.equal(parameter, state_of(halves[1].checkpoint)["model"][name]), name
+    assert_nothing_is_left(pool)
+
+
+@pytest.mark.timeout(400)
+def test_the_same_as_by_a_bare_trainer(pool: ParallelPool, tmp_path: Path, run_python: Callable[..., Any]) -> None:
+    """Ray's own trainer comes to the same parameters with the same loop."""
+    code = f"""
+        import warnings
+        warnings.simplefilter("default")
+        import ray, ray.train
+        from ray.train.torch import TorchTrainer
+
+        ray.init(address="local", num_cpus=4, object_store_memory=100_000_000, include_dashboard=False, log_to_driver=False)
+        namespace = {{}}
+        exec({inspect.getsource(train_func)!r}, namespace)
+        trainer = TorchTrainer(
+            namespace["train_func"],
+            train_loop_config={{"epochs": 2}},
+            scaling_config=ray.train.ScalingConfig(num_workers=2),
+            run_config=ray.train.RunConfig(name="bare", storage_path={str(tmp_path)!r}),
+        )
+        print(trainer.fit().checkpoint.path)
+        ray.shutdown()
+        """
+    done = run_python(code, timeout_s=300, RAY_TRAIN_HEALTH_CHECK_INTERVAL_S="0.2")
+    theirs = torch.load(Path(done.stdout.split()[-1]) / "model.pt")
+    ours = state_of(pool.train(train_func, {"epochs": 2}, options=RunOptions(run_dir=tmp_path / "run")).result(60).checkpoint)
+    assert ours["epoch"] == theirs["epoch"] == 1
+    torch.testing.assert_close(ours["model"], theirs["model"], rtol=1e-6, atol=1e-7)
+
+
+def test_what_torch_and_the_environment_say(pool: ParallelPool) -> None:
+    def loop() -> Any:
+        import ray.train.torch
+        import torch.distributed as dist
+
+        model = ray.train.torch.prepare_model(torch.nn.Linear(1, 1))
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        return (
+            dist.get_rank(),
+            dist.get_world_size(),
+            [os.environ[name] for name in names],
+            type(model).__name__,
+            str(ray.train.torch.get_device()),
+        )
+
+    assert pool.train(loop).result(60).values == [
+        (rank, 2, [str(rank), "2", str(rank), "2"], "DistributedDataParallel", "cpu") for rank in range(2)
+    ]
+    (value,) = pool.train(loop, workers=[1]).result(60).values
+    assert value == (0, 1, ["0", "1", "0", "1"], "Linear", "cpu")
+
+
+def test_threads_and_native_threads_of_the_loop_belong_to_it(pool: ParallelPool) -> None:
+    def loop() -> Any:
+        import ctypes
+        import threading
+        from concurrent.futures import ThreadPoolExecutor
+
+        import ray.train
+
+        def rank() -> int:
+            return ray.train.get_context().get_world_rank()
+
+        seen: list[int] = []
+        thread = threading.Thread(target=lambda: seen.append(rank()))
+        thread.start()
+        thread.join()
+        with ThreadPoolExecutor(1) as threads:
+            seen.append(threads.submit(rank).result())
+        call = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(lambda _: seen.append(rank()))
+        libc, native = ctypes.CDLL(None), ctypes.c_ulong()
+        assert libc.pthread_create(ctypes.byref(native), None, call, None) == 0
+        libc.pthread_join(native, None)
+        return seen
+
+    assert pool.train(loop).result(60).values == [[0, 0, 0], [1, 1, 1]]
+
+
+def test_what_is_private_of_ray_is_there() -> None:
+    """The warm lane stands on these names; with a Ray that has others it has to be changed (raypool/train/session.py)."""
+    from ray.train import ScalingConfig
+    from ray.train.torch import TorchTrainer
+    from ray.train.v2._internal.execution import train_fn_utils
+    from ray.train.v2.api.context import LocalTrainContext
+
+    asked = train_fn_utils.TrainFnUtils.__abstractmethods__
+    from raypool.train.session import Session, _Trainer
+
+    assert asked == {
+        "report",
+        "get_checkpoint",
+        "get_all_reported_checkpoints",
+        "get_dataset_shard",
+        "get_context",
+        "get_preemption_info",
+        "is_distributed",
+        "barrier",
+        "broadcast_from_rank_zero",
+    }
+    for name in asked:
+        ours = inspect.signature(getattr(Session, name)).parameters
+        theirs = inspect.signature(getattr(train_fn_utils.TrainFnUtils, name)).parameters
+        assert list(ours) == list(theirs), name
+    assert issubclass(Session, train_fn_utils.LocalTrainFnUtils)
+    assert callable(train_fn_utils.set_train_fn_utils)
+    with pytest.raises(RuntimeError):
+        train_fn_utils.get_train_fn_utils()
+    assert {"world_size", "world_rank", "local_rank", "local_world_size", "node_rank"} <= set(
+        inspect.signature(LocalTrainContext).parameters
+    )
+    assert _Trainer._get_local_controller is not TorchTrainer._get_local_controller  # which is there
+    trainer = TorchTrainer(lambda: "ours", scaling_config=ScalingConfig(num_workers=0))
+    trainer._get_local_controller = lambda: type("Controller", (), {"run": staticmethod(lambda fn: (fn(), "was asked"))})
+    assert trainer.fit() == ("ours", "was asked")
+
+
+# --- what goes wrong --------------------------------------------------------------------------------------------------
+
+
+def failure(pool: ParallelPool, loop: Callable[..., Any], config: Any = None, **options: Any) -> TrainingError:
+    with pytest.raises(TrainingError) as caught:
+        pool.train(loop, config, options=RunOptions(**options)).result(60)
+    assert_nothing_is_left(pool)
+    return caught.value
+
+
+def test_a_rank_that_reports_other_names(pool: ParallelPool) -> None:
+    def loop() -> None:
+        import ray.train
+
+        rank = ray.train.get_context().get_world_rank()
+        ray.train.report({"loss": 1} if rank == 0 else {})  # it has nothing to say
+        names = ["loss", *(f"acc{i}" for i in range(500))] if rank == 0 else ["loss", "other"]
+        ray.train.report(dict.fromkeys(names, 1.0))
+
+    error = failure(pool, loop)
+    assert set(error.failures) == {0, 1}
+    texts = {str(each) for each in error.failures.values()}
+    assert len(texts) == 1
+    (text,) = texts
+    assert text.startswith("Rank 1 has reported other metrics than rank 0: 'acc0', 'acc1', ")
+    assert "and 492 more is missing, 'other' is not among those of rank 0. Report the same names" in text
+    assert all(type(each) is InvalidValueError for each in error.failures.values())
+
+
+def test_rank_0_has_to_report_what_the_others_do(pool: ParallelPool) -> None:
+    def loop() -> None:
+        import ray.train
+
+        ray.train.report({"loss": 1} if ray.train.get_context().get_world_rank() else {})
+
+    assert "Rank 1 has reported other metrics than rank 0: 'loss' is not among those" in str(failure(pool, loop))
+
+
+def test_ranks_may_go_on_after_names_that_differ(pool: ParallelPool) -> None:
+    """All get the same error, so they are still together."""
+
+    def loop() -> Any:
+        import ray.train
+
+        rank = ray.train.get_context().get_world_rank()
+        with pytest.raises(InvalidValueError):
+            ray.train.report({f"from {rank}": 1})
+        ray.train.report({"loss": 1})
+        return rank
+
+    assert pool.train(loop).result(60).values == [0, 1]
+
+
+def test_a_rank_that_returns_while_others_report(pool: ParallelPool) -> None:
+    def loop() -> None:
+        import ray.train
+
+        for step in range(3 + ray.train.get_context().get_world_rank()):
+            ray.train.report({"step": step})
+
+    error = failure(pool, loop)
+    assert isinstance(error.__cause__, CollectiveError)
+    assert re.search(
+        r"Rank 0 has ended, rank 1 waits for it in ray.train.report \(the \d+th collective of this call\)", str(error)
+    )
+    assert error.result.metrics == {"step": 2}
+
+
+def test_a_rank_in_something_else(pool: ParallelPool) -> None:
+    def loop() -> None:
+        import ray.train
+        from ray.train.collective import barrier
+
+        if ray.train.get_context().get_world_rank():
+            barrier()
+        else:
+            ray.train.report({})
+
+    assert "Rank 0 is in ray.train.report, rank 1 is in barrier" in str(failure(pool, loop))
+
+
+def test_a_disk_that_is_full_on_one_rank(pool: ParallelPool, tmp_path: Path) -> None:
+    """All ranks get the error, nothing of the checkpoint is left, and the one before it is there."""
+
+    def loop() -> None:
+        import resource
+        import tempfile
+
+        import ray.train
+
+        rank = ray.train.get_context().get_world_rank()
+        for step in range(2):
+            with tempfile.TemporaryDirectory() as folder:
+                (Path(folder) / f"part{rank}").write_bytes(bytes(10_000_000))
+                checkpoint = ray.train.Checkpoint.from_directory(folder)
+                before = resource.getrlimit(resource.RLIMIT_FSIZE)
+                if rank == step == 1:
+                    resource.setrlimit(resource.RLIMIT_FSIZE, (9_000_000, before[1]))
+                try:
+                    ray.train.report({"step": step}, checkpoint)
+                finally:
+                    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    run_dir = tmp_path / "run"
+    error = failure(pool, loop, run_dir=run_dir)
+    assert set(error.failures) == {0, 1}
+    for each in error.failures.values():
+        assert isinstance(each, OSError)
+        assert each.errno == errno.EFBIG
+        assert f"could not write a checkpoint to {run_dir}: {os.strerror(errno.EFBIG)}" in str(each)
+        assert "Rank 1, on " in str(each)
+    assert sorted(path.name for path in run_dir.iterdir()) == ["checkpoint_000001", "checkpoint_000001.json"]
+    assert Path(error.result.checkpoint.path).name == "checkpoint_000001"
+    assert str(run_dir) in str(error)
+
+
+def test_an_upload_function_that_fails_on_one_rank(pool: ParallelPool, tmp_path: Path) -> None:
+    """Its exception is the user's own, that of its rank; the others were interrupted."""
+
+    def loop() -> None:
+        import ray.train
+
+        def upload(checkpoint: Any, name: str) -> Any:
+            if ray.train.get_context().get_world_rank():
+                raise KeyError("no credentials")
+            return checkpoint
+
+        ray.train.report({}, ray.train.Checkpoint.from_directory(str(tmp_path)), checkpoint_upload_fn=upload)
+
+    error = failure(pool, loop, run_dir=tmp_path / "run")
+    assert list(error.failures) == [1]
+    assert isinstance(error.__cause__, KeyError)
+
+
+def test_a_folder_that_not_all_machines_see(pool: ParallelPool, tmp_path: Path) -> None:
+    def loop() -> None:
+        import tempfile
+        from unittest import mock
+
+        import ray.train
+
+        with tempfile.TemporaryDirectory() as folder, mock.patch.object(Path, "is_dir", _is_dir):
+            checkpoint = None
+            if ray.train.get_context().get_world_rank() == 0:
+                checkpoint = ray.train.Checkpoint.from_directory(folder)
+            ray.train.report({}, checkpoint)
+
+    run_dir = tmp_path / "run"
+    error = failure(pool, loop, run_dir=run_dir)
+    assert isinstance(error.__cause__, InvalidValueError)
+    assert f"does not see the folder {run_dir} as rank 0 does" in str(error)
+    assert "Rank 1, on " in str(error)
+    assert list(run_dir.iterdir()) == []
+
+
+def _is_dir(path: Path) -> bool:
+    """Stand in for a disk that is not the same on the machine of rank 1."""
+    return path.exists() and os.environ["RANK"] == "0"
+
+
+def test_a_beginning_that_not_all_machines_see(pool: ParallelPool, tmp_path: Path) -> None:
+    (tmp_path / "start").mkdir()
+    (tmp_path / "start" / "model.pt").touch()
+
+    def blind(_: Any, is_blind: bool) -> None:
+        from types import SimpleNamespace
+
+        from raypool.train import session
+
+        session.os = SimpleNamespace(path=SimpleNamespace(isdir=lambda path: not is_blind))  # type: ignore[assignment]
+
+    pool.spmd(blind, True, workers=[1])
+    try:
+        error = failure(pool, lambda: None, start_from=tmp_path / "start")
+    finally:
+        pool.spmd(blind, False, workers=[1])
+    assert isinstance(error.__cause__, InvalidValueError)
+    assert f"does not see the checkpoint {tmp_path / 'start'} that the training is to begin with" in str(error)
+
+
+def test_a_lost_rank_is_replaced_and_all_begin_again(pool: ParallelPool, tmp_path: Path) -> None:
+    def loop() -> int:
+        import json
+        import tempfile
+
+        import ray.train
+
+        start, checkpoint = 0, ray.train.get_checkpoint()
+        if checkpoint:
+            start = json.loads((Path(checkpoint.path) / "epoch").read_text()) + 1
+        for epoch in range(start, 4):
+            if epoch == 2 and current_task().attempt == 1 and ray.train.get_context().get_world_rank():
+                os._exit(1)
+            with tempfile.TemporaryDirectory() as folder:
+                (Path(folder) / "epoch").write_text(str(epoch))
+                ray.train.report({"epoch": epoch}, ray.train.Checkpoint.from_directory(folder))
+        return start
+
+    run = pool.options(retries=1).train(loop, options=RunOptions(run_dir=tmp_path / "run"))
+    result = run.result(100)
+    assert result.values == [2, 2]
+    assert result.metrics_frame["epoch"].tolist() == [0, 1, 2, 3]
+    assert result.metrics_frame["attempt"].tolist() == [1, 1, 2, 2]
+    assert_nothing_is_left(pool)
+
+
+def test_cancelled_in_the_middle(pool: ParallelPool, tmp_path: Path) -> None:
+    """Whatever is at hand: a report, a copy, a line of the loop; the workers are as before."""
+
+    def loop() -> None:
+        import tempfile
+
+        import ray.train
+
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "model").write_bytes(bytes(3_000_000))
+            while True:
+                ray.train.report({"a": 1}, ray.train.Checkpoint.from_directory(folder))
+
+    for number in range(4):
+        run = pool.train(loop, options=RunOptions(run_dir=tmp_path / f"{number}", keep_checkpoints=2))
+        while run.metrics.empty:
+            assert not run.done()
+            threading.Event().wait(0.01)
+        assert run.cancel()
+        assert_nothing_is_left(pool)
+    pids = {worker.pid for worker in pool.workers}
+    assert pool.train(lambda: os.getpid()).result(60).values
+    assert {worker.pid for worker in pool.workers} == pids

@@ -1,0 +1,300 @@
+"""The attempts of a training: when another one is made, from where it begins, and what is said at the end. Without a pool."""
+
+from __future__ import annotations
+
+import json
+import threading
+from concurrent.futures import CancelledError
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from raypool.errors import (
+    InvalidTypeError,
+    InvalidValueError,
+    LossReason,
+    PoolClosedError,
+    ResourceError,
+    SpmdError,
+    TaskTimeoutError,
+    TrainingError,
+    WorkerLostError,
+)
+from raypool.feed import Feed
+from raypool.futures import Future
+from raypool.options import Options
+from raypool.train.plan import Plan, RankEnd
+from raypool.train.run import Conductor, Crew, TrainingRun, run_folder, start_run
+from raypool.train.runs import RunOptions, TrainingResult
+
+
+def lost(rank: int = 1) -> SpmdError:
+    why = WorkerLostError("Worker 1 was killed.", reason=LossReason.EXIT, attempts=1)
+    return SpmdError(f"Rank {rank} of fit failed: Worker 1 was killed.", failures={rank: why}, first_rank=rank)
+
+
+def failed(error: BaseException, rank: int = 0) -> SpmdError:
+    return SpmdError(f"Rank {rank} of fit failed: {error}.", failures={rank: error}, first_rank=rank)
+
+
+class ScriptedLane:
+    """Does in each attempt what the script says: returns the ends of the ranks, raises, or waits for the test."""
+
+    def __init__(self, *script: Any) -> None:
+        self.script = list(script)
+        self.plans: list[Plan] = []
+        self.crews: list[tuple[int, Any]] = []
+        self.options: list[Options] = []
+        self.attempts: list[Future[Any]] = []
+        self.begun = threading.Semaphore(0)
+
+    def begin(self, plan: Plan, size: int, places: tuple[int, ...] | None, options: Options) -> Future[Any]:
+        self.plans.append(plan)
+        self.crews.append((size, places))
+        self.options.append(options)
+        attempt: Future[Any] = Future("attempt", on_ask=lambda future: future.cancelled() and future.notify_cancelled())
+        attempt.feed = Feed()
+        self.attempts.append(attempt)
+        does = self.script.pop(0)
+        if does == "cannot begin":
+            raise PoolClosedError("The pool was shut down.")
+        if does != "waits in the queue":
+            attempt.start()
+            attempt.started_at = datetime.now(UTC)
+        if isinstance(does, BaseException):
+            attempt.set_exception(does)
+        elif isinstance(does, list):
+            attempt.feed.add_row((1.0, 0, plan.attempt, {"loss": 0.5}))
+            attempt.set_result(does)
+        self.begun.release()
+        return attempt
+
+
+def train(
+    lane: ScriptedLane, folder: Path, options: Options | None = None, numbers: Any = (0, 1), places: Any = None, **kept: Any
+) -> TrainingRun:
+    run = TrainingRun("fit", folder)
+    kept_options = RunOptions(run_dir=folder, **kept)
+    crew = Crew(2, places, numbers if callable(numbers) else lambda: numbers)
+    engine: Any = SimpleNamespace(profile=SimpleNamespace(backend="threads"), helpers=set())
+    return start_run(run, Conductor(run, lane, crew, options or Options(), kept_options, None), engine)
+
+
+def keep_checkpoint(folder: Path, index: int, **metrics: float) -> Path:
+    path = folder / f"checkpoint_{index:06}"
+    path.mkdir(parents=True)
+    (path / "model").write_text("m")
+    entry = {"index": index, "metrics": metrics, "time": 1.0, "attempt": 1}
+    (folder / f"checkpoint_{index:06}.json").write_text(json.dumps(entry))
+    return path
+
+
+ENDS = [RankEnd("zero", {"loss": 0.5}), RankEnd("one", None)]
+
+
+def test_the_result_of_a_training(tmp_path: Path) -> None:
+    run = train(ScriptedLane(ENDS), tmp_path / "new")
+    result = run.result(10)
+    assert result.values == ["zero", "one"]
+    assert result.metrics == {"loss": 0.5}
+    assert result.metrics_frame[["rank", "attempt", "loss"]].values.tolist() == [[0, 1, 0.5]]
+    assert (result.checkpoint, result.best_checkpoint, result.path) == (None, None, None)
+    assert (run.state, run.attempts) == ("finished", 1)
+    assert run.started_at is not None
+    assert run.finished_at is not None
+
+
+def test_a_lost_worker_is_worth_another_attempt_from_the_last_checkpoint(tmp_path: Path) -> None:
+    path = keep_checkpoint(tmp_path, 7, loss=0.1)
+    lane = ScriptedLane(lost(), ENDS)
+    result = train(lane, tmp_path, best_metric="loss").result(10)
+    assert [plan.attempt for plan in lane.plans] == [1, 2]
+    assert lane.plans[1].start == str(path)
+    assert result.checkpoint is not None
+    assert result.checkpoint.path == result.best_checkpoint.path == str(path)  # type: ignore[union-attr]
+    assert result.path == tmp_path
+    assert result.metrics_frame["attempt"].tolist() == [2]
+
+
+def test_a_named_checkpoint_is_where_it_begins_unless_the_folder_has_one(tmp_path: Path) -> None:
+    other = keep_checkpoint(tmp_path / "other", 1)
+    lane = ScriptedLane(ENDS)
+    train(lane, tmp_path / "new", start_from=other).result(10)
+    assert lane.plans[0].start == str(other)
+    own = keep_checkpoint(tmp_path / "new", 3)
+    lane = ScriptedLane(ENDS)
+    train(lane, tmp_path / "new", start_from=other).result(10)
+    assert lane.plans[0].start == str(own)
+
+
+def test_a_training_that_had_ended_before_still_says_how(tmp_path: Path) -> None:
+    keep_checkpoint(tmp_path, 7, loss=0.1)
+    lane = ScriptedLane([])
+    lane.script = [failed(KeyError("x"))]
+    with pytest.raises(TrainingError) as caught:
+        train(lane, tmp_path).result(10)
+    assert caught.value.result.metrics == {"loss": 0.1}
+
+
+def test_as_many_attempts_as_retries_allow(tmp_path: Path) -> None:
+    keep_checkpoint(tmp_path, 1)
+    lane = ScriptedLane(lost(), lost(), lost())
+    run = train(lane, tmp_path, Options(retries=2))
+    with pytest.raises(
+        TrainingError, match=r"It was attempt 3\. It goes on from its last checkpoint, .*checkpoint_000001"
+    ) as caught:
+        run.result(10)
+    assert list(caught.value.failures) == [1]
+    assert isinstance(caught.value.__cause__, WorkerLostError)
+    assert caught.value.result.checkpoint is not None
+    assert run.state == "failed"
+
+
+def test_what_the_loop_raises_is_not_tried_again_unless_named(tmp_path: Path) -> None:
+    lane = ScriptedLane(failed(OSError("disk")), ENDS)
+    with pytest.raises(TrainingError, match="disk") as caught:
+        train(lane, tmp_path).result(10)
+    assert isinstance(caught.value.__cause__, OSError)
+    assert len(lane.plans) == 1
+    lane = ScriptedLane(failed(OSError("disk")), ENDS)
+    assert train(lane, tmp_path, Options(retry_on=(OSError,))).result(10).values == ["zero", "one"]
+
+
+def test_the_time_limit_is_one_for_all_attempts(tmp_path: Path) -> None:
+    lane = ScriptedLane(lost(), failed(TaskTimeoutError("rank 0 was late")))
+    run = train(lane, tmp_path, Options(timeout_s=100.0))
+    with pytest.raises(TaskTimeoutError) as caught:
+        run.result(10)
+    assert isinstance(caught.value.result, TrainingResult)  # type: ignore[attr-defined]
+    assert lane.options[0].timeout_s == 100.0
+    assert 0 < lane.options[1].timeout_s < 100.0  # type: ignore[operator]
+
+
+def test_fewer_workers_are_enough_if_that_was_said(tmp_path: Path) -> None:
+    there = [0, 1]
+    lane = ScriptedLane(lost(), ENDS)
+    first_begin = lane.begin
+
+    def begin(*args: Any) -> Future[Any]:
+        attempt = first_begin(*args)
+        there[:] = [0]
+        return attempt
+
+    lane.begin = begin  # type: ignore[method-assign]
+    train(lane, tmp_path, numbers=lambda: there, min_workers=1).result(10)
+    assert [size for size, _ in lane.crews] == [2, 1]
+
+
+def test_workers_that_are_gone_before_it_begins(tmp_path: Path) -> None:
+    there = [3, 5]
+    gone = ResourceError("Requested 2, available 1.", requested=2, available=1, holders=())
+    lane = ScriptedLane("waits in the queue", ENDS)
+    run = train(lane, tmp_path, numbers=lambda: there, places=(5, 3), min_workers=1)
+    assert lane.begun.acquire(timeout=10)
+    there[:] = [5]
+    lane.attempts[0].start()
+    lane.attempts[0].set_exception(gone)
+    run.result(10)
+    assert lane.crews == [(2, (5, 3)), (1, (5,))]
+
+
+def test_without_the_workers_that_it_needs(tmp_path: Path) -> None:
+    gone = ResourceError("Requested 2, available 1.", requested=2, available=1, holders=())
+    with pytest.raises(TrainingError, match="Requested 2, available 1") as caught:
+        train(ScriptedLane(gone), tmp_path, numbers=[0]).result(10)
+    assert isinstance(caught.value.__cause__, ResourceError)
+
+
+def test_cancelled_while_it_waits_and_while_it_runs(tmp_path: Path) -> None:
+    for does in ("waits in the queue", "runs"):
+        lane = ScriptedLane(does)
+        run = train(lane, tmp_path)
+        assert run.state == ("queued" if does == "waits in the queue" else "running")
+        assert run.cancel()
+        assert run.state == "cancelled"
+        assert lane.attempts[0].cancelled()
+        with pytest.raises(CancelledError):
+            run.result(10)
+
+
+def test_an_attempt_that_somebody_cancels_ends_the_training(tmp_path: Path) -> None:
+    lane = ScriptedLane("runs")
+    run = train(lane, tmp_path)
+    lane.attempts[0].cancel()
+    with pytest.raises(CancelledError):
+        run.result(10)
+
+
+def test_a_wish_to_stop_reaches_the_next_attempt_too(tmp_path: Path) -> None:
+    lane = ScriptedLane("runs", "runs")
+    run = train(lane, tmp_path)
+    assert run.request_stop()
+    assert lane.attempts[0].stop_requested
+    lane.attempts[0].set_exception(lost())
+    assert lane.begun.acquire(timeout=10)
+    assert lane.begun.acquire(timeout=10)
+    while not lane.attempts[1].stop_requested and not run.done():
+        pass  # it is told right after the attempt was made; the test has a time limit
+    lane.attempts[1].set_result(ENDS)
+    assert run.result(10).values == ["zero", "one"]
+    assert not run.request_stop()
+
+
+def test_a_pool_that_closes_between_attempts(tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match="Worker 1 was killed"):
+        train(ScriptedLane(lost(), "cannot begin"), tmp_path).result(10)
+
+
+def test_what_cannot_begin_fails_at_the_call(tmp_path: Path) -> None:
+    with pytest.raises(PoolClosedError):
+        train(ScriptedLane("cannot begin"), tmp_path)
+
+
+def test_running_duration_is_that_of_the_attempts(tmp_path: Path) -> None:
+    lane = ScriptedLane("runs")
+    run = train(lane, tmp_path)
+    lane.attempts[0].started_at = datetime.now(UTC) - timedelta(seconds=5)
+    assert run.running_duration_s is not None
+    assert run.running_duration_s >= 5
+    run.cancel()
+
+
+def test_folders_have_readable_names_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    first, second = (run_folder(RunOptions(), "a loop/with <lambda>") for _ in range(2))
+    assert first.parent == tmp_path / "raypool_runs"
+    assert first.name.startswith("a-loop-with--lambda-")
+    assert first != second
+    assert not first.exists()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "error", "says"),
+    [
+        ("run_dir", 7, InvalidTypeError, "not the path"),
+        ("keep_checkpoints", 0, InvalidValueError, "less than 1"),
+        ("keep_checkpoints", 1.5, InvalidTypeError, "not a whole number"),
+        ("min_workers", 0, InvalidValueError, "less than 1"),
+        ("best_metric", 3, InvalidTypeError, "not the name"),
+        ("best_mode", "least", InvalidValueError, "neither 'min' nor 'max'"),
+        ("start_from", 3, InvalidTypeError, "neither the folder"),
+        ("start_from", "/nowhere/at/all", InvalidValueError, "no such folder"),
+    ],
+)
+def test_options_that_cannot_work(field: str, value: Any, error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        RunOptions(**{field: value})
+
+
+def test_checkpoints_that_are_none(tmp_path: Path) -> None:
+    with pytest.raises(InvalidValueError, match="the folder is empty"):
+        RunOptions(start_from=tmp_path)
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(InvalidValueError, match="it is a file"):
+        RunOptions(start_from=file)
+    with pytest.raises(InvalidValueError, match="is a file"):
+        RunOptions(run_dir=file)
