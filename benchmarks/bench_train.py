@@ -214,9 +214,7 @@ def reported(pool, config, lane="warm"):
 
 def predictions(pool):
     """Return what two workers are worth to `predict`, and to the same work by hand: no more than the cores have."""
-    import torch
-
-    model, inputs = trainings.heavy(), torch.randn(PREDICTED, 512)
+    model, inputs = trainings.heavy(), trainings.images(PREDICTED)
     alone = pool.options(worker=0)
     values = in_turns(
         {

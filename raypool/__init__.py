@@ -52,7 +52,7 @@ if typing.TYPE_CHECKING:
     from raypool.train.options import TrainingOptions
     from raypool.train.run import TrainingRun
     from raypool.train.runs import RunOptions, TrainingResult
-    from raypool.train.scaling import scaling_report
+    from raypool.train.scaling import ScalingReport, scaling_report
 
 __version__ = "0.1.0"
 
@@ -82,6 +82,7 @@ __all__ = [
     "ResourceError",
     "Results",
     "RunOptions",
+    "ScalingReport",
     "SerializationError",
     "SpmdContext",
     "SpmdError",
@@ -115,6 +116,7 @@ __all__ = [
 _LAZY = {
     "Composite": "raypool.spmd.composite",
     "RunOptions": "raypool.train.runs",
+    "ScalingReport": "raypool.train.scaling",
     "SpmdContext": "raypool.spmd.context",
     "TrainingOptions": "raypool.train.options",
     "TrainingResult": "raypool.train.runs",

@@ -175,17 +175,24 @@ class TrainingVerbs:
         """Return what a model makes of data, computed on all workers at once, in the order of the data.
 
         Args:
-            model: A `torch.nn.Module`. Each worker gets it once, on its device, in evaluation mode; the caller's stays as it is.
-            data: Inputs: an array, a tensor, a DataFrame, or a map-style `Dataset` (of pairs the first is taken).
-            mini_batch_size: So many samples go through the model at once, in one call to a worker.
-            output: Called on the worker with what the model makes of a mini-batch: what it returns comes back instead.
+            model: A `torch.nn.Module`, or a function of a mini-batch. Each worker gets it once, a module on its device and in
+                evaluation mode; the caller's stays as it is. (A function gets its mini-batches on the CPU.)
+            data: A NumPy array, a tensor or a DataFrame, with a row for each sample; a tuple of those, if the model has several
+                inputs; a list of samples; or a map-style `Dataset`. Of samples that are pairs (input, target) the input is
+                taken. A `Dataset` other than `TensorDataset` is read by the workers, each with a copy of its own. Numbers of
+                floating point become the type of the model's weights.
+            mini_batch_size: So many samples go through the model at once. Calls to workers have one or, where these take
+                milliseconds, several mini-batches; `timeout_s` and `retries` of `options` are for one call.
+            output: Called on the worker with what the model gives for a mini-batch; what it returns comes back instead. Arrays
+                and lists are put end to end, of anything else the result is a list with an entry for each mini-batch.
 
         Returns:
-            The outputs of all samples: a tensor on the CPU, an array if `data` was an array or a DataFrame.
+            The outputs of all samples, in order, on the CPU: tensors; NumPy arrays if `data` is arrays or a DataFrame. Tuples
+            and mappings of tensors stay that; a list has an entry for each sample.
 
         Raises:
             InvalidValueError, InvalidTypeError: An argument cannot work.
-            Exception: What the model has raised, as itself.
+            Exception: What the model has raised, as itself, with a note of the samples.
 
         Source:
             MATLAB R2025b, minibatchpredict.
@@ -314,8 +321,11 @@ def _check_loop(loop: Any) -> None:
     check_callable(loop)
     try:
         signature = inspect.signature(loop)
-    except (TypeError, ValueError):  # some builtins do not say what they take
-        return
+    except (TypeError, ValueError):
+        raise InvalidTypeError(
+            f"The loop {_name_of(loop)} does not say what it takes, as some builtins do not. Give a function of one "
+            "argument, or of none."
+        ) from None
     for arguments in ((), (None,)):
         try:
             signature.bind(*arguments)
@@ -323,8 +333,8 @@ def _check_loop(loop: Any) -> None:
             continue
         return
     raise InvalidTypeError(
-        f"The loop {_name_of(loop)}{signature} takes more than one argument. Put what it needs into `config`, a dict, or bind it "
-        "with functools.partial."
+        f"The loop {_name_of(loop)}({', '.join(signature.parameters)}) takes more than one argument. Put what it needs into "
+        "`config`, a dict, or bind it with functools.partial."
     )
 
 

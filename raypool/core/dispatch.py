@@ -145,7 +145,7 @@ class Dispatcher:
         return not any(gang.spec.may_meet(other.spec) for other in others)
 
     def _renew_members(self, gathering: Gathering) -> bool:
-        """Replace workers that have run something, if the gang wants others, which join it by themselves; return whether any were.
+        """Replace workers that have run something, if the gang wants others, which join it by themselves; say whether any were.
 
         Only now that all are there: until then they would be of use to nobody.
         """

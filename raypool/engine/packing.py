@@ -286,6 +286,8 @@ def _culprits(value: Any, path: str) -> list[str]:
         entries = [(f"{path}[{key!r}]", entry) for key, entry in value.items()]
     elif isinstance(value, (list, tuple)):
         entries = [(f"{path}[{index}]", entry) for index, entry in enumerate(value)]
+    elif callable(inner := getattr(value, "func", None)) and not _can_travel(inner):  # raypool's own around a user's function
+        return _culprits(inner, path)
     else:
         name = getattr(value, "__name__", path)
         _, failures = inspect_serializability(value, name=name, print_file=io.StringIO())

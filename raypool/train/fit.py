@@ -19,7 +19,7 @@ from raypool.errors import InvalidTypeError, InvalidValueError, ResourceError
 from raypool.train.data import take_samples
 from raypool.train.job import FitJob
 from raypool.train.learner import check_module
-from raypool.train.loop import fit_loop
+from raypool.train.loop import fit
 from raypool.train.options import TrainingOptions
 from raypool.train.ranks import own_random_state
 from raypool.train.runs import TrainingResult
@@ -90,7 +90,7 @@ def prepare_fit(
         rate_scale=rate_scale,
         is_on_cpu=options.execution == "cpu",
     )
-    return FitCall(fit_loop, {"fit": job}, [worker.index for worker, _ in crew], notes, _Finish(model))
+    return FitCall(fit, {"fit": job}, [worker.index for worker, _ in crew], notes, _Finish(model))
 
 
 def gradient_bytes(config: dict[str, Any]) -> int:
@@ -136,6 +136,12 @@ def _check_functions(model: Any, loss: Any) -> None:
     if not callable(loss):
         raise InvalidTypeError(
             f"loss={loss!r} is not callable. Give a function of outputs and targets, torch.nn.functional.cross_entropy for one."
+        )
+    given = getattr(loss, "keywords", {}).get("reduction", getattr(loss, "reduction", "mean"))  # of a functools.partial
+    if given in ("sum", "none"):
+        raise InvalidValueError(
+            f"loss has reduction={given!r}. It is to return the mean loss of the samples it is given, by which those of the "
+            "workers are put together: reduction='mean'."
         )
 
 
@@ -218,7 +224,8 @@ def _check_shares(division: Division, batch_size: int, crew: Crew) -> None:
     if all(shares):
         return
     if division.num_samples < len(crew):
-        fact = f"There are {division.num_samples} samples for {len(crew)} workers"
+        count = "is 1 sample" if division.num_samples == 1 else f"are {division.num_samples} samples"
+        fact = f"There {count} for {len(crew)} workers"
     elif division.batch_size < len(crew):
         fact = f"A mini-batch of {division.batch_size} is less than one sample for each of {len(crew)} workers"
     else:
@@ -241,7 +248,7 @@ def _notes_on_samples(division: Division, batch_size: int, options: TrainingOpti
         size = division.batch_size * division.accumulate
         other = ", other ones each time" if options.shuffle == "every-epoch" else ""
         notes.append(
-            f"Each epoch leaves out {division.dropped:,} of {division.num_samples:,} samples{other}: they do not fill an "
+            f"Each epoch leaves out {division.dropped:,} of {division.num_samples:,} samples{other}: they do not fill a "
             f"step of {size:,}."
         )
     return notes

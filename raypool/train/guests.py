@@ -10,6 +10,7 @@ import functools
 import inspect
 import logging
 import os
+import platform
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -53,7 +54,7 @@ TASK = 0
 
 DRAIN_TIMEOUT_S = 5.0
 
-SAME_AS_HOST = (*PINNING, "CUDA_DEVICE_ORDER", "OMP_NUM_THREADS", "NCCL_SOCKET_IFNAME")
+SAME_AS_HOST = (*PINNING, "CUDA_DEVICE_ORDER", "OMP_NUM_THREADS")
 """A guest has these environment variables as its host does, beside those of the profile."""
 
 
@@ -154,7 +155,7 @@ class Guest:
         """Run it; what it returns, and what it fails with, goes into the letterbox."""
         assert _seat is not None
         rank = ray.train.get_context().get_world_rank()
-        group, should_stop = ray.get(self._letterbox.greet.remote())
+        group, should_stop = ray.get(self._letterbox.greet.remote(platform.node(), os.getpid()))
         outbox = Outbox(lambda number, batch: ray.get(self._letterbox.push.remote(group, rank, number, batch)))
         attempt = self._plan.attempt + group - 1
         note = Running(rank, attempt, None, _seat.worker, _seat.gpu, self._plan.name, TASK, should_stop, outbox.say)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,6 +33,9 @@ class Learner:
         optimizer: Its optimizer.
         scheduler: The user's own schedule, if there is one.
         scaler: Of the loss, with fp16.
+        share: What this rank takes of each mini-batch.
+        strategy: "ddp" or "fsdp": how its state is kept.
+        is_sharded: Whether it has a part of the model only.
     """
 
     def __init__(self, job: FitJob, ranks: Ranks) -> None:
@@ -41,7 +45,8 @@ class Learner:
         self.module = _made(job.model, options.seed).to(ranks.device).train()
         self._loss_fn = job.loss.to(ranks.device) if isinstance(job.loss, nn.Module) else job.loss
         ranks.broadcast([*self.module.parameters(), *self.module.buffers()])
-        self.is_sharded = options.strategy == "fsdp" and ranks.size > 1
+        self.strategy = options.strategy
+        self.is_sharded = self.strategy == "fsdp" and ranks.size > 1
         if self.is_sharded:
             shard(self.module, ranks)
         self.optimizer = _optimizer(options, [each for each in self.module.parameters() if each.requires_grad])
@@ -72,7 +77,7 @@ class Learner:
             )
         return scheduler
 
-    # --- one step ------------------------------------------------------------------------------------------------
+    # --- one step ----------------------------------------------------------------------------------------------------------
 
     def iterate(self, step: int, batches: Sequence[Batch], *, is_synchronised: bool = True) -> None:
         """Take one step: by the mean gradient of these mini-batches, of which this rank has its share."""
@@ -83,9 +88,11 @@ class Learner:
         last = len(batches) - 1
         for number, batch in enumerate(batches):
             with self._reduction(number == last and is_synchronised):
-                loss = self._loss_of(self._call, batch)
                 if self._weight is None:
+                    loss = self._first_loss_of(self._call, batch)
                     self._weight = self._weight_of(loss)
+                else:
+                    loss = self._loss_of(self._call, batch)
                 scaled = loss if self.scaler is None else self.scaler.scale(loss)
                 scaled.backward(self._weight)
             self._loss_sum += loss.detach()
@@ -98,6 +105,23 @@ class Learner:
             return loss
         with torch.autocast(self._ranks.device.type, AUTOCAST[self._options.precision]):
             loss = self._loss_fn(call(batch[0]), batch[1])
+        return loss
+
+    def _first_loss_of(self, call: Any, batch: Batch) -> torch.Tensor:
+        """Return the loss of a mini-batch, and see that it is one.
+
+        Torch only warns where the shapes of outputs and targets differ, and compares each with each.
+        """
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="Using a target size")
+            try:
+                loss = self._loss_of(call, batch)
+            except UserWarning as warning:
+                raise InvalidValueError(
+                    "The loss was given outputs and targets of different shapes: "
+                    f"{str(warning).split('. ')[0]}. Give targets the shape of the outputs, targets[:, None] for one."
+                ) from None
+        _check_loss(loss)
         return loss
 
     def _reduction(self, is_due: bool) -> contextlib.AbstractContextManager[Any]:
@@ -144,17 +168,15 @@ class Learner:
         """Return the loss of a mini-batch; buffers stay as they were, and nothing is drawn."""
         buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
         with torch.random.fork_rng([self._ranks.device] if self._ranks.device.type == "cuda" else []):
-            loss = self._loss_of(self.module, batch)
+            loss = self._first_loss_of(self.module, batch)
         with torch.no_grad():
             for name, buffer in self.module.named_buffers():
                 if name in buffers:
                     buffer.copy_(buffers[name])
-        _check_loss(loss)
         return loss
 
     def _weight_of(self, loss: torch.Tensor) -> torch.Tensor:
         """Return what the gradient of a loss is multiplied by on this rank."""
-        _check_loss(loss)
         weight = self._ranks.size * self.share.weight / self._job.division.accumulate
         return torch.full_like(loss, weight, requires_grad=False)
 

@@ -115,8 +115,9 @@ class Letterbox:
 
     # --- for guests ---------------------------------------------------------------------------------------------------
 
-    async def greet(self) -> tuple[int, bool]:
-        """Return the how-many-th group this is, and whether somebody wanted an early end before it began."""
+    async def greet(self, host: str, pid: int) -> tuple[int, bool]:
+        """Note where a guest is; return the how-many-th group this is, and whether an early end was wanted before it began."""
+        await self.put("guest", host, pid)
         return self._group.number, self._group.should_stop
 
     async def push(self, group: int, rank: int, number: int, batch: bytes) -> None:

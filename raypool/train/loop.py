@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import tempfile
 import time
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ from raypool.train.snapshot import Progress
 from raypool.train.spread import whole_state
 
 
-def fit_loop(config: dict[str, Any]) -> dict[str, Any]:
+def fit(config: dict[str, Any]) -> dict[str, Any]:
     """Train a model by the options; return how that ended, on rank 0 with the model's state, saved by torch."""
     job: FitJob = config["fit"]
     ranks = ranks_here(job)
@@ -50,6 +51,7 @@ class Training:
         self._tests = None if job.validation is None else job.validation.open(ranks.device, dtype, loaders)
         self._progress = self._start()
         self._reason = "max_epochs"
+        self._is_lost = False
         self._reported_at = time.perf_counter()
         self._reported_step = self._progress.step
 
@@ -118,7 +120,7 @@ class Training:
         learner.end_epoch(metrics.get("validation_loss") if self._tests is not None else metrics["loss"])
         every = options.checkpoint_every
         state = None
-        if every is not None and (is_last or done % every == 0 or self._has_no_patience_left()):
+        if every is not None and not self._is_lost and (is_last or done % every == 0 or self._has_no_patience_left()):
             learner.settle()
             state = snapshot.take(learner, self._progress)
         return self._report(metrics, state)
@@ -155,6 +157,7 @@ class Training:
         """Return what there is to say since the last report; it waits for the device."""
         progress, division = self._progress, self._job.division
         loss = self._learner.take_loss()
+        self._is_lost = math.isnan(loss)
         now = time.perf_counter()
         num_samples = (progress.step - self._reported_step) * division.batch_size * division.accumulate
         speed = num_samples / (now - self._reported_at)
@@ -176,14 +179,16 @@ class Training:
         return self._is_to_end(metrics)
 
     def _is_to_end(self, metrics: dict[str, Any]) -> bool:
-        """Whether the training was asked to end, from outside or by the user's function; the same on all ranks."""
+        """Whether the training was asked to end, from outside or by the user's function, or is lost; the same on all ranks."""
         output_fn = self._options.output_fn
         has_said_so = output_fn is not None and self._ranks.rank == 0 and bool(output_fn(dict(metrics)))
         wishes = [float(current_task().should_stop), float(has_said_so)]
         asked, said = self._ranks.add(wishes) if self._ranks.size > 1 else wishes
         if asked or said:
             self._reason = "request_stop" if asked else "output_fn"
-        return bool(asked or said)
+        elif self._is_lost:
+            self._reason = "loss is nan"
+        return bool(asked or said or self._is_lost)
 
 
 def _judged(progress: Progress, loss: float) -> Progress:
@@ -200,7 +205,7 @@ def measure_loop(config: dict[str, Any]) -> list[float]:
     """Take some steps of a training with a model of its own, and return how long each took on this rank [s].
 
     Args:
-        config: "config": that of `fit_loop`. "measure": how many steps to measure, how many to take before, and whether the
+        config: "config": that of `fit`. "measure": how many steps to measure, how many to take before, and whether the
             ranks reduce their gradients.
     """
     job: FitJob = config["config"]["fit"]

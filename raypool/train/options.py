@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from raypool.errors import InvalidTypeError, InvalidValueError
@@ -64,7 +64,9 @@ class TrainingOptions:
         output_fn: Called on rank 0, in its worker, with each report: a dict. If it returns True, the training ends there.
         compile: Whether the model is compiled by `torch.compile`.
         report_every: Steps between two reports; at each the training looks whether it is to stop. There is always one at the
-            end of an epoch. None: only that.
+            end of an epoch. None: only that. Reported are `epoch` and `step`, from 0 on; `loss`, the mean since the last report;
+            `learning_rate`, of the last step; `samples_per_s`; after an epoch `dropped_samples`, how many it has left out, and
+            `validation_loss`.
         loader_processes: Processes on each worker that load the samples of a `Dataset` ahead. 0: the worker itself does.
 
     Raises:
@@ -98,7 +100,7 @@ class TrainingOptions:
     precision: str = "float32"
     clip_gradient_norm: float | None = None
     accumulate_steps: int = 1
-    validation_data: Any = None
+    validation_data: Any = field(default=None, repr=False, compare=False)
     validation_frequency: int = 1
     patience: int | None = None
     shuffle: str = "every-epoch"

@@ -10,6 +10,7 @@ import math
 import uuid
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import CancelledError
 from dataclasses import replace
 from typing import Any
 
@@ -154,7 +155,7 @@ class _Run:
                 self._pending.append((self.submit(function, samples, first, stop), count))
                 first = stop
             future, count = self._pending[0]
-            outputs.append(future.result())
+            outputs.append(_result(future))
             self._pending.popleft()
             self._note(future)
             batches = _batches_per_call(future.duration_s, count, batches, samples.bytes_each * size)
@@ -179,6 +180,9 @@ class _Run:
         for future, _ in self._pending:
             future.cancel()
             self._note(future)
+        if self._engine.profile.backend != "ray":
+            let_go(self._key)
+            return
         infos = self._engine.driver.infos
         for place in self._workers:
             info = infos.get(place)
@@ -186,6 +190,13 @@ class _Run:
                 with contextlib.suppress(RaypoolError):  # the pool has ended meanwhile
                     options = Options(retries=0, name="freeing a model")
                     submit_call(self._engine, let_go, (self._key,), {}, options, Where(place))
+
+
+def _result(future: Future[Any]) -> Any:
+    try:
+        return future.result()
+    except CancelledError:
+        raise CancelledError("The prediction was cancelled: somebody has called cancel_all(), or closed the pool.") from None
 
 
 def _batches_per_call(duration_s: float | None, count: int, before: int, batch_bytes: int) -> int:

@@ -46,8 +46,9 @@ class Predictor:
             Exception: What the model, the Dataset or `output` has raised, with a note of the samples.
         """
         device = device_here() if isinstance(self._model, nn.Module) else torch.device("cpu")
-        model = self._model if device.type == "cpu" else _moved_model(self._key, self._model, device)
-        dtype = _floating_dtype(model)
+        if device.type != "cpu":
+            self._move(device)
+        model, dtype = self._model, _floating_dtype(self._model)
         outputs = []
         with torch.inference_mode():
             for first in range(piece.start, piece.stop, self._size) or [piece.start]:
@@ -59,6 +60,17 @@ class Predictor:
                     error.add_note(f"raypool: samples {first} to {last - 1} of the data")
                     raise
             return joined(outputs)
+
+    def _move(self, device: torch.device) -> None:
+        """Put the model on a GPU, unless it is there, until `let_go`."""
+        with _lock:
+            if self._key not in _on_gpu:
+                self._model.to(device)
+                _on_gpu[self._key] = self
+
+    def drop(self) -> None:
+        """Let go of the model: this object itself is kept for as long as its worker knows the function."""
+        self._model = None
 
     def _outputs(self, model: Any, batch: Sequence[Any], count: int) -> Any:
         """Return what is to be told of a mini-batch."""
@@ -76,22 +88,17 @@ def device_here() -> torch.device:
     return torch.device("cuda:0" if has_gpu and torch.cuda.is_available() else "cpu")
 
 
-_moved_models: dict[str, nn.Module] = {}
+_on_gpu: dict[str, Predictor] = {}
 _lock = threading.Lock()
 
 
-def _moved_model(key: str, model: nn.Module, device: torch.device) -> nn.Module:
-    with _lock:
-        if key not in _moved_models:
-            _moved_models[key] = model.to(device)
-        return _moved_models[key]
-
-
 def let_go(key: str) -> None:
-    """Free the GPU of a model."""
+    """Free the GPU of a model, if it is on one."""
     with _lock:
-        _moved_models.pop(key, None)
-    torch.cuda.empty_cache()
+        predictor = _on_gpu.pop(key, None)
+    if predictor is not None:
+        predictor.drop()
+        torch.cuda.empty_cache()
 
 
 def still(model: Any) -> Any:

@@ -39,9 +39,13 @@ class Ranks:
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         """Give these tensors of all ranks the values that rank 0 has."""
-        if self.size > 1:
-            for tensor in tensors:
-                dist.broadcast(tensor.detach(), src=0)
+        if self.size == 1:
+            return
+        for tensor in tensors:
+            if tensor.numel():
+                values = tensor.detach().contiguous()
+                dist.broadcast(values.reshape(-1).view(torch.uint8), src=0)  # as bytes: gloo does not know all types
+                tensor.detach().copy_(values)
 
     def wait(self) -> None:
         """Wait for all ranks, and for what the device still does."""

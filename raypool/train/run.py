@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, InvalidStateError
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from raypool.engine.engine import Engine
 from raypool.errors import (
+    InvalidValueError,
     PoolBrokenError,
     PoolClosedError,
     ResourceError,
@@ -86,6 +88,9 @@ class TrainingRun(Future[TrainingResult]):
         """
         return self._joined().metrics("rank")
 
+    def __repr__(self) -> str:
+        return f"<TrainingRun {self.name!r}: {self.state}>"
+
     def adopt(self, attempt: Future[Any]) -> None:
         """Take up an attempt: what was, and is, asked of the training is asked of it. For the pool."""
         attempt.whole = self
@@ -157,6 +162,7 @@ class Conductor:
         self._kept = kept
         self._finish = finish
         self._ends: list[RankEnd] = []
+        self._first_start: str | None = None
         self._failed: SpmdError | None = None  # the last attempt, which is to be made again
         self._spent_s = 0.0  # of the time limit, by attempts that have ended
 
@@ -220,6 +226,8 @@ class Conductor:
         kept, folder = self._kept, self._run.path
         last = latest(folder)
         start = kept.start_from if last is None else last.path
+        if number == 1:
+            self._first_start = None if start is None else str(start)
         return Plan(
             self._run.name,
             number,
@@ -231,10 +239,11 @@ class Conductor:
         )
 
     def _left(self) -> Options:
-        """Return the options, with what is left of the time limit."""
-        if self._options.timeout_s is None or not self._spent_s:
-            return self._options
-        return replace(self._options, timeout_s=max(self._options.timeout_s - self._spent_s, 0.001))
+        """Return the options of the next attempt: the name of the training, and what is left of its time limit."""
+        options = replace(self._options, name=self._run.name)
+        if options.timeout_s is None:
+            return options
+        return replace(options, timeout_s=max(options.timeout_s - self._spent_s, 0.001))
 
     def _is_worth_another(self, error: SpmdError) -> bool:
         """Whether a worker was lost, or an exception raised that `retry_on` names, and an attempt is left."""
@@ -274,7 +283,7 @@ class Conductor:
         text = str(error)
         if (number := self._run.attempts) > 1:
             text += f" It was attempt {number}."
-        if result.checkpoint is not None:
+        if result.checkpoint is not None and result.checkpoint.path != self._first_start:
             text += (
                 f" It goes on from its last checkpoint, {result.checkpoint.path}, with RunOptions(run_dir={str(result.path)!r})."
             )
@@ -312,14 +321,46 @@ def run_folder(kept: RunOptions, name: str) -> Path:
     """Return the folder of a run, which need not be there; a new one if none is named."""
     if kept.run_dir is not None:
         return Path(kept.run_dir)
-    readable = "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in name)[:40]
+    readable = "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in name)[:40].strip("-")
     stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{time.monotonic_ns() % 16**6:06x}"
     return Path.home() / "raypool_runs" / f"{readable}-{stamp}"
 
 
+_here: weakref.WeakSet[TrainingRun] = weakref.WeakSet()
+"""The trainings of this process; each has its folder to itself."""
+
+_starting = threading.Lock()
+
+
+def _take_folder(run: TrainingRun) -> None:
+    """Note that a folder is in use.
+
+    Raises:
+        InvalidValueError: It is already.
+    """
+    folder = run.path.resolve()
+    with _starting:
+        other = next((each for each in _here if not each.done() and each.path.resolve() == folder), None)
+        if other is not None:
+            raise InvalidValueError(
+                f"run_dir={run.path} is in use by the training {other.name!r}, which is {other.state}. Name another folder, or "
+                "wait for its end."
+            )
+        _here.add(run)
+
+
 def start_run(run: TrainingRun, conductor: Conductor, engine: Engine) -> TrainingRun:
-    """Let a training begin: in a thread of its own; "inline" in this one, so that a debugger stops in the user's loop."""
-    first = conductor.begin()  # here: what cannot begin at all fails at the call
+    """Let a training begin: in a thread of its own; "inline" in this one, so that a debugger stops in the user's loop.
+
+    Raises:
+        InvalidValueError: Another training of this process has its folder.
+    """
+    _take_folder(run)
+    try:
+        first = conductor.begin()  # here: what cannot begin at all fails at the call
+    except BaseException:
+        _here.discard(run)
+        raise
     if engine.profile.backend == "inline":
         conductor.conduct(first)
         return run

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,7 +33,7 @@ def take(learner: Learner, progress: Progress) -> dict[str, Any]:
     return {
         "raypool": VERSION,
         "progress": tuple(progress),
-        "strategy": "fsdp" if learner.is_sharded else "ddp",
+        "strategy": learner.strategy,
         "model": whole_state(learner.module),
         "optimizer": _optimizer_state(learner),
         "scheduler": None if scheduler is None else scheduler.state_dict(),
@@ -60,8 +59,8 @@ def read(folder: str) -> dict[str, Any]:
         raise InvalidValueError(f"{folder} is no checkpoint of pool.fit: it has no {FILE} in it, but {found}. {advice}")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
-        reason = str(error).splitlines()[0]
+    except Exception as error:  # of a file that was cut short torch's reader may raise anything, an IndexError for one
+        reason = (str(error) or type(error).__name__).splitlines()[0]
         raise InvalidValueError(f"{path} is no checkpoint of pool.fit: it cannot be read ({reason}). {advice}") from error
     if not isinstance(state, dict) or state.get("raypool") != VERSION:
         raise InvalidValueError(f"{path} is no checkpoint of pool.fit, but something else that torch has saved. {advice}")
@@ -75,11 +74,10 @@ def restore(learner: Learner, state: dict[str, Any], folder: str) -> Progress:
         InvalidValueError: The checkpoint is of another model, optimizer, or strategy.
     """
     check_same_model(state["model"], learner.module, folder)
-    strategy = "fsdp" if learner.is_sharded else "ddp"
-    if state["strategy"] != strategy:
+    if state["strategy"] != learner.strategy:
         raise InvalidValueError(
-            f"{folder} was made with strategy={state['strategy']!r} (or on one rank, which is as with 'ddp'), and this training "
-            f"goes on with {strategy!r}, which keeps the optimizer's state in another way. Use the same."
+            f"{folder} was made with strategy={state['strategy']!r}, and this training goes on with {learner.strategy!r}, which "
+            "keeps the optimizer's state in another way. Use the same."
         )
     if learner.is_sharded:
         from torch.distributed.checkpoint.state_dict import set_model_state_dict
@@ -93,7 +91,7 @@ def restore(learner: Learner, state: dict[str, Any], folder: str) -> Progress:
 
 def _restore_rest(learner: Learner, state: dict[str, Any], folder: str) -> None:
     try:
-        if learner.is_sharded:
+        if learner.strategy == "fsdp":
             from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
             set_optimizer_state_dict(learner.module, learner.optimizer, state["optimizer"], options=_whole_options())
@@ -133,7 +131,7 @@ def check_same_model(state: dict[str, Any], module: nn.Module, folder: str) -> N
 
 
 def _optimizer_state(learner: Learner) -> dict[str, Any]:
-    if not learner.is_sharded:
+    if learner.strategy != "fsdp":
         return learner.optimizer.state_dict()
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 

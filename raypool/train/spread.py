@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -49,10 +50,13 @@ def _layers(module: nn.Module) -> Iterator[nn.Module]:
 
 def connect(module: nn.Module, ranks: Ranks, has_unused: bool) -> DistributedDataParallel:
     """Let gradients be averaged over the ranks while they are computed. The parameters have to be the same already."""
+    # Buffers are merged when they are looked at. Torch 2.13 has another name for this, and warns of the old one.
+    has_new_name = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+    not_buffers: dict[str, Any] = {"forward_sync_buffers" if has_new_name else "broadcast_buffers": False}
     return DistributedDataParallel(
         module,
         device_ids=[ranks.device] if ranks.device.type == "cuda" else None,
-        broadcast_buffers=False,  # they are merged when they are looked at
+        **not_buffers,
         init_sync=False,
         gradient_as_bucket_view=True,
         find_unused_parameters=has_unused,

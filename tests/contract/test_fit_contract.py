@@ -18,6 +18,9 @@ from raypool.errors import InvalidTypeError, InvalidValueError, ResourceError, T
 from raypool.train.options import TrainingOptions
 from raypool.train.runs import RunOptions
 
+WAIT_S = 100.0
+"""The first training in a worker imports torch and Ray Train, which takes long where much else runs."""
+
 INPUTS = np.random.default_rng(0).normal(size=(50, 4))
 TARGETS = INPUTS.sum(axis=1, keepdims=True)
 
@@ -38,7 +41,7 @@ def options(**changes: Any) -> TrainingOptions:
 
 
 def fit(pool: ParallelPool, data: Any = (INPUTS, TARGETS), run_options: RunOptions | None = None, **changes: Any) -> Any:
-    return pool.fit(make_model, data, mse_loss, options(**changes), run_options=run_options).result(60)
+    return pool.fit(make_model, data, mse_loss, options(**changes), run_options=run_options).result(WAIT_S)
 
 
 def assert_same(ours: nn.Module, theirs: nn.Module) -> None:
@@ -71,7 +74,7 @@ def test_the_model_comes_back_ready_to_use(pool: ParallelPool) -> None:
     torch.manual_seed(0)
     given = make_model()
     before = copy.deepcopy(given.state_dict())
-    result = pool.fit(given, (INPUTS, TARGETS), mse_loss, options()).result(60)
+    result = pool.fit(given, (INPUTS, TARGETS), mse_loss, options()).result(WAIT_S)
     assert type(result.model) is nn.Sequential
     assert not result.model.training
     assert all(parameter.device.type == "cpu" and parameter.requires_grad for parameter in result.model.parameters())
@@ -83,7 +86,7 @@ def test_a_table_of_classes(pool: ParallelPool) -> None:
     frame = pd.DataFrame(INPUTS, columns=list("abcd")).assign(label=(TARGETS[:, 0] > 0).astype(int))
     changes = {"max_epochs": 20, "learning_rate": 0.1, "optimizer": "adam"}
     run = pool.fit(lambda: nn.Linear(4, 2), frame, cross_entropy, options(**changes))
-    model = run.result(60).model
+    model = run.result(WAIT_S).model
     assert model.weight.dtype == torch.float32
     outputs = model(torch.tensor(INPUTS, dtype=torch.float32))
     assert (outputs.argmax(1).numpy() == frame["label"]).mean() > 0.9
@@ -96,13 +99,15 @@ def test_the_callers_random_numbers_stay_as_they_were(pool: ParallelPool) -> Non
     assert np.random.get_state()[1].tolist() == states[1]
 
 
-def test_it_goes_on_from_a_checkpoint(pool: ParallelPool, tmp_path: Any) -> None:
-    kept = RunOptions(run_dir=tmp_path / "run")
-    fit(pool, run_options=kept, checkpoint_every=1, max_epochs=2)
-    rest = fit(pool, run_options=kept, checkpoint_every=1, max_epochs=4)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_it_goes_on_from_a_checkpoint(pool: ParallelPool, alone: ParallelPool, tmp_path: Any, strategy: str) -> None:
+    """Also one that was made by another number of ranks."""
+    kept, changes = RunOptions(run_dir=tmp_path / "run"), {"strategy": strategy, "optimizer": "adam", "checkpoint_every": 1}
+    fit(alone, run_options=kept, max_epochs=2, **changes)
+    rest = fit(pool, run_options=kept, max_epochs=4, **changes)
     assert rest.metrics_frame["epoch"].tolist() == [2, 3]
-    assert_same(rest.model, fit(pool, max_epochs=4).model)
-    done = fit(pool, run_options=kept, checkpoint_every=1, max_epochs=4)
+    assert_same(rest.model, fit(pool, max_epochs=4, optimizer="adam").model)
+    done = fit(alone, run_options=kept, max_epochs=4, **changes)
     assert_same(done.model, rest.model)
 
 
@@ -142,7 +147,7 @@ def test_gpus_that_are_not_there(pool: ParallelPool, execution: str) -> None:
 
 def test_a_function_that_makes_no_model(pool: ParallelPool) -> None:
     with pytest.raises(TrainingError, match="returned a dict"):
-        pool.fit(dict, (INPUTS, TARGETS), mse_loss, options()).result(60)
+        pool.fit(dict, (INPUTS, TARGETS), mse_loss, options()).result(WAIT_S)
 
 
 def test_an_error_of_the_users(pool: ParallelPool) -> None:
@@ -150,5 +155,5 @@ def test_an_error_of_the_users(pool: ParallelPool) -> None:
         raise ZeroDivisionError("mine")
 
     with pytest.raises(TrainingError, match="mine") as raised:
-        pool.fit(make_model, (INPUTS, TARGETS), loss, options()).result(60)
+        pool.fit(make_model, (INPUTS, TARGETS), loss, options()).result(WAIT_S)
     assert isinstance(raised.value.__cause__, ZeroDivisionError)

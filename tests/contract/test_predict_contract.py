@@ -9,6 +9,7 @@ import os
 import threading
 from collections import namedtuple
 from collections.abc import Callable
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,16 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
-from raypool import InvalidTypeError, InvalidValueError, ParallelPool, PoolClosedError, SerializationError, current_task
+from raypool import (
+    InvalidTypeError,
+    InvalidValueError,
+    ParallelPool,
+    PoolClosedError,
+    SerializationError,
+    TaskTimeoutError,
+    current_task,
+)
+from raypool.train import predictor
 
 on_ray = pytest.mark.parametrize("make_pool", ["local"], indirect=True)
 SIZES = (0, 1, 2, 7, 8, 9, 50)
@@ -308,6 +318,17 @@ def test_all_workers_take_part_and_order_does_not_depend_on_them(pool: ParallelP
     assert len({worker for _, worker in workers}) >= 2
 
 
+@pytest.mark.parametrize("make_pool", ["inline", "threads"], indirect=True)
+def test_the_model_is_on_the_device_of_the_worker(pool: ParallelPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shown with a device that every machine has; with GPUs in tests/gpu."""
+    monkeypatch.setattr(predictor, "device_here", lambda: torch.device("meta"))
+    model = nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2))
+    devices = pool.predict(model, inputs(20), mini_batch_size=5, output=lambda y: [str(y.device)])
+    assert devices == ["meta"] * 4
+    assert {value.device.type for value in model.state_dict().values()} == {"cpu"}, "the caller's stays where it is"
+    assert not predictor._on_gpu, "and nothing stays behind"
+
+
 def test_a_part_of_a_pool_and_a_named_worker(pool: ParallelPool) -> None:
     part, _ = pool.partition(workers=[1])
     where = lambda y: [current_task().worker] * len(y)  # noqa: E731 - it travels
@@ -423,6 +444,34 @@ def test_outputs_that_are_none(pool: ParallelPool) -> None:
         pool.predict(lambda x: None, np.ones(3))
     with pytest.raises(InvalidValueError, match=r"shape \(1,\) in one, \(2,\) in another"):
         pool.predict(lambda x: torch.zeros(1, int(x[0])), np.arange(1, 3), mini_batch_size=1)
+
+
+class Held(nn.Module):
+    """A model that does not come to its end before somebody opens the gate."""
+
+    def __init__(self, marks: Any, gate: Any) -> None:
+        super().__init__()
+        self.marks, self.gate = marks, gate
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.marks.add("began")
+        self.gate.wait()
+        return x
+
+
+@pytest.mark.parametrize("make_pool", ["threads", "local"], indirect=True)
+def test_it_can_be_cancelled_and_limited(
+    pool: ParallelPool, marks: Any, make_gate: Any, check_pool: Any, eventually: Any
+) -> None:
+    with ThreadPoolExecutor(1) as executor:
+        job = executor.submit(pool.predict, Held(marks, make_gate()), torch.arange(8), mini_batch_size=1)
+        assert eventually(lambda: marks.count("began"), 60)
+        pool.cancel_all()
+        with pytest.raises(CancelledError, match="prediction was cancelled"):
+            job.result(60)
+    with pytest.raises(TaskTimeoutError, match="predict"):
+        pool.options(timeout_s=1.0).predict(Held(marks, make_gate()), torch.arange(8), mini_batch_size=4)
+    check_pool(pool)
 
 
 @on_ray

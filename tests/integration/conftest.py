@@ -34,3 +34,13 @@ def load(ray_session: None) -> Iterator[Callable[[str], ModuleType]]:
     for name, module in loaded.items():
         cloudpickle.unregister_pickle_by_value(module)
         del sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def coordinator(ray_session: None) -> Iterator[None]:
+    """Have Ray's autoscaling coordinator now: the first training in the managed lane makes it, and then it stays."""
+    from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import get_or_create_autoscaling_coordinator
+
+    handle = get_or_create_autoscaling_coordinator()
+    yield
+    del handle

@@ -19,8 +19,13 @@ from raypool import ParallelPool, WorkerResources, parpool
 from raypool.errors import InvalidValueError, TrainingError
 from raypool.train.data import order_of
 from raypool.train.fit import prepare_fit
+from raypool.train.loop import measure_loop
+from raypool.train.measure import Measure
 from raypool.train.options import TrainingOptions
 from raypool.train.runs import RunOptions
+
+WAIT_S = 100.0
+"""The first training in a worker imports torch and Ray Train, which takes long where much else runs."""
 
 NUM_SAMPLES = 130
 BATCH = 32
@@ -96,7 +101,7 @@ def train_and_show(config: dict[str, Any]) -> Any:
 def ranks_of(pool: ParallelPool, model: Any, data: Any, options: TrainingOptions, workers: int = 3) -> Any:
     """Train on so many workers; return the states of all ranks, and their shares."""
     call = prepare_fit(model, data, mse_loss, options, pool.workers[:workers])
-    return zip(*pool.train(train_and_show, call.config, workers=call.ranks).result(60).values, strict=True)
+    return zip(*pool.train(train_and_show, call.config, workers=call.ranks).result(WAIT_S).values, strict=True)
 
 
 # --- equal to one process ---------------------------------------------------------------------------------------------
@@ -130,7 +135,7 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[Any], torch.optim.Optimizer], d
 @pytest.mark.parametrize("case", CASES)
 def test_it_equals_one_process(pool: ParallelPool, model: nn.Module, data: Any, case: str) -> None:
     changes, optimizer, how = CASES[case]
-    result = pool.fit(model, data, mse_loss, options(**changes)).result(60)
+    result = pool.fit(model, data, mse_loss, options(**changes)).result(WAIT_S)
     alone, losses = train_alone(model, data, optimizer, **how)
     assert_same_model(result.model, alone)
     assert result.metrics_frame["loss"].tolist() == pytest.approx(losses, rel=1e-9)
@@ -185,14 +190,14 @@ class Partly(nn.Module):
 
 def test_parameters_that_are_not_used(pool: ParallelPool, data: Any) -> None:
     model = Partly().double()
-    result = pool.fit(model, data, mse_loss, options()).result(60)
+    result = pool.fit(model, data, mse_loss, options()).result(WAIT_S)
     alone, _ = train_alone(model, data, lambda params: torch.optim.SGD(params, lr=0.02, momentum=0.9))
     assert_same_model(result.model, alone)
 
 
 def test_the_model_that_was_given_stays_as_it_was(pool: ParallelPool, model: nn.Module, data: Any) -> None:
     before = copy.deepcopy(model.state_dict())
-    result = pool.fit(model, data, mse_loss, options(max_epochs=1)).result(60)
+    result = pool.fit(model, data, mse_loss, options(max_epochs=1)).result(WAIT_S)
     assert_same_model(model, copy.deepcopy(model))
     torch.testing.assert_close(dict(model.state_dict()), dict(before), rtol=0, atol=0)
     assert model.training
@@ -238,7 +243,7 @@ def test_fsdp_equals_one_process(pool: ParallelPool, data: Any, make: Any, chang
     model = make().double()
     result = pool.fit(
         model, data, mse_loss, options(strategy="fsdp", optimizer="adam", validation_data=(data[0][:4], data[1][:4]), **changes)
-    ).result(60)
+    ).result(WAIT_S)
     how = {"accumulate": changes.get("accumulate_steps", 1), "clip": changes.get("clip_gradient_norm")}
     alone, losses = train_alone(model, data, lambda params: torch.optim.Adam(params, lr=0.02), **how)
     assert_same_model(result.model, alone, 1e-11)
@@ -254,7 +259,7 @@ def test_fsdp_equals_one_process(pool: ParallelPool, data: Any, make: Any, chang
 def test_the_validation_loss_is_that_of_all_samples(pool: ParallelPool, data: Any, count: int) -> None:
     held_out = data[0][:count] + 0.5, data[1][:count]
     changes = {"validation_data": held_out, "validation_frequency": 2, "report_every": None}
-    result = pool.fit(make_norm_model, data, mse_loss, options(**changes)).result(60)
+    result = pool.fit(make_norm_model, data, mse_loss, options(**changes)).result(WAIT_S)
     with torch.no_grad():
         loss = mse_loss(result.model(held_out[0]), held_out[1]).item()
     assert result.metrics["validation_loss"] == pytest.approx(loss, rel=1e-9)
@@ -263,15 +268,17 @@ def test_the_validation_loss_is_that_of_all_samples(pool: ParallelPool, data: An
 
 
 def test_patience_ends_a_training_that_gets_no_better(pool: ParallelPool, model: nn.Module, data: Any) -> None:
-    worse = data[0], data[1] + 100 * torch.sign(data[1])
-    changes = {"validation_data": (data[0], -worse[1]), "patience": 2, "max_epochs": 20}
-    result = pool.fit(model, worse, mse_loss, options(**changes)).result(60)
+    """The better it knows the targets, the worse it is at their opposites."""
+    changes = {"validation_data": (data[0], -data[1]), "patience": 2, "max_epochs": 20, "optimizer": "adam"}
+    result = pool.fit(model, data, mse_loss, options(**changes)).result(WAIT_S)
+    validated = result.metrics_frame["validation_loss"].dropna()
+    assert validated.is_monotonic_increasing
     assert result.values[0]["ended_by"] == "patience"
     assert result.values[0]["epochs"] == 3
 
 
 def test_an_output_function_ends_all_ranks_at_the_same_step(pool: ParallelPool, model: nn.Module, data: Any) -> None:
-    result = pool.fit(model, data, mse_loss, options(output_fn=lambda metrics: metrics["step"] == 5)).result(60)
+    result = pool.fit(model, data, mse_loss, options(output_fn=lambda metrics: metrics["step"] == 5)).result(WAIT_S)
     assert result.values == [{"epochs": 1, "steps": 6, "dropped_samples": 2, "ended_by": "output_fn"}] * 3
     alone, _ = train_alone(model, data, lambda params: torch.optim.SGD(params, lr=0.02, momentum=0.9), epochs=2)
     assert len(result.metrics_frame) == 6
@@ -289,10 +296,10 @@ def test_a_stop_gives_the_model_as_it_is(pool: ParallelPool, model: nn.Module, d
             time.sleep(0.01)
 
     run = pool.fit(model, data, mse_loss, options(output_fn=wait, max_epochs=10_000))
-    assert eventually(lambda: len(run.metrics) >= 5, 60)
+    assert eventually(lambda: len(run.metrics) >= 5, WAIT_S)
     run.request_stop()
     gate.open()
-    result = run.result(60)
+    result = run.result(WAIT_S)
     ends = result.values
     assert ends[0]["ended_by"] == "request_stop"
     assert ends == [ends[0]] * 3
@@ -330,15 +337,15 @@ def step_down(optimizer: Any) -> Any:
 def test_a_training_goes_on_as_if_it_had_not_stopped(pool: ParallelPool, data: Any, tmp_path: Path, changes: Any) -> None:
     """To the last bit on two ranks. With more, DDP's first iteration adds gradients in another order than those after it."""
     changes = {**changes, "validation_data": (data[0][:20], data[1][:20]), "checkpoint_every": 2, "max_epochs": 5}
-    whole = pool.fit(Noisy, data, mse_loss, options(**changes), workers=2).result(60)
+    whole = pool.fit(Noisy, data, mse_loss, options(**changes), workers=2).result(WAIT_S)
 
     def stop(metrics: dict[str, Any]) -> bool:
         return metrics["epoch"] == 2
 
     kept = RunOptions(run_dir=tmp_path / "run")
-    stopped = pool.fit(Noisy, data, mse_loss, options(**changes, output_fn=stop), workers=2, run_options=kept).result(60)
+    stopped = pool.fit(Noisy, data, mse_loss, options(**changes, output_fn=stop), workers=2, run_options=kept).result(WAIT_S)
     assert stopped.values[0]["epochs"] == 2
-    rest = pool.fit(Noisy, data, mse_loss, options(**changes), workers=2, run_options=kept).result(60)
+    rest = pool.fit(Noisy, data, mse_loss, options(**changes), workers=2, run_options=kept).result(WAIT_S)
     assert_same_model(rest.model, whole.model, 0)
     assert rest.metrics["loss"] == whole.metrics["loss"]
     assert rest.metrics["learning_rate"] == whole.metrics["learning_rate"]
@@ -347,7 +354,7 @@ def test_a_training_goes_on_as_if_it_had_not_stopped(pool: ParallelPool, data: A
 
 def test_a_checkpoint_of_another_model_is_refused(pool: ParallelPool, model: nn.Module, data: Any, tmp_path: Path) -> None:
     kept = RunOptions(run_dir=tmp_path / "run")
-    first = pool.fit(model, data, mse_loss, options(max_epochs=1, checkpoint_every=1), run_options=kept).result(60)
+    first = pool.fit(model, data, mse_loss, options(max_epochs=1, checkpoint_every=1), run_options=kept).result(WAIT_S)
     others = {
         "'0.weight' has the shape \\(8, 6\\) in it, and \\(9, 6\\) here": nn.Sequential(
             nn.Linear(6, 9), nn.Linear(9, 1)
@@ -358,7 +365,7 @@ def test_a_checkpoint_of_another_model_is_refused(pool: ParallelPool, model: nn.
     for message, other in others.items():
         run = pool.fit(other, data, mse_loss, options(), run_options=RunOptions(start_from=first.checkpoint))
         with pytest.raises(TrainingError, match=message) as raised:
-            run.result(60)
+            run.result(WAIT_S)
         assert isinstance(raised.value.__cause__, InvalidValueError)
 
 
@@ -370,15 +377,15 @@ def test_what_is_no_checkpoint_is_refused(pool: ParallelPool, model: nn.Module, 
     message = "it has no training.pt in it, but weights.bin" if content is None else "it cannot be read"
     run = pool.fit(model, data, mse_loss, options(), run_options=RunOptions(start_from=folder))
     with pytest.raises(TrainingError, match=message):
-        run.result(60)
+        run.result(WAIT_S)
 
 
 def test_other_options_are_refused(pool: ParallelPool, model: nn.Module, data: Any, tmp_path: Path) -> None:
     kept = RunOptions(run_dir=tmp_path / "run")
-    pool.fit(model, data, mse_loss, options(max_epochs=1, checkpoint_every=1), run_options=kept).result(60)
+    pool.fit(model, data, mse_loss, options(max_epochs=1, checkpoint_every=1), run_options=kept).result(WAIT_S)
     for changes in ({"schedule": step_down}, {"precision": "fp16"}, {"strategy": "fsdp"}):
         with pytest.raises(TrainingError, match="was made with"):
-            pool.fit(model, data, mse_loss, options(**changes), run_options=kept).result(60)
+            pool.fit(model, data, mse_loss, options(**changes), run_options=kept).result(WAIT_S)
 
 
 # --- precision, data sets, learning rates -----------------------------------------------------------------------------
@@ -389,7 +396,9 @@ def test_other_options_are_refused(pool: ParallelPool, model: nn.Module, data: A
 def test_reduced_precision_learns(pool: ParallelPool, data: Any, precision: str, strategy: str) -> None:
     single = tuple(tensor.float() for tensor in data)
     changes = {"precision": precision, "strategy": strategy, "max_epochs": 15, "clip_gradient_norm": 1.0, "optimizer": "adam"}
-    result = pool.fit(lambda: make_model().float(), single, mse_loss, options(report_every=None, **changes), workers=2).result(60)
+    result = pool.fit(lambda: make_model().float(), single, mse_loss, options(report_every=None, **changes), workers=2).result(
+        WAIT_S
+    )
     losses = result.metrics_frame["loss"]
     assert losses.iloc[-1] < 0.8 * losses.iloc[0]
     assert all(tensor.dtype == torch.float32 for tensor in result.model.state_dict().values())
@@ -416,14 +425,14 @@ class Classifier(nn.Module):
 
 
 def test_a_data_set_gives_what_arrays_give(pool: ParallelPool) -> None:
-    from_set = pool.fit(Classifier, Digits(), cross_entropy, options()).result(60).model
-    alone = parpool(1, profile="inline", quiet=True).fit(Classifier, Digits(), cross_entropy, options()).result(60).model
+    from_set = pool.fit(Classifier, Digits(), cross_entropy, options()).result(WAIT_S).model
+    alone = parpool(1, profile="inline", quiet=True).fit(Classifier, Digits(), cross_entropy, options()).result(WAIT_S).model
     assert_same_model(from_set, alone)
 
 
 def test_a_scaled_learning_rate_is_reported(pool: ParallelPool, model: nn.Module, data: Any) -> None:
     changes = {"mini_batch_size": 10, "scale_batch": "per_worker", "scale_learning_rate": "linear", "warmup_steps": 2}
-    result = pool.fit(model, data, mse_loss, options(**changes)).result(60)
+    result = pool.fit(model, data, mse_loss, options(**changes)).result(WAIT_S)
     rates = result.metrics_frame["learning_rate"].tolist()
     assert rates == pytest.approx([0.02 * (1 + 2 / 2), *[0.06] * 11])
     assert result.metrics["dropped_samples"] == 10
@@ -434,9 +443,43 @@ def test_a_scaled_learning_rate_is_reported(pool: ParallelPool, model: nn.Module
     [
         (lambda outputs, targets: (outputs - targets) ** 2, "a tensor of shape"),
         (lambda outputs, targets: 3.0, "has returned a float"),
+        (lambda outputs, targets: mse_loss(outputs, targets[:, 0]), "different shapes: Using a target size"),
         (lambda outputs, targets: mse_loss(outputs.detach(), targets), "does not depend on the model's parameters"),
     ],
 )
 def test_losses_that_are_none(pool: ParallelPool, model: nn.Module, data: Any, loss: Any, message: str) -> None:
     with pytest.raises(TrainingError, match=message):
-        pool.fit(model, data, loss, options()).result(60)
+        pool.fit(model, data, loss, options()).result(WAIT_S)
+
+
+def test_steps_are_measured(pool: ParallelPool, model: nn.Module, data: Any) -> None:
+    call = prepare_fit(model, data, mse_loss, options(accumulate_steps=2), pool.workers)
+    for is_synchronised in (True, False):
+        config = {"config": call.config, "measure": Measure(num_steps=5, num_warm_up=1, is_synchronised=is_synchronised)}
+        values = pool.train(measure_loop, config).result(WAIT_S).values
+        assert [len(seconds) for seconds in values] == [5] * 3
+        assert min(map(min, values)) > 0
+
+
+def test_models_whose_parameters_are_of_many_kinds(pool: ParallelPool, data: Any) -> None:
+    """Channels last, flags, and nothing at all: rank 0's are everybody's."""
+
+    def draw() -> nn.Module:
+        torch.seed()
+        model = nn.Sequential(nn.Unflatten(1, (6, 1, 1)), nn.Conv2d(6, 4, 1), nn.Flatten(), nn.Linear(4, 1)).double()
+        model.to(memory_format=torch.channels_last)
+        model.register_buffer("flags", torch.rand(9) > 0.5)
+        model.register_buffer("nothing", torch.zeros(0))
+        return model
+
+    states, _ = ranks_of(pool, draw, data, options(max_epochs=1))
+    for state in states[1:]:
+        torch.testing.assert_close(dict(state), dict(states[0]), rtol=0, atol=0)
+
+
+def test_a_loss_that_is_no_number_ends_it(pool: ParallelPool, model: nn.Module, data: Any, tmp_path: Path) -> None:
+    changes = {"learning_rate": 1e300, "checkpoint_every": 1, "max_epochs": 50}
+    result = pool.fit(model, data, mse_loss, options(**changes), run_options=RunOptions(run_dir=tmp_path / "run")).result(WAIT_S)
+    assert result.values[0]["ended_by"] == "loss is nan"
+    assert result.values[0]["steps"] < 10
+    assert result.checkpoint is None

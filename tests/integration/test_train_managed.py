@@ -309,9 +309,8 @@ def test_ray_trains_controller_is_killed(pool: ParallelPool, marks: Any, tmp_pat
     """Nothing stays behind that only the controller knew of."""
     run = pool.options(retries=0).train(steps_forever, {"marks": marks}, workers=2, lane="managed", **folders(tmp_path))
     assert eventually(lambda: marks.count("begun") == 2, LONG_S)
-    (controller,) = [
-        each for each in psutil.process_iter() if "TrainController" in each.name() or _title(each, "TrainController")
-    ]
+    ours = psutil.Process().children(recursive=True)  # of this session's Ray only
+    (controller,) = [process for process in ours if _title(process, "TrainController")]
     controller.kill()
     with pytest.raises(TrainingError) as caught:
         run.result(LONG_S)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -273,6 +274,14 @@ def test_models_that_cannot_be_trained(model: Any, kind: type[RaypoolError], mes
 def test_a_loss_that_cannot_be_called() -> None:
     with pytest.raises(InvalidTypeError, match="loss='mse' is not callable"):
         prepare_fit(torch.nn.Linear(1, 1), (torch.ones(2, 1), torch.ones(2, 1)), "mse", TrainingOptions(), on_cpus(1))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "loss", [torch.nn.MSELoss(reduction="sum"), functools.partial(MSE, reduction="none")], ids=["module", "partial"]
+)
+def test_a_loss_that_is_no_mean(loss: Any) -> None:
+    with pytest.raises(InvalidValueError, match="reduction='mean'"):
+        prepare_fit(torch.nn.Linear(1, 1), (torch.ones(2, 1), torch.ones(2, 1)), loss, TrainingOptions(), on_cpus(1))
 
 
 def test_the_data_travel_once() -> None:

@@ -108,9 +108,9 @@ def test_a_wish_to_stop_counts_from_the_first_line_on_in_the_next_group() -> Non
         box = Letterbox()
         await box.begin_group()
         await box.ask_to_stop()
-        before = await box.greet()
+        before = await box.greet("host", 1)
         await box.begin_group()
-        return [before, await box.greet()]
+        return [before, await box.greet("host", 1)]
 
     assert asyncio.run(run()) == [(1, False), (2, True)]
 

@@ -30,6 +30,8 @@ from raypool.train.plan import Plan, RankEnd
 from raypool.train.run import Conductor, Crew, TrainingRun, run_folder, start_run
 from raypool.train.runs import RunOptions, TrainingResult
 
+WAIT_S = 60.0
+
 
 def lost(rank: int = 1) -> SpmdError:
     why = WorkerLostError("Worker 1 was killed.", reason=LossReason.EXIT, attempts=1)
@@ -97,7 +99,7 @@ ENDS = [RankEnd("zero", {"loss": 0.5}), RankEnd("one", None)]
 
 def test_the_result_of_a_training(tmp_path: Path) -> None:
     run = train(ScriptedLane(ENDS), tmp_path / "new")
-    result = run.result(10)
+    result = run.result(WAIT_S)
     assert result.values == ["zero", "one"]
     assert result.metrics == {"loss": 0.5}
     assert result.metrics_frame[["rank", "attempt", "loss"]].values.tolist() == [[0, 1, 0.5]]
@@ -110,7 +112,7 @@ def test_the_result_of_a_training(tmp_path: Path) -> None:
 def test_a_lost_worker_is_worth_another_attempt_from_the_last_checkpoint(tmp_path: Path) -> None:
     path = keep_checkpoint(tmp_path, 7, loss=0.1)
     lane = ScriptedLane(lost(), ENDS)
-    result = train(lane, tmp_path, best_metric="loss").result(10)
+    result = train(lane, tmp_path, best_metric="loss").result(WAIT_S)
     assert [plan.attempt for plan in lane.plans] == [1, 2]
     assert lane.plans[1].start == str(path)
     assert result.checkpoint is not None
@@ -122,11 +124,11 @@ def test_a_lost_worker_is_worth_another_attempt_from_the_last_checkpoint(tmp_pat
 def test_a_named_checkpoint_is_where_it_begins_unless_the_folder_has_one(tmp_path: Path) -> None:
     other = keep_checkpoint(tmp_path / "other", 1)
     lane = ScriptedLane(ENDS)
-    train(lane, tmp_path / "new", start_from=other).result(10)
+    train(lane, tmp_path / "new", start_from=other).result(WAIT_S)
     assert lane.plans[0].start == str(other)
     own = keep_checkpoint(tmp_path / "new", 3)
     lane = ScriptedLane(ENDS)
-    train(lane, tmp_path / "new", start_from=other).result(10)
+    train(lane, tmp_path / "new", start_from=other).result(WAIT_S)
     assert lane.plans[0].start == str(own)
 
 
@@ -135,18 +137,25 @@ def test_a_training_that_had_ended_before_still_says_how(tmp_path: Path) -> None
     lane = ScriptedLane([])
     lane.script = [failed(KeyError("x"))]
     with pytest.raises(TrainingError) as caught:
-        train(lane, tmp_path).result(10)
+        train(lane, tmp_path).result(WAIT_S)
     assert caught.value.result.metrics == {"loss": 0.1}
 
 
 def test_as_many_attempts_as_retries_allow(tmp_path: Path) -> None:
-    keep_checkpoint(tmp_path, 1)
     lane = ScriptedLane(lost(), lost(), lost())
+    begin = lane.begin
+
+    def begin_and_keep(*args: Any) -> Future[Any]:
+        if len(lane.plans) == 1:
+            keep_checkpoint(tmp_path, 1)
+        return begin(*args)
+
+    lane.begin = begin_and_keep  # type: ignore[method-assign]
     run = train(lane, tmp_path, Options(retries=2))
     with pytest.raises(
         TrainingError, match=r"It was attempt 3\. It goes on from its last checkpoint, .*checkpoint_000001"
     ) as caught:
-        run.result(10)
+        run.result(WAIT_S)
     assert list(caught.value.failures) == [1]
     assert isinstance(caught.value.__cause__, WorkerLostError)
     assert caught.value.result.checkpoint is not None
@@ -156,18 +165,18 @@ def test_as_many_attempts_as_retries_allow(tmp_path: Path) -> None:
 def test_what_the_loop_raises_is_not_tried_again_unless_named(tmp_path: Path) -> None:
     lane = ScriptedLane(failed(OSError("disk")), ENDS)
     with pytest.raises(TrainingError, match="disk") as caught:
-        train(lane, tmp_path).result(10)
+        train(lane, tmp_path).result(WAIT_S)
     assert isinstance(caught.value.__cause__, OSError)
     assert len(lane.plans) == 1
     lane = ScriptedLane(failed(OSError("disk")), ENDS)
-    assert train(lane, tmp_path, Options(retry_on=(OSError,))).result(10).values == ["zero", "one"]
+    assert train(lane, tmp_path, Options(retry_on=(OSError,))).result(WAIT_S).values == ["zero", "one"]
 
 
 def test_the_time_limit_is_one_for_all_attempts(tmp_path: Path) -> None:
     lane = ScriptedLane(lost(), failed(TaskTimeoutError("rank 0 was late")))
     run = train(lane, tmp_path, Options(timeout_s=100.0))
     with pytest.raises(TaskTimeoutError) as caught:
-        run.result(10)
+        run.result(WAIT_S)
     assert isinstance(caught.value.result, TrainingResult)  # type: ignore[attr-defined]
     assert lane.options[0].timeout_s == 100.0
     assert 0 < lane.options[1].timeout_s < 100.0  # type: ignore[operator]
@@ -184,7 +193,7 @@ def test_fewer_workers_are_enough_if_that_was_said(tmp_path: Path) -> None:
         return attempt
 
     lane.begin = begin  # type: ignore[method-assign]
-    train(lane, tmp_path, numbers=lambda: there, min_workers=1).result(10)
+    train(lane, tmp_path, numbers=lambda: there, min_workers=1).result(WAIT_S)
     assert [size for size, _ in lane.crews] == [2, 1]
 
 
@@ -193,18 +202,18 @@ def test_workers_that_are_gone_before_it_begins(tmp_path: Path) -> None:
     gone = ResourceError("Requested 2, available 1.", requested=2, available=1, holders=())
     lane = ScriptedLane("waits in the queue", ENDS)
     run = train(lane, tmp_path, numbers=lambda: there, places=(5, 3), min_workers=1)
-    assert lane.begun.acquire(timeout=10)
+    assert lane.begun.acquire(timeout=WAIT_S)
     there[:] = [5]
     lane.attempts[0].start()
     lane.attempts[0].set_exception(gone)
-    run.result(10)
+    run.result(WAIT_S)
     assert lane.crews == [(2, (5, 3)), (1, (5,))]
 
 
 def test_without_the_workers_that_it_needs(tmp_path: Path) -> None:
     gone = ResourceError("Requested 2, available 1.", requested=2, available=1, holders=())
     with pytest.raises(TrainingError, match="Requested 2, available 1") as caught:
-        train(ScriptedLane(gone), tmp_path, numbers=[0]).result(10)
+        train(ScriptedLane(gone), tmp_path, numbers=[0]).result(WAIT_S)
     assert isinstance(caught.value.__cause__, ResourceError)
 
 
@@ -217,7 +226,7 @@ def test_cancelled_while_it_waits_and_while_it_runs(tmp_path: Path) -> None:
         assert run.state == "cancelled"
         assert lane.attempts[0].cancelled()
         with pytest.raises(CancelledError):
-            run.result(10)
+            run.result(WAIT_S)
 
 
 def test_an_attempt_that_somebody_cancels_ends_the_training(tmp_path: Path) -> None:
@@ -225,7 +234,7 @@ def test_an_attempt_that_somebody_cancels_ends_the_training(tmp_path: Path) -> N
     run = train(lane, tmp_path)
     lane.attempts[0].cancel()
     with pytest.raises(CancelledError):
-        run.result(10)
+        run.result(WAIT_S)
 
 
 def test_a_wish_to_stop_reaches_the_next_attempt_too(tmp_path: Path) -> None:
@@ -234,18 +243,39 @@ def test_a_wish_to_stop_reaches_the_next_attempt_too(tmp_path: Path) -> None:
     assert run.request_stop()
     assert lane.attempts[0].stop_requested
     lane.attempts[0].set_exception(lost())
-    assert lane.begun.acquire(timeout=10)
-    assert lane.begun.acquire(timeout=10)
+    assert lane.begun.acquire(timeout=WAIT_S)
+    assert lane.begun.acquire(timeout=WAIT_S)
     while not lane.attempts[1].stop_requested and not run.done():
         pass  # it is told right after the attempt was made; the test has a time limit
     lane.attempts[1].set_result(ENDS)
-    assert run.result(10).values == ["zero", "one"]
+    assert run.result(WAIT_S).values == ["zero", "one"]
     assert not run.request_stop()
+
+
+def test_a_folder_is_one_trainings_own(tmp_path: Path) -> None:
+    lane = ScriptedLane("runs")
+    run = train(lane, tmp_path / "a")
+    with pytest.raises(InvalidValueError, match="in use by the training 'fit', which is running"):
+        train(ScriptedLane(ENDS), tmp_path / "b" / ".." / "a")
+    lane.attempts[0].set_result(ENDS)
+    run.result(WAIT_S)
+    with pytest.raises(PoolClosedError):
+        train(ScriptedLane("cannot begin"), tmp_path / "a")
+    train(ScriptedLane(ENDS), tmp_path / "a").result(WAIT_S)
+    assert repr(run) == "<TrainingRun 'fit': finished>"
+
+
+def test_a_checkpoint_that_led_nowhere_is_not_recommended(tmp_path: Path) -> None:
+    keep_checkpoint(tmp_path, 1)
+    with pytest.raises(TrainingError) as caught:
+        train(ScriptedLane(failed(KeyError("x"))), tmp_path).result(WAIT_S)
+    assert "goes on" not in str(caught.value)
+    assert caught.value.result.checkpoint is not None
 
 
 def test_a_pool_that_closes_between_attempts(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match="Worker 1 was killed"):
-        train(ScriptedLane(lost(), "cannot begin"), tmp_path).result(10)
+        train(ScriptedLane(lost(), "cannot begin"), tmp_path).result(WAIT_S)
 
 
 def test_what_cannot_begin_fails_at_the_call(tmp_path: Path) -> None:
@@ -267,6 +297,7 @@ def test_folders_have_readable_names_of_their_own(tmp_path: Path, monkeypatch: p
     first, second = (run_folder(RunOptions(), "a loop/with <lambda>") for _ in range(2))
     assert first.parent == tmp_path / "raypool_runs"
     assert first.name.startswith("a-loop-with--lambda-")
+    assert run_folder(RunOptions(), "<lambda>").name.startswith("lambda-2")
     assert first != second
     assert not first.exists()
 

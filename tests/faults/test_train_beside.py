@@ -1,0 +1,246 @@
+"""Trainings beside other work of their pool, on real Ray, and what their handle is to whoever waits for it (scenario 41)."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raypool import (
+    InvalidValueError,
+    ParallelPool,
+    RunOptions,
+    TrainingError,
+    TrainingOptions,
+    as_completed,
+    current_task,
+    parpool,
+    wait,
+)
+
+torch = pytest.importorskip("torch")
+
+pytestmark = [pytest.mark.timeout(180), pytest.mark.slow]
+
+mse_loss = torch.nn.functional.mse_loss
+
+
+@pytest.fixture(scope="module")
+def pool(ray_session: None, by_value: None) -> Iterator[ParallelPool]:
+    """Three workers, each with a GPU that does not exist."""
+    with parpool(3, quiet=True) as pool:
+        pool.train(lambda: None).result(120)  # what a first training starts stays as long as the pool
+        yield pool
+
+
+@pytest.fixture(autouse=True)
+def all_is_free_afterwards(pool: ParallelPool, eventually: Callable[..., bool]) -> Iterator[None]:
+    """After whatever it was, all workers are idle, and none was lost."""
+    yield
+    assert eventually(lambda: not pool.busy)
+    assert eventually(lambda: pool.idle_workers == pool.num_workers == 3)
+    assert pool.statistics().workers_lost == 0
+
+
+@pytest.fixture
+def waits(gate: Any) -> Callable[[], list[int]]:
+    """Give a loop that waits at the gate after its first report, and returns which worker and GPU it is on."""
+
+    def loop() -> list[int]:
+        import ray.train
+
+        ray.train.report({"loss": 1.0})
+        gate.wait()
+        ray.train.report({"loss": 0.5})
+        task = current_task()
+        return [task.worker, task.gpu, ray.train.get_context().get_world_rank()]
+
+    return loop
+
+
+def begun(eventually: Any, *runs: Any) -> None:
+    """Wait until trainings have reported something."""
+    assert eventually(lambda: all(not run.metrics.empty for run in runs), 60)
+
+
+# --- other work -------------------------------------------------------------------------------------------------------
+
+
+def test_what_waits_runs_when_it_is_done(pool: ParallelPool, gate: Any, waits: Any, eventually: Any) -> None:
+    """And a training that waits begins when the workers are free, however much else is handed in."""
+    run = pool.train(waits)
+    begun(eventually, run)
+    futures = [pool.parfeval(abs, -number) for number in range(20)]
+    second = pool.train(lambda: current_task().worker)
+    behind = [pool.parfeval(abs, -number) for number in range(20)]
+    assert {future.state for future in (*futures, second, *behind)} == {"queued"}
+    assert pool.queue.running == [run]
+    assert second in pool.queue.queued
+    gate.open()
+    assert run.result(60).values == [[number] * 3 for number in range(3)]
+    assert [future.result(60) for future in futures + behind] == [*range(20), *range(20)]
+    assert second.result(60).values == [0, 1, 2]
+
+
+def test_a_loop_is_not_starved(pool: ParallelPool) -> None:
+    """Trainings that come one after the other, and a parfor with many items: both come to their end."""
+    runs = []
+
+    def follow(run: Any) -> None:
+        if len(runs) < 5:
+            runs.append(pool.train(lambda: 1))
+            runs[-1].add_done_callback(follow)
+
+    follow(None)
+    assert list(pool.parfor(lambda number: number * 2, range(300), chunk_size=1)) == [2 * number for number in range(300)]
+    for number in range(5):
+        while len(runs) <= number:
+            threading.Event().wait(0.01)
+        assert runs[number].result(60).values == [1] * 3
+
+
+def test_priorities(pool: ParallelPool, gate: Any, eventually: Any) -> None:
+    blockers = [pool.parfeval(gate.wait) for _ in range(3)]
+    assert eventually(lambda: {blocker.state for blocker in blockers} == {"running"})
+    order: list[str] = []
+    for name, priority in (("low", 0), ("high", 5)):
+        run = pool.options(priority=priority, name=name).train(lambda: 1)
+        run.add_done_callback(lambda run: order.append(run.name))
+    gate.open()
+    assert eventually(lambda: len(order) == 2, 60)
+    assert order == ["high", "low"]
+
+
+def test_some_workers_train_and_the_others_work(pool: ParallelPool, gate: Any, waits: Any, eventually: Any) -> None:
+    run = pool.train(waits, workers=[2, 0])
+    begun(eventually, run)
+    assert list(pool.parfor(lambda _: current_task().worker, 6)) == [1] * 6
+    assert pool.train(lambda: current_task().worker, workers=[1]).result(60).values == [1]
+    assert run.state == "running"
+    gate.open()
+    assert run.result(60).values == [[2, 2, 0], [0, 0, 1]]
+
+
+def test_two_trainings_on_two_parts(pool: ParallelPool, gate: Any, waits: Any, eventually: Any) -> None:
+    """At the same time, and a fit beside a loop."""
+    part, rest = pool.partition(workers=[1])
+    runs = [part.train(waits), rest.train(waits)]
+    begun(eventually, *runs)
+    assert {run.state for run in runs} == {"running"}
+    assert part.queue.running == [runs[0]]
+    assert rest.queue.running == [runs[1]]
+    gate.open()
+    assert [run.result(60).values for run in runs] == [[[1, 1, 0]], [[0, 0, 0], [2, 2, 1]]]
+    x = torch.ones(12, 1)
+    fits = [each.fit(torch.nn.Linear(1, 1), (x, x), mse_loss, TrainingOptions(max_epochs=2)) for each in (part, rest)]
+    assert [len(fit.result(60).values) for fit in fits] == [1, 2]
+    torch.testing.assert_close(*[fit.result().metrics["loss"] for fit in fits])
+
+
+def test_a_fit_on_chosen_workers(pool: ParallelPool) -> None:
+    x = torch.ones(12, 1)
+    options = TrainingOptions(max_epochs=1, worker_load=[2, 1])
+    assert len(pool.fit(torch.nn.Linear(1, 1), (x, x), mse_loss, options, workers=[2, 1]).result(60).values) == 2
+
+
+def test_two_trainings_in_one_folder(pool: ParallelPool, tmp_path: Path, waits: Any, gate: Any, eventually: Any) -> None:
+    """The second one is refused while the first one is not done: they would mix their checkpoints."""
+    kept = RunOptions(run_dir=tmp_path / "run")
+    run = pool.train(waits, workers=[0], options=kept)
+    begun(eventually, run)
+    with pytest.raises(InvalidValueError, match="run_dir"):
+        pool.train(lambda: 1, workers=[1], options=RunOptions(run_dir=tmp_path / "." / "run"))
+    gate.open()
+    assert run.result(60).values == [[0, 0, 0]]
+    assert pool.train(lambda: 1, workers=[1], options=kept).result(60).values == [1]
+
+
+# --- the handle -------------------------------------------------------------------------------------------------------
+
+
+def test_a_handle_is_a_future_like_any_other(pool: ParallelPool) -> None:
+    runs = [pool.train(lambda config: config["n"], {"n": number}, workers=[number]) for number in range(3)]
+    failing = pool.train(lambda: 1 / 0)
+    called: list[Any] = []
+    for run in (*runs, failing):
+        run.add_done_callback(called.append)
+    assert {run.result(60).values[0] for run in as_completed(runs)} == {0, 1, 2}
+    done, not_done = wait([*runs, failing], timeout=60)
+    assert (len(done), len(not_done)) == (4, 0)
+    done, _ = concurrent.futures.wait([*runs, failing], timeout=60)
+    assert len(done) == 4
+    assert isinstance(failing.error, TrainingError)
+    assert isinstance(failing.error.__cause__, ZeroDivisionError)
+    assert failing.state == "failed"
+    while len(called) < 4:
+        threading.Event().wait(0.01)
+    assert set(called) == {*runs, failing}
+
+
+def test_it_can_be_awaited(pool: ParallelPool, eventually: Any) -> None:
+    """And whoever awaits it can cancel it."""
+    long = pool.train(lambda: threading.Event().wait(60))
+    assert eventually(lambda: long.state == "running")
+    behind = [pool.train(lambda config: config["n"], {"n": number}) for number in range(3)]
+
+    async def main() -> list[int]:
+        waiting = asyncio.wrap_future(long)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        results = await asyncio.gather(*map(asyncio.wrap_future, behind))
+        return [result.values[0] for result in results]
+
+    assert asyncio.run(main()) == [0, 1, 2]
+    assert long.cancelled()
+
+
+def test_all_that_runs_is_cancelled(pool: ParallelPool, eventually: Any, tmp_path: Path) -> None:
+    """The training too, of which there is no other attempt."""
+    runs = [pool.train(lambda: threading.Event().wait(60)) for _ in range(3)]
+    assert eventually(lambda: runs[0].state == "running")
+    pool.cancel_all()
+    for run in runs:
+        with pytest.raises(concurrent.futures.CancelledError):
+            run.result(20)
+        assert run.state == "cancelled"
+    assert pool.queue.queued == pool.queue.running == []
+
+
+def test_what_is_asked_of_one_that_has_ended(pool: ParallelPool) -> None:
+    run = pool.train(lambda: 1)
+    assert run.result(60).values == [1] * 3
+    assert not run.cancel()
+    assert not run.request_stop()
+    assert run.state == "finished"
+    assert run.started_at <= run.finished_at
+
+
+def test_a_callback_that_raises_harms_nobody(pool: ParallelPool, caplog: Any) -> None:
+    run = pool.train(lambda: 1)
+    later: list[int] = []
+    run.add_done_callback(lambda _: 1 / 0)
+    run.add_done_callback(lambda _: later.append(1))
+    assert run.result(60).values == [1] * 3
+    for _ in itertools.takewhile(lambda _: not later, range(1000)):
+        threading.Event().wait(0.01)
+    assert later == [1]
+
+
+def test_what_it_prints(pool: ParallelPool) -> None:
+    def loop() -> None:
+        import ray.train
+
+        print(f"rank {ray.train.get_context().get_world_rank()} is here")
+
+    run = pool.train(loop)
+    run.result(60)
+    for rank in range(3):
+        assert f"rank {rank} is here" in run.diary
+    assert "local mode" not in run.diary

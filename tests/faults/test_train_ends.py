@@ -1,0 +1,440 @@
+"""Trainings that are stopped, cancelled, late, or whose pool, place or driver goes away, on real Ray (scenario 40)."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import inspect
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raypool import (
+    ParallelPool,
+    PoolClosedError,
+    RunOptions,
+    TaskTimeoutError,
+    TrainingError,
+    TrainingOptions,
+    WorkerResources,
+    current_task,
+    parpool,
+)
+
+torch = pytest.importorskip("torch")
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.long]
+
+WITHIN_S = 10.0
+"""So soon after it was asked for, or has happened, a training has ended."""
+
+CPU = WorkerResources(gpus=0, cpus=0.5)
+
+
+@pytest.fixture(scope="module")
+def pool(ray_session: None, by_value: None) -> Iterator[ParallelPool]:
+    """Two workers, each with a GPU that does not exist."""
+    with parpool(2, quiet=True) as pool:
+        pool.train(lambda: None).result(120)  # what a first training starts stays as long as the pool
+        yield pool
+
+
+@pytest.fixture
+def next_training_works(pool: ParallelPool, eventually: Callable[..., bool]) -> Iterator[None]:
+    """After whatever it was, a training on all workers works, nothing is queued, and no worker was lost."""
+    lost = pool.statistics().workers_lost
+    yield
+    assert eventually(lambda: not pool.busy)
+    assert eventually(lambda: pool.idle_workers == pool.num_workers == 2, 60)
+    assert pool.statistics().workers_lost == lost
+    assert pool.train(count_ranks).result(60).values == [2, 2]
+
+
+on_shared_pool = pytest.mark.usefixtures("next_training_works")
+
+
+def count_ranks() -> int:
+    import ray.train
+
+    return ray.train.get_context().get_world_size()
+
+
+def add_up(config: dict[str, Any]) -> list[float]:
+    """Add 1 to a number with each epoch, on all ranks together; the number is all the state that there is."""
+    import tempfile
+    from pathlib import Path
+
+    import ray.train
+    import torch
+    import torch.distributed as dist
+
+    total = torch.zeros(1)
+    if (checkpoint := ray.train.get_checkpoint()) is not None:
+        total += float((Path(checkpoint.path) / "total").read_text())
+    start = int(total)
+    hold = config.get("hold") or (lambda epoch: None)
+    for epoch in range(start, config["epochs"]):
+        one = torch.ones(1)
+        dist.all_reduce(one)
+        total += one / dist.get_world_size()
+        hold(epoch)
+        with tempfile.TemporaryDirectory() as folder:
+            checkpoint = None
+            if dist.get_rank() == 0:
+                (Path(folder) / "total").write_text(str(total.item()))
+                checkpoint = ray.train.Checkpoint.from_directory(folder)
+            ray.train.report({"epoch": epoch, "total": total.item()}, checkpoint)
+    return [start, total.item()]
+
+
+def kept_epochs(run: Any) -> list[int]:
+    """Return the epochs of the checkpoints that count."""
+    from raypool.train.checkpoints import list_kept
+
+    return [kept.metrics["epoch"] for kept in list_kept(run.path)]
+
+
+# --- it is not wanted any more ----------------------------------------------------------------------------------------
+
+
+@on_shared_pool
+@pytest.mark.parametrize("where", ["backward", "report", "checkpoints", "sleep", "the beginning"])
+def test_it_is_cancelled_in_mid_training(pool: ParallelPool, tmp_path: Path, gate: Any, eventually: Any, where: str) -> None:
+    pids = pool.parfeval_on_all(os.getpid).result(60)
+
+    def loop() -> None:
+        import ray.train
+
+        if ray.train.get_context().get_world_rank():
+            gate.open()
+        elif where != "checkpoints":
+            time.sleep(120)
+        if where == "backward":
+            model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+            model(torch.ones(2, 4)).sum().backward()
+        elif where == "report":
+            ray.train.report({"loss": 1.0})
+        elif where == "checkpoints":
+            add_up({"epochs": 10**6})
+        time.sleep(120)
+
+    run = pool.train(loop, options=RunOptions(run_dir=tmp_path / "run"))
+    if where != "the beginning":
+        gate.wait()
+    if where == "checkpoints":
+        assert eventually(lambda: not run.metrics.empty)
+    began = time.monotonic()
+    assert run.cancel()
+    assert (run.state, run.cancelled()) == ("cancelled", True)
+    with pytest.raises(concurrent.futures.CancelledError):
+        run.result(0)
+    assert eventually(lambda: not pool.busy)
+    assert time.monotonic() - began < WITHIN_S
+    assert pool.parfeval_on_all(os.getpid).result(60) == pids
+    epochs = kept_epochs(run)
+    assert epochs == list(range(len(epochs)))
+
+
+@on_shared_pool
+def test_cancelled_at_any_moment(pool: ParallelPool, tmp_path: Path) -> None:
+    """The pool works on with the same processes, and nothing piles up in them; each run's checkpoints are whole."""
+    chance = random.Random(5)
+
+    def look() -> tuple[int, int, int]:
+        import psutil
+
+        process = psutil.Process()
+        return process.pid, process.num_fds(), threading.active_count()
+
+    kept = RunOptions(run_dir=tmp_path / "warm")
+    assert pool.train(add_up, {"epochs": 20}, options=kept).result(60).values == [[0, 20.0]] * 2
+    before = pool.parfeval_on_all(look).result(60)
+    for number in range(25):
+        run = pool.train(add_up, {"epochs": 10**6}, options=RunOptions(run_dir=tmp_path / str(number)))
+        threading.Event().wait(chance.uniform(0, 0.25))
+        run.cancel()
+        assert pool.options(timeout_s=60).train(count_ranks).result(120).values == [2, 2]
+        epochs = kept_epochs(run)
+        assert epochs == list(range(len(epochs)))
+        if epochs:
+            again = pool.train(add_up, {"epochs": len(epochs) + 1}, options=RunOptions(run_dir=run.path)).result(60)
+            assert again.values == [[len(epochs), len(epochs) + 1]] * 2
+            assert not list(run.path.glob(".*"))
+    after = pool.parfeval_on_all(look).result(60)
+    for (pid, fds, threads), (pid_after, fds_after, threads_after) in zip(before, after, strict=True):
+        assert pid_after == pid
+        assert fds_after <= fds + 20
+        assert threads_after <= threads + 4
+
+
+@on_shared_pool
+@pytest.mark.parametrize("is_queued", [False, True])
+def test_fit_stops_at_the_same_step_everywhere(pool: ParallelPool, gate: Any, eventually: Any, is_queued: bool) -> None:
+    """And its model is the one of then: that of a training that was to be no longer."""
+    x = torch.randn(64, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    data, model = (x, x.sum(1, keepdim=True)), torch.nn.Linear(4, 1).double()
+
+    def fit(**options: Any) -> Any:
+        options = {"mini_batch_size": 16, "report_every": 1, **options}
+        return pool.fit(model, data, torch.nn.functional.mse_loss, TrainingOptions(**options))
+
+    blockers = [pool.parfeval(gate.wait) for _ in range(2)] if is_queued else []
+    run = fit(max_epochs=10**6)
+    if is_queued:
+        assert run.state == "queued"
+    else:
+        assert eventually(lambda: len(run.metrics) > 5, 60)
+    assert run.request_stop()
+    gate.open()
+    result = run.result(60)
+    assert [blocker.result(60) for blocker in blockers] == [None] * len(blockers)
+    steps = result.values[0]["steps"]
+    assert steps == 1 if is_queued else steps > 5
+    assert result.values == [{**result.values[0], "steps": steps, "ended_by": "request_stop"}] * 2
+    same = fit(max_epochs=10**6, output_fn=lambda metrics: metrics["step"] == steps - 1).result(60)
+    torch.testing.assert_close(dict(result.model.state_dict()), dict(same.model.state_dict()), rtol=0, atol=0)
+
+
+# --- its time is up ---------------------------------------------------------------------------------------------------
+
+
+@on_shared_pool
+def test_a_training_that_is_late(pool: ParallelPool, tmp_path: Path) -> None:
+    """What there is goes with the error: the last checkpoint, the metrics."""
+
+    def hold(epoch: int) -> None:
+        if epoch == 3 and current_task().index == 1:
+            time.sleep(120)
+
+    run = pool.options(timeout_s=2).train(add_up, {"epochs": 9, "hold": hold}, options=RunOptions(run_dir=tmp_path / "run"))
+    began = time.monotonic()
+    error = run.exception(60)
+    assert time.monotonic() - began < 2 + WITHIN_S
+    assert type(error) is TaskTimeoutError
+    assert "add_up had not ended after timeout_s=2: rank 1 was at " in str(error)
+    assert "in hold" in str(error)
+    assert Path(error.result.checkpoint.path).name == "checkpoint_000003"
+    assert error.result.metrics == {"epoch": 2, "total": 3.0}
+    assert set(error.failures) == {1}
+
+
+@on_shared_pool
+def test_fit_that_is_late(pool: ParallelPool, tmp_path: Path) -> None:
+    x = torch.ones(8, 1)
+    options = TrainingOptions(max_epochs=10**6, checkpoint_every=1)
+    kept = RunOptions(run_dir=tmp_path / "run", keep_checkpoints=1)
+    run = pool.options(timeout_s=3).fit(torch.nn.Linear(1, 1), (x, x), torch.nn.functional.mse_loss, options, run_options=kept)
+    error = run.exception(60)
+    assert type(error) is TaskTimeoutError
+    assert error.result.checkpoint is not None
+    assert error.result.model is None
+    done = int(error.result.metrics["epoch"]) + 1
+    options = TrainingOptions(max_epochs=done + 3, checkpoint_every=1)
+    result = pool.fit(torch.nn.Linear(1, 1), (x, x), torch.nn.functional.mse_loss, options, run_options=kept).result(60)
+    assert result.values[0]["epochs"] == done + 3
+
+
+# --- its driver is gone -----------------------------------------------------------------------------------------------
+
+
+def test_a_driver_that_is_killed(
+    pool: ParallelPool, tmp_path: Path, make_gate: Callable[[], Any], start_python: Any, eventually: Any
+) -> None:
+    """No process is left; another driver goes on from the last checkpoint."""
+    inside = make_gate()
+    started = start_python(
+        f"""
+        import time
+        from pathlib import Path
+        from typing import Any
+
+        from raypool import RunOptions, parpool
+
+        exec({inspect.getsource(add_up)!r})
+
+        def hold(epoch):
+            if epoch == 4:
+                Path({str(inside.path)!r}).touch()
+                time.sleep(600)
+
+        with parpool(2, quiet=True) as pool:
+            pool.train(add_up, {{"epochs": 9, "hold": hold}}, options=RunOptions(run_dir={str(tmp_path / "run")!r})).result()
+        """
+    )
+    inside.wait(120)
+    os.kill(started.pid, signal.SIGKILL)
+    assert eventually(lambda: not started.family(), 60), started.family()
+    result = pool.train(add_up, {"epochs": 9}, options=RunOptions(run_dir=tmp_path / "run")).result(60)
+    assert result.values == [[4, 9.0]] * 2
+    assert result.metrics_frame["epoch"].tolist() == [4, 5, 6, 7, 8]
+    assert sum(path.is_dir() for path in (tmp_path / "run").iterdir()) == 9
+
+
+# --- its pool ends ----------------------------------------------------------------------------------------------------
+
+
+class Blow:
+    """Kills the worker of one rank once, at an epoch, when the gate is open."""
+
+    def __init__(self, mark: Path, gate: Any, inside: Any) -> None:
+        self.mark, self.gate, self.inside = mark, gate, inside
+
+    def __call__(self, epoch: int) -> None:
+        if epoch == 2 and current_task().index == 1 and not self.mark.exists():
+            self.inside.open()
+            self.gate.wait()
+            self.mark.touch()
+            os._exit(9)
+
+
+@pytest.fixture
+def blow(tmp_path: Path, make_gate: Callable[[], Any]) -> Blow:
+    return Blow(tmp_path / "mark", make_gate(), make_gate())
+
+
+def test_a_pool_that_ends_in_good_order_waits_for_another_attempt(ray_session: None, tmp_path: Path, blow: Blow) -> None:
+    blow.gate.open()
+    with parpool(2, quiet=True) as pool:
+        run = pool.train(add_up, {"epochs": 5, "hold": blow}, options=RunOptions(run_dir=tmp_path / "run"))
+    assert run.done()
+    assert run.result(0).values == [[2, 5.0]] * 2
+    assert run.attempts == 2
+
+
+@pytest.mark.parametrize("how", ["delete", "shutdown", "error", "interrupt"])
+@pytest.mark.parametrize("is_struck", [False, True])
+def test_a_pool_that_ends_in_mid_training(
+    ray_session: None, tmp_path: Path, blow: Blow, eventually: Any, how: str, is_struck: bool
+) -> None:
+    """What runs goes on to its end, unless somebody has interrupted it; there is no other attempt."""
+    if not is_struck:
+        blow.mark.touch()
+    runs: list[Any] = []
+
+    def work() -> None:
+        with parpool(2, quiet=True) as pool:
+
+            def hold(epoch: int) -> None:
+                if epoch == 2 and not is_struck:
+                    blow.inside.open()
+                    blow.gate.wait()
+                blow(epoch)
+
+            runs.append(pool.train(add_up, {"epochs": 5, "hold": hold}, options=RunOptions(run_dir=tmp_path / "run")))
+            runs.append(pool.train(count_ranks))
+            blow.inside.wait()
+            threading.Timer(1.0, blow.gate.open).start()
+            if how == "error":
+                raise LookupError("of the user's")
+            if how == "interrupt":
+                raise KeyboardInterrupt
+            if how == "delete":
+                pool.delete()
+            else:
+                pool.shutdown(wait=False, cancel_futures=True)
+
+    if how in ("error", "interrupt"):
+        with pytest.raises(LookupError if how == "error" else KeyboardInterrupt):
+            work()
+    else:
+        work()
+    assert eventually(lambda: all(run.done() for run in runs))
+    assert runs[1].cancelled()
+    if how == "interrupt":
+        assert runs[0].cancelled()
+    elif is_struck:
+        with pytest.raises(TrainingError, match="Rank 1 of add_up") as caught:
+            runs[0].result(0)
+        assert Path(caught.value.result.checkpoint.path).name == "checkpoint_000002"
+    else:
+        assert runs[0].result(0).values == [[0, 5.0]] * 2
+
+
+def test_a_pool_that_has_ended(ray_session: None) -> None:
+    pool = parpool(1, quiet=True, resources=CPU)
+    pool.delete()
+    with pytest.raises(PoolClosedError):
+        pool.train(count_ranks)
+    with pytest.raises(PoolClosedError):
+        pool.fit(torch.nn.Linear(1, 1), (torch.ones(4, 1), torch.ones(4, 1)), torch.nn.functional.mse_loss)
+
+
+def test_workers_that_rest_begin_again(ray_session: None, eventually: Any, tmp_path: Path) -> None:
+    """Scenario 6: restart, then train."""
+    x = torch.ones(8, 1)
+    with parpool(2, quiet=True, idle_timeout_s=0.2) as pool:
+        for number in range(2):
+            assert eventually(lambda: {worker.state for worker in pool.workers} == {"parked"}, 60)
+            result = pool.train(add_up, {"epochs": 2 * number + 2}, options=RunOptions(run_dir=tmp_path / "run")).result(120)
+            assert result.values == [[2 * number, 2.0 * number + 2]] * 2
+        assert eventually(lambda: {worker.state for worker in pool.workers} == {"parked"}, 60)
+        options = TrainingOptions(max_epochs=2)
+        fitted = pool.fit(torch.nn.Linear(1, 1), (x, x), torch.nn.functional.mse_loss, options).result(120)
+        assert fitted.values[1]["epochs"] == 2
+        assert pool.statistics().workers_lost == 0
+
+
+# --- a place is gone --------------------------------------------------------------------------------------------------
+
+DRIVER = """
+from pathlib import Path
+
+class NVMLError(Exception):
+    pass
+
+def nvmlInit():
+    if Path({flag!r}).exists():
+        raise RuntimeError("the GPU has fallen off the bus")
+    raise NVMLError
+"""
+"""Stands in for the library that asks the NVIDIA driver: as in test_broken.py, a card breaks down between two processes."""
+
+
+@pytest.mark.parametrize("least", [1, None])
+def test_a_place_that_is_lost_for_good(
+    ray_session: None, tmp_path: Path, monkeypatch: Any, blow: Blow, eventually: Any, least: int | None
+) -> None:
+    """It goes on with those that are left, if they are enough; `fit` comes to what one process comes to."""
+    flag = tmp_path / "broken"
+    (tmp_path / "pynvml.py").write_text(DRIVER.format(flag=str(flag)))
+    x = torch.randn(40, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    data, model = (x, x.sum(1, keepdim=True)), torch.nn.Linear(3, 1).double()
+
+    class Broken(torch.nn.Module):
+        def __init__(self, culprit: int | None) -> None:
+            super().__init__()
+            self.layer, self.culprit, self.calls = torch.nn.Linear(3, 1).double(), culprit, 0
+
+        def forward(self, x: Any) -> Any:
+            self.calls += 1
+            if self.calls == 16 and current_task().worker == self.culprit and not flag.exists():
+                flag.touch()
+                os._exit(1)
+            return self.layer(x)
+
+    options = TrainingOptions(mini_batch_size=10, max_epochs=6, checkpoint_every=1)
+    torch.manual_seed(0)
+    model = Broken(0)
+    with parpool(2, env={"PYTHONPATH": str(tmp_path)}, quiet=True) as pool:
+        kept = RunOptions(run_dir=tmp_path / "run", min_workers=least)
+        run = pool.fit(model, data, torch.nn.functional.mse_loss, options, run_options=kept)
+        error = run.exception(120)
+        assert eventually(lambda: pool.num_workers == 1, 60)
+        if least is None:
+            assert isinstance(error, TrainingError)
+            print(error)
+            assert error.result.checkpoint is not None
+            return
+        result = run.result(0)
+        assert len(result.values) == 1
+        assert result.metrics["epoch"] == 5
+    with parpool(1, profile="inline", quiet=True) as pool:
+        model.culprit = None
+        alone = pool.fit(model, data, torch.nn.functional.mse_loss, options).result(60).model
+    torch.testing.assert_close(dict(result.model.state_dict()), dict(alone.state_dict()), rtol=0, atol=1e-12)

@@ -1,0 +1,63 @@
+"""`pool.predict` on a GPU: the model is there while it predicts, and nothing of it afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raypool import parpool
+from raypool.devices.inventory import nvml
+
+with nvml() as library:
+    HAS_GPU = library is not None and library.nvmlDeviceGetCount() > 0
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="no GPU"), pytest.mark.timeout(300)]
+
+
+def held_bytes() -> int:
+    import torch
+
+    return int(torch.cuda.memory_allocated())
+
+
+@pytest.mark.usefixtures("by_value")
+def test_the_model_is_on_the_gpu_while_it_predicts(eventually: Callable[..., bool]) -> None:
+    import torch
+
+    model = torch.nn.Linear(1000, 1000)
+    x = np.random.default_rng(0).normal(size=(500, 1000)).astype(np.float32)
+    with parpool(1, quiet=True) as pool:
+        devices = pool.predict(model, x, mini_batch_size=100, output=lambda y: [str(y.device)])
+        assert devices == ["cuda:0"] * 5
+        outputs = pool.predict(model, torch.from_numpy(x))
+        assert outputs.device.type == "cpu"
+        assert torch.allclose(outputs, model(torch.from_numpy(x)).detach(), atol=1e-3)
+        assert next(model.parameters()).device.type == "cpu"
+        assert eventually(lambda: pool.parfeval(held_bytes).result(60) == 0)
+
+
+def test_a_model_that_is_on_a_gpu_travels() -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.skip("this process sees no GPU")
+    model: Any = torch.nn.Linear(4, 2).cuda()
+    with parpool(1, quiet=True) as pool:
+        assert pool.predict(model, torch.ones(3, 4, device="cuda")).shape == (3, 2)
+    assert next(model.parameters()).device.type == "cuda"
+
+
+def test_in_a_task_it_uses_the_gpu_of_the_worker() -> None:
+    def task() -> Any:
+        import torch
+
+        from raypool import gcp
+
+        where = gcp().predict(torch.nn.Linear(4, 2), torch.ones(3, 4), output=lambda y: [str(y.device)])
+        return where, torch.cuda.memory_allocated()
+
+    with parpool(1, quiet=True) as pool:
+        assert pool.parfeval(task).result(60) == (["cuda:0"], 0)
