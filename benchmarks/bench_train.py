@@ -1,7 +1,7 @@
 """One model on two workers: how soon it trains, how fast, what a report costs, and what two workers are worth to `predict`.
 
-Bare Ray Train has the same two processes' worth of the same Ray, with its own default settings. What each of the two ranks
-computes is the same everywhere, with as many threads.
+Bare Ray Train runs on the same Ray, with its default settings. What a rank computes is the same for all parties, with as many
+threads.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ ROUNDS = 9
 REPORTS = 5
 WARM_REPORTS = 100
 MB = 1_000_000
-PREDICTED = 2048
-BATCH = 128
+PREDICTED = 1536
+BATCH = 64
 PATIENCE_S = 60
 AREA = f"training, {WORKERS} workers"
 

@@ -44,8 +44,15 @@ class TaskQueue:
 
     def _in_state(self, state: str) -> list[Future[Any]]:
         futures = [work.holder for _, work in self._works() if isinstance(work.holder, Future)]
-        shown = dict.fromkeys(future.whole or future for future in futures)
+        shown = dict.fromkeys(map(_whole_of, futures))
         return [future for future in shown if future.state == state]
+
+
+def _whole_of(future: Future[Any]) -> Future[Any]:
+    """Return what a user holds of a call: of an attempt, the training."""
+    while future.whole is not None:
+        future = future.whole
+    return future
 
 
 class StaffedView(PoolView):

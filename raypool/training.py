@@ -123,8 +123,10 @@ class TrainingVerbs:
         Args:
             model: A `torch.nn.Module`, or a function without arguments that makes one. The caller's own stays as it is.
             data: (inputs, targets), two arrays or tensors of equal length; a map-style `Dataset` of such pairs; a DataFrame whose
-                last column is the target.
-            loss: A function of outputs and targets that returns their mean loss: `torch.nn.functional.cross_entropy`, say.
+                last column is the target, or a pair of one and the target's name. Arrays and tables are given to the model in the
+                type of its parameters, tensors and Datasets as they are.
+            loss: A function of outputs and targets: `torch.nn.functional.cross_entropy`, say. It returns the mean over its
+                samples; one that weighs them (class weights, `ignore_index`) is exact on one worker only.
             options: How to train; see `TrainingOptions`.
             workers: Those that may train: how many, or which. None: all.
             lane: As for `train`.
@@ -164,7 +166,7 @@ class TrainingVerbs:
         call = prepare_fit(model, data, loss, options, candidates)
         if not engine.profile.quiet:
             for note in call.notes:
-                sys.stderr.write(f"raypool: {note}\n")
+                sys.stdout.write(f"raypool: {note}\n")
         engine, crew = self._crew(call.ranks, kept.min_workers)
         made = self._lane(engine, lane, call.loop, call.config, None, None, False)
         run = self._run(engine, made, crew, kept, self._options.name or "fit", call.finish)

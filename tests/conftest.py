@@ -32,6 +32,14 @@ GRACE_S = 20.0
 """What is done is done at once; only on a machine that is very busy does it take this long [s]."""
 
 
+@pytest.fixture(scope="session", autouse=True)
+def runs_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep trainings that are given no folder out of the home of whoever runs the tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("raypool.train.run.RUNS", str(tmp_path_factory.mktemp("raypool_runs")))
+        yield
+
+
 # --- waiting ----------------------------------------------------------------------------------------------------------
 
 

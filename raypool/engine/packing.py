@@ -285,7 +285,11 @@ def _culprits(value: Any, path: str) -> list[str]:
     if isinstance(value, dict):
         entries = [(f"{path}[{key!r}]", entry) for key, entry in value.items()]
     elif isinstance(value, (list, tuple)):
-        entries = [(f"{path}[{index}]", entry) for index, entry in enumerate(value)]
+        names = getattr(value, "_fields", None) or [f"[{index}]" for index in range(len(value))]
+        entries = [
+            (f"{path}.{name}".lstrip(".") if name.isidentifier() else path + name, entry)
+            for name, entry in zip(names, value, strict=True)
+        ]
     elif callable(inner := getattr(value, "func", None)) and not _can_travel(inner):  # raypool's own around a user's function
         return _culprits(inner, path)
     else:

@@ -25,11 +25,11 @@ class RankFunction:
     def __init__(self, fn: Callable[..., Any]) -> None:
         self.func = fn  # called as in functools.partial, so that messages have its name
 
-    def __call__(self, assignment: Assignment, open_args: Callable[[], Sequence[Any]]) -> parts.Description:
+    def __call__(self, assignment: Assignment, open_args: Callable[[], Sequence[Any]]) -> Any:
         """Run one rank.
 
         Returns:
-            What to say of the value, which is kept here under the key of the assignment.
+            What to say of the value, which is kept here under the key of the assignment; see `answer`.
 
         Raises:
             RankInterrupted: It was ended because another rank had failed, or the time was up.
@@ -62,8 +62,12 @@ class RankFunction:
         else:
             if not assignment.stays_warm:
                 _part(assignment, group)
-            return parts.keep(assignment.key, assignment.rank, value)
+            return self.answer(assignment, value)
         raise outcome
+
+    def answer(self, assignment: Assignment, value: Any) -> Any:
+        """Return what travels back of what the function has returned: a description, the value stays."""
+        return parts.keep(assignment.key, assignment.rank, value)
 
     def _arrived(self, arg: Any, rank: int) -> Any:
         return parts.find(arg.key, rank) if isinstance(arg, parts.PartOf) else arg

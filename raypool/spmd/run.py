@@ -24,7 +24,6 @@ from raypool.options import Options, check_count, worker_numbers
 from raypool.spmd.blame import RankFailure, spmd_error
 from raypool.spmd.composite import Composite, Entry, check_located, forget_on, marked
 from raypool.spmd.group import Assignment
-from raypool.spmd.parts import Description
 from raypool.spmd.rank import RankFunction
 from raypool.spmd.roster import Roster
 
@@ -32,8 +31,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-class SpmdFuture(Future[Composite]):
-    """The future of an spmd call."""
+class SpmdFuture(Future[Any]):
+    """The future of an spmd call: of a `Composite`, or of what else its work makes of the ranks' answers."""
 
     @property
     def metrics(self) -> pd.DataFrame:
@@ -61,7 +60,7 @@ class SpmdWork:
         self._assignments: list[Assignment] = []
         self._is_wanted = False
         self._is_late = False
-        self._descriptions: dict[int, Description] = {}
+        self._answers: dict[int, Any] = {}
         self._failures: list[RankFailure] = []
         self._catch_ups: list[Callable[[], None]] = []
         self.future.catch_up = self._catch_up
@@ -144,7 +143,7 @@ class SpmdWork:
             self._catch_ups.append(result.catch_up)
         failure = result.failures.get(rank)
         if failure is None:
-            self._descriptions[rank] = result.values.get()[result.offset]
+            self._answers[rank] = self.answer_of(result)
         else:
             error = described(failure, self.describe(piece), piece, worker)
             self._failures.append(RankFailure(rank, error, result.started_at + result.durations_s[0], worker))
@@ -163,7 +162,7 @@ class SpmdWork:
         self._args, self._open_args = (), tuple
         future = self.future
         future.finished_at = datetime.now(UTC)
-        if state is TaskState.FINISHED and len(self._descriptions) == self._size and not future.cancelled():
+        if state is TaskState.FINISHED and len(self._answers) == self._size and not future.cancelled():
             self._finish()
             return
         worker_ids = [worker_id for worker_id, _ in self._members]
@@ -176,11 +175,18 @@ class SpmdWork:
                 future.set_exception(self._error(state, error))
 
     def _finish(self) -> None:
-        entries = [
-            Entry(worker.index, worker_id, self._descriptions[rank]) for rank, (worker_id, worker) in enumerate(self._members)
-        ]
+        outcome = self.outcome(self._members, [self._answers[rank] for rank in range(self._size)])
         with contextlib.suppress(InvalidStateError):
-            self.future.set_result(Composite(self._engine, self._key, entries))
+            self.future.set_result(outcome)
+
+    def answer_of(self, result: SliceResult) -> Any:
+        """Return what is noted of a rank's answer: it is a small description."""
+        return result.values.get()[result.offset]
+
+    def outcome(self, members: Sequence[tuple[int, WorkerInfo]], answers: Sequence[Any]) -> Any:
+        """Return the result of the call, by the workers that were its ranks and what these have answered."""
+        entries = [Entry(worker.index, worker_id, answer) for (worker_id, worker), answer in zip(members, answers, strict=True)]
+        return Composite(self._engine, self._key, entries)
 
     def _error(self, state: TaskState, error: BaseException | None) -> BaseException:
         errors = [failure.error for failure in self._failures]
@@ -259,22 +265,23 @@ def submit_spmd(
 
 def submit_gang(  # noqa: PLR0913, PLR0917 - a call, and how it is treated
     engine: Engine,
-    run_rank: Callable[[Assignment, Callable[[], Sequence[Any]]], Description],
+    run_rank: Callable[[Assignment, Callable[[], Sequence[Any]]], Any],
     args: Sequence[Any],
     options: Options,
     size: int,
     places: tuple[int, ...] | None,
     is_fresh: bool = False,
+    kind: type[SpmdWork] = SpmdWork,
 ) -> SpmdFuture:
     """Hand in a call of what each rank runs, which is given its assignment and a function that opens the arguments.
 
-    With `is_fresh` each rank begins in a process that has run nothing before.
+    With `is_fresh` each rank begins in a process that has run nothing before. `kind` says what becomes of the answers.
 
     Raises:
         SerializationError: The function or an argument cannot be sent; it names the variable.
     """
     function = engine.function(run_rank)
-    work = SpmdWork(engine, function, args, options, size)
+    work = kind(engine, function, args, options, size)
     future = work.future
 
     def make_spec(task_id: int) -> TaskSpec:

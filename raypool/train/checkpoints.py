@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import re
 import shutil
@@ -59,7 +58,7 @@ def _read(file: Path) -> Kept | None:
         path = Path(record.get("path") or file.with_suffix(""))
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
-    if not isinstance(index, int) or not isinstance(metrics, dict) or not path.is_dir():
+    if not isinstance(index, int) or not isinstance(metrics, dict) or not os.path.isdir(path):  # noqa: PTH112 - this one never raises
         return None
     return Kept(index, path, metrics)
 
@@ -81,7 +80,7 @@ def best(run_dir: Folder, metric: str, mode: str) -> Kept | None:
 def _rating(kept: Kept, metric: str, mode: str) -> float | None:
     """Return how good it is, the higher the better; None if that cannot be told."""
     value = kept.metrics.get(metric)
-    if not isinstance(value, (int, float)) or math.isnan(value):
+    if not isinstance(value, (int, float)) or value != value:  # noqa: PLR0124 - nan; of a huge integer too that can be asked
         return None
     return -value if mode == "min" else value
 

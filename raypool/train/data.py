@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from raypool.errors import InvalidTypeError, InvalidValueError
+from raypool.train.samples import floats_of
 
 MEMORY_PART = 4
 """Arrays that take less than this part of a GPU's free memory are put there as a whole."""
@@ -202,11 +203,10 @@ def _from_frame(frame: Any, target: Any, what: str) -> ArraySamples:
     column = frame[target]
     if getattr(column.dtype, "name", "") == "category":
         column = column.cat.codes.astype("int64")
-    values = _column(column.to_numpy(), f"the column {target!r} of {what}")
+    values = _column(column.to_numpy(), f"the targets of {what}")
     if values.values.dtype.kind == "f":  # type: ignore[union-attr]
         values = values._replace(values=values.values.reshape(-1, 1))
-    floats = inputs.to_numpy(dtype="float32" if all(kind == "float32" for kind in inputs.dtypes) else "float64")
-    return ArraySamples(_column(floats, f"the inputs of {what}"), values)
+    return ArraySamples(_column(floats_of(inputs), f"the inputs of {what}"), values)
 
 
 def _column(values: Any, name: str) -> Column:
@@ -225,7 +225,8 @@ def _column(values: Any, name: str) -> Column:
         raise InvalidValueError(f"{name[0].upper()}{name[1:]} are no array: {error}.") from error
     if array.dtype.kind not in "biufc":
         raise InvalidTypeError(
-            f"{name[0].upper()}{name[1:]} are of type {array.dtype}, not numbers. Give arrays or tensors of numbers."
+            f"{name[0].upper()}{name[1:]} are of type {array.dtype}, not numbers. Give arrays or tensors of numbers; for names "
+            "of classes their numbers, pandas.factorize(names)[0]."
         )
     if array.ndim == 0:
         raise InvalidValueError(f"{name[0].upper()}{name[1:]} are a single number. The first axis is the samples.")

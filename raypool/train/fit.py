@@ -6,7 +6,9 @@ It imports torch at its top: whoever calls it holds a model of torch's anyway.
 from __future__ import annotations
 
 import copy
+import inspect
 import io
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,12 +21,14 @@ from raypool.errors import InvalidTypeError, InvalidValueError, ResourceError
 from raypool.train.data import take_samples
 from raypool.train.job import FitJob
 from raypool.train.learner import check_module
-from raypool.train.loop import fit
+from raypool.train.loop import LOST, fit
 from raypool.train.options import TrainingOptions
 from raypool.train.ranks import own_random_state
 from raypool.train.runs import TrainingResult
 from raypool.train.schedule import Course, default_warmup
 from raypool.train.shares import Division, divide, split_batch
+
+logger = logging.getLogger("raypool")
 
 
 @dataclass(frozen=True)
@@ -110,11 +114,15 @@ class _Finish:
         """Return the result with the trained model: on the CPU, in evaluation mode, which is how it is used."""
         ends = [dict(end) for end in result.values]
         (saved,) = [end.pop("model") for end in ends if "model" in end]
-        state = torch.load(io.BytesIO(saved), map_location="cpu", weights_only=True)
+        # From our own worker, by the way that all values come, which are pickles: a model may have more than tensors in it.
+        state = torch.load(io.BytesIO(saved), map_location="cpu", weights_only=False)
         module = copy.deepcopy(self._model) if isinstance(self._model, nn.Module) else _make(self._model)
         module.to("cpu").load_state_dict(state)
         module.eval()
-        return replace(result, values=ends, model=module)
+        ended_by = ends[0]["ended_by"]
+        if ended_by == LOST:
+            logger.warning("The training has ended after %d steps: its loss is nan.", ends[0]["steps"])
+        return replace(result, values=ends, model=module, ended_by=ended_by)
 
 
 def _make(model: Callable[[], Any]) -> nn.Module:
@@ -126,6 +134,8 @@ def _make(model: Callable[[], Any]) -> nn.Module:
 
 
 def _check_functions(model: Any, loss: Any) -> None:
+    if isinstance(loss, type):
+        raise InvalidTypeError(f"loss={loss.__name__} is a class. Give one of its objects: loss={loss.__name__}().")
     if isinstance(model, nn.Module):
         check_module(model)
     elif not callable(model):
@@ -133,6 +143,8 @@ def _check_functions(model: Any, loss: Any) -> None:
             f"model={model!r} is a {type(model).__name__}. Give a torch.nn.Module, or a function without arguments that makes "
             "one."
         )
+    else:
+        _check_makes_one(model)
     if not callable(loss):
         raise InvalidTypeError(
             f"loss={loss!r} is not callable. Give a function of outputs and targets, torch.nn.functional.cross_entropy for one."
@@ -143,6 +155,20 @@ def _check_functions(model: Any, loss: Any) -> None:
             f"loss has reduction={given!r}. It is to return the mean loss of the samples it is given, by which those of the "
             "workers are put together: reduction='mean'."
         )
+
+
+def _check_makes_one(model: Callable[..., Any]) -> None:
+    """Refuse a function, or a class, that has to be told more."""
+    try:
+        inspect.signature(model).bind()
+    except TypeError as error:
+        name = getattr(model, "__name__", repr(model))
+        raise InvalidTypeError(
+            f"model={name} cannot be called without arguments: {error}. Give a model, or bind them: "
+            f"functools.partial({name}, ...)."
+        ) from None
+    except ValueError:  # some builtins do not say what they take
+        return
 
 
 def _without_data(options: TrainingOptions) -> TrainingOptions:

@@ -84,7 +84,8 @@ class Keeper:
             path, fault = self._tell(self._commit(partial, metrics, place) if self._rank == 0 else None)[0]
             _see([Outcome(fault)], None)
         except BaseException:
-            if partial is not None:
+            # Rank 0 alone knows whether the folder has its name by now: what another deleted could be a checkpoint that counts.
+            if partial is not None and self._rank == 0:
                 shutil.rmtree(partial.path, ignore_errors=True)
             raise
         if delivery is not None and delivery.is_deleted_after:

@@ -23,6 +23,9 @@ from raypool.train.shares import share_of
 from raypool.train.snapshot import Progress
 from raypool.train.spread import whole_state
 
+LOST = "loss is nan"
+"""What has ended a training that nothing can be made of any more."""
+
 
 def fit(config: dict[str, Any]) -> dict[str, Any]:
     """Train a model by the options; return how that ended, on rank 0 with the model's state, saved by torch."""
@@ -121,9 +124,15 @@ class Training:
         every = options.checkpoint_every
         state = None
         if every is not None and not self._is_lost and (is_last or done % every == 0 or self._has_no_patience_left()):
-            learner.settle()
-            state = snapshot.take(learner, self._progress)
-        return self._report(metrics, state)
+            state = self._state()
+        is_to_end = self._report(metrics, state)
+        if is_to_end and every is not None and state is None and not self._is_lost:
+            self._report_state({}, self._state())  # it can go on from where it was stopped; all else was said
+        return is_to_end
+
+    def _state(self) -> dict[str, Any]:
+        self._learner.settle()
+        return snapshot.take(self._learner, self._progress)
 
     def _has_no_patience_left(self) -> bool:
         patience = self._options.patience
@@ -170,13 +179,16 @@ class Training:
         if state is None:
             ray.train.report(metrics)
         else:
-            with tempfile.TemporaryDirectory(prefix="raypool-fit-") as folder:
-                checkpoint = None
-                if self._ranks.rank == 0:
-                    snapshot.write(state, folder)
-                    checkpoint = ray.train.Checkpoint.from_directory(folder)
-                ray.train.report(metrics, checkpoint=checkpoint)
+            self._report_state(metrics, state)
         return self._is_to_end(metrics)
+
+    def _report_state(self, metrics: dict[str, Any], state: dict[str, Any]) -> None:
+        with tempfile.TemporaryDirectory(prefix="raypool-fit-") as folder:
+            checkpoint = None
+            if self._ranks.rank == 0:
+                snapshot.write(state, folder)
+                checkpoint = ray.train.Checkpoint.from_directory(folder)
+            ray.train.report(metrics, checkpoint=checkpoint)
 
     def _is_to_end(self, metrics: dict[str, Any]) -> bool:
         """Whether the training was asked to end, from outside or by the user's function, or is lost; the same on all ranks."""
@@ -187,7 +199,7 @@ class Training:
         if asked or said:
             self._reason = "request_stop" if asked else "output_fn"
         elif self._is_lost:
-            self._reason = "loss is nan"
+            self._reason = LOST
         return bool(asked or said or self._is_lost)
 
 

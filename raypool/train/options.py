@@ -55,13 +55,16 @@ class TrainingOptions:
         accumulate_steps: A step takes the mean gradient of so many mini-batches, one after the other.
         validation_data: As the data to train on. The loss on it is "validation_loss" of the metrics.
         validation_frequency: Epochs between two validations. The last epoch is always followed by one.
-        patience: The training ends after so many validations in a row whose loss was not below the least one before.
+        patience: The training ends after so many validations in a row whose loss was not below the least one before. The model is
+            that of the last step; the best one is in `result.best_checkpoint`, with `checkpoint_every` and
+            `RunOptions(best_metric="validation_loss")`.
         shuffle: "every-epoch", "once" (before the first), "never".
         seed: Of the first parameters (if `model` is a function), the order of the samples, and what the model draws: from 0 on.
         checkpoint_every: Epochs between two checkpoints, from which a training can go on. None: no checkpoints.
         strategy: "ddp": each worker has the whole model. "fsdp": each holds a part of every parameter, gradient and state of the
             optimizer (torch's FSDP2), for models that are too large for one GPU.
-        output_fn: Called on rank 0, in its worker, with each report: a dict. If it returns True, the training ends there.
+        output_fn: Called with each report, a dict; if it returns True, the training ends there. It runs in the worker of rank 0,
+            so what it keeps is not here: for that there is `run.metrics`.
         compile: Whether the model is compiled by `torch.compile`.
         report_every: Steps between two reports; at each the training looks whether it is to stop. There is always one at the
             end of an epoch. None: only that. Reported are `epoch` and `step`, from 0 on; `loss`, the mean since the last report;

@@ -6,6 +6,7 @@ Imports torch, and is imported by what needs it anyway.
 from __future__ import annotations
 
 import copy
+import inspect
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -112,6 +113,7 @@ def still(model: Any) -> Any:
             raise InvalidTypeError(
                 f"model={model!r} is not a model. Give a torch.nn.Module (not its class), or a function of a mini-batch."
             )
+        _check_takes_one(model)
         return model
     tensors = [*model.parameters(), *model.buffers()]
     if any(nn.parameter.is_lazy(tensor) for tensor in tensors):
@@ -124,6 +126,19 @@ def still(model: Any) -> Any:
             f"The model cannot be copied ({type(error).__name__}: {error}), which it has to be to travel. "
             "Keep tensors in it as parameters or buffers, and make files, locks and the like at their first use."
         ) from error
+
+
+def _check_takes_one(model: Any) -> None:
+    """Refuse a function that makes a model, which `fit` takes: called with a mini-batch it would fail on a worker."""
+    try:
+        inspect.signature(model).bind(None)
+    except TypeError:
+        name = getattr(model, "__name__", repr(model))
+        raise InvalidTypeError(
+            f"model={name} is a function that cannot be called with a mini-batch alone. If it makes the model, pass {name}()."
+        ) from None
+    except ValueError:  # some builtins do not say what they take
+        return
 
 
 def _shared(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 import time
 import weakref
@@ -33,6 +34,9 @@ from raypool.train.runs import RunOptions, TrainingResult
 
 if TYPE_CHECKING:
     import pandas as pd
+
+RUNS = "raypool_runs"
+"""Below the user's home: the folders of runs that are given none."""
 
 Finish = Callable[[TrainingResult], TrainingResult]
 """Makes of what a training has given what its caller wants."""
@@ -188,17 +192,30 @@ class Conductor:
                 if run.cancelled():
                     return
                 attempt = self.begin()
-            result = self._result()
-            self._resolve(result if self._finish is None else self._finish(result), None)
+            self._resolve(self._finished(self._result()), None)
         except CancelledError:
             run.cancel()  # the attempt was cancelled: by `pool.cancel_all`, or by the pool's end
         except PoolClosedError as error:  # no other attempt can be made
-            self._resolve(None, self._described(self._failed or error))
+            self._resolve(None, self._described_if_possible(self._failed or error))
         except (KeyboardInterrupt, SystemExit):  # "inline" runs in the user's own thread
             run.cancel()
             raise
         except BaseException as error:
-            self._resolve(None, self._described(error))
+            self._resolve(None, self._described_if_possible(error))
+
+    def _finished(self, result: TrainingResult) -> TrainingResult:
+        if self._finish is None:
+            return result
+        try:
+            return self._finish(result)
+        except Exception as error:
+            raise TrainingError(
+                f"{self._run.name} has come to its end, but its model cannot be made here: {type(error).__name__}: {error}. What "
+                "there is is in this error's .result.",
+                failures={},
+                first_rank=None,
+                result=result,
+            ) from error
 
     def _has_ended_well(self, attempt: Future[Any]) -> bool:
         """Wait for an attempt; return whether it has, and need not be made again.
@@ -268,6 +285,14 @@ class Conductor:
             path=folder if folder.is_dir() else None,
         )
 
+    def _described_if_possible(self, error: BaseException) -> BaseException:
+        """Return the error to raise; as it is, if what there is cannot be read: the folder's disk is away, say."""
+        try:
+            return self._described(error)
+        except Exception as why:
+            error.add_note(f"raypool: what was kept of the training in {self._run.path} cannot be read: {why}")
+            return error
+
     def _described(self, error: BaseException) -> BaseException:
         """Return the error to raise, with what there is all the same."""
         if isinstance(error, (PoolClosedError, PoolBrokenError)) or not isinstance(error, (SpmdError, ResourceError)):
@@ -277,7 +302,10 @@ class Conductor:
         first = error if first_rank is None else failures[first_rank]
         result = self._result()
         if isinstance(first, TaskTimeoutError):
-            late = TaskTimeoutError(str(error), result=result, failures=failures, first_rank=first_rank)
+            limit = f"timeout_s={self._options.timeout_s:g}"  # the attempt had what was left of it
+            late = TaskTimeoutError(
+                re.sub(r"timeout_s=[\d.e+-]+\d", limit, str(error)), result=result, failures=failures, first_rank=first_rank
+            )
             late.__cause__ = first
             return late
         text = str(error)
@@ -323,7 +351,7 @@ def run_folder(kept: RunOptions, name: str) -> Path:
         return Path(kept.run_dir)
     readable = "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in name)[:40].strip("-")
     stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{time.monotonic_ns() % 16**6:06x}"
-    return Path.home() / "raypool_runs" / f"{readable}-{stamp}"
+    return Path.home() / RUNS / f"{readable}-{stamp}"
 
 
 _here: weakref.WeakSet[TrainingRun] = weakref.WeakSet()

@@ -108,6 +108,8 @@ class TrainingResult:
         values: What the ranks have returned, by rank; empty if the training has not come to its end.
         path: The folder of the run; None if nothing was kept.
         model: The trained model, on the CPU, of a training by `pool.fit`; else None.
+        ended_by: What has ended a training by `pool.fit`: "max_epochs", "patience", "request_stop", "output_fn", or
+            "loss is nan"; else None.
     """
 
     metrics: Mapping[str, Any] = field(default_factory=dict)
@@ -117,3 +119,4 @@ class TrainingResult:
     values: list[Any] = field(default_factory=list, repr=False)
     path: Path | None = None
     model: torch.nn.Module | None = field(default=None, repr=False)
+    ended_by: str | None = None

@@ -142,6 +142,7 @@ def _checked_column(data: Any) -> np.ndarray[Any, Any] | torch.Tensor:
                 f"The table has columns that are not numbers: {', '.join(bad[:5])}{' ...' if len(bad) > 5 else ''}. "
                 "Leave them out, or encode them first."
             )
+        data = floats_of(data)
     column = data if isinstance(data, torch.Tensor) else np.asarray(data.to_numpy() if hasattr(data, "to_numpy") else data)
     if column.ndim == 0:
         raise InvalidValueError("data is a single number. The first dimension of an input is that of the samples.")
@@ -151,6 +152,13 @@ def _checked_column(data: Any) -> np.ndarray[Any, Any] | torch.Tensor:
         except (TypeError, ValueError) as error:
             raise InvalidTypeError(f"data is an array of {column.dtype}, of which torch makes no tensor: {error}") from None
     return column
+
+
+def floats_of(table: Any) -> np.ndarray[Any, Any]:
+    """Return the columns of a table as one array: of floats always, for training as for predicting."""
+    is_single = all(kind == "float32" for kind in table.dtypes)
+    array: np.ndarray[Any, Any] = table.to_numpy(dtype="float32" if is_single else "float64")
+    return array
 
 
 def _detached(rows: Any) -> Any:

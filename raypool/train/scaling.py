@@ -89,8 +89,8 @@ class ScalingReport:
         if self.communication_s > MUCH * self.step_s:
             return self._links_advice()
         return (
-            f"The computation itself gets only {self.one_worker_s / self.compute_s:.1f} times shorter: a share of the "
-            "mini-batch is too small to fill a device, or the workers share cores. A larger mini_batch_size helps in the first "
+            f"The computation takes {_ms(self.compute_s)} for a share of the mini-batch and {_ms(self.one_worker_s)} for all of "
+            "it: a share is too small to fill a device, or the workers share cores. A larger mini_batch_size helps in the first "
             "case, fewer workers in the second."
         )
 
@@ -102,7 +102,7 @@ class ScalingReport:
                 "communication. A larger mini_batch_size (with a learning rate to match) or accumulate_steps make it longer."
             )
         return (
-            f"The links are too slow for the model: {self.gradient_bytes / 1e6:,.0f} MB of gradients at about "
+            f"The links are too slow for the model: {_size(self.gradient_bytes)} of gradients at about "
             f"{rate / 1e9:.1f} GB/s. Larger mini-batches, accumulate_steps, workers on one machine, and between machines "
             "fast_multinode=True help (docs/several_gpus.md)."
         )
@@ -123,7 +123,7 @@ class ScalingReport:
             f"({_ms(self.compute_s)} computation, {_ms(self.communication_s)} communication); "
             f"one worker: {_ms(self.one_worker_s)}\n"
             f"speed-up {self.speed_up:.2f}, efficiency {self.efficiency:.0%}; "
-            f"{self.gradient_bytes / 1e6:,.1f} MB of gradients; medians of {self.num_steps} steps\n"
+            f"{_size(self.gradient_bytes)} of gradients; medians of {self.num_steps} steps\n"
             f"{self.advice}"
         )
 
@@ -210,3 +210,13 @@ def _typical(steps: Sequence[Sequence[float]]) -> float:
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1000:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def _size(num_bytes: int) -> str:
+    """Return a size in words.
+
+    Example:
+        >>> _size(4_200), _size(138_000_000)
+        ('4.2 kB', '138.0 MB')
+    """
+    return f"{num_bytes / 1e3:,.1f} kB" if num_bytes < 1e5 else f"{num_bytes / 1e6:,.1f} MB"

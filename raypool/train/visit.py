@@ -104,6 +104,7 @@ class Visit:
         self._deadline: float | None = None
         self._kill_at: float | None = None
         self._is_ending = False
+        self._is_over = False
         self._is_late = False
         self._mistake: BaseException | None = None
         self._has_told_stop = False
@@ -121,13 +122,19 @@ class Visit:
         )
         self._hold.whole = self._future
         listener = seats.after_each(lambda seat: self._inbox.put(("seat", seat)))
-        self._hold.add_done_callback(lambda _: self._inbox.put(("hold",)))
+        self._hold.add_done_callback(self._note_end_of_hold)
         thread = threading.Thread(
             target=self._conduct, args=(listener.remove,), name=f"raypool-managed-{self._plan.name}", daemon=True
         )
         engine.helpers.add(thread)
         thread.start()
         return self._future
+
+    def _note_end_of_hold(self, hold: Any) -> None:
+        """Take it that the workers are held no more: one was lost, or the pool has cancelled what runs."""
+        if hold.cancelled() and not self._is_over:
+            self._future.cancel()
+        self._inbox.put(("hold",))
 
     # --- the thread ---------------------------------------------------------------------------------------------------
 
@@ -141,6 +148,7 @@ class Visit:
         finally:
             with contextlib.suppress(Exception):
                 self._sweep()
+            self._is_over = True
             self._hold.cancel()
             stop_listening()
             self._resolve()
@@ -325,8 +333,6 @@ class Visit:
         future, hold = self._future, self._hold
         assert hold is not None
         future.finished_at = future.finished_at or datetime.now(UTC)
-        if self._outcome is None and self._mistake is None and hold.cancelled() and not future.cancelled():
-            future.cancel()  # by the pool, which is about to end
         if future.cancelled():
             future.worker_replaced = False
             future.notify_cancelled()

@@ -117,6 +117,45 @@ def test_an_output_function_ends_it(pool: ParallelPool) -> None:
     assert result.values[0]["epochs"] == 3
 
 
+def test_a_training_that_is_stopped_can_go_on_from_there(pool: ParallelPool, alone: ParallelPool, tmp_path: Any) -> None:
+    stops = {"output_fn": lambda metrics: metrics["epoch"] == 2, "checkpoint_every": 2, "max_epochs": 5}
+    stopped = fit(pool, run_options=RunOptions(run_dir=tmp_path), **stops)
+    assert (stopped.ended_by, stopped.values[0]["epochs"]) == ("output_fn", 3)
+    assert stopped.metrics["epoch"] == 2
+    assert len(stopped.metrics_frame) == 3
+    gone_on = fit(pool, run_options=RunOptions(run_dir=tmp_path), checkpoint_every=2, max_epochs=5)
+    assert gone_on.metrics_frame["epoch"].tolist() == [3, 4]
+    assert_same(gone_on.model, fit(alone, max_epochs=5).model)
+
+
+def test_a_loss_that_is_no_number_ends_it_and_is_said(pool: ParallelPool, caplog: Any) -> None:
+    result = fit(pool, (np.full((50, 4), np.nan), TARGETS), checkpoint_every=1)
+    assert result.ended_by == "loss is nan"
+    assert result.checkpoint is None
+    assert "its loss is nan" in caplog.text
+
+
+def test_what_it_was_trained_on_it_predicts(pool: ParallelPool) -> None:
+    table = pd.DataFrame({"a": [1, 2, 3, 4] * 5, "b": [True, False] * 10, "y": np.linspace(0, 1, 20)})
+    model = pool.fit(nn.Linear(2, 1), table, mse_loss, options(max_epochs=1)).result(WAIT_S).model
+    assert pool.predict(model, table[["a", "b"]]).shape == (20, 1)
+
+
+class WithMore(nn.Linear):
+    """It keeps something in its state that is no tensor."""
+
+    def get_extra_state(self) -> Any:
+        return {"seen": np.float64(3)}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = state["seen"]
+
+
+def test_a_model_with_more_than_tensors_in_its_state(pool: ParallelPool) -> None:
+    model = pool.fit(lambda: WithMore(4, 1).double(), (INPUTS, TARGETS), mse_loss, options()).result(WAIT_S).model
+    assert model.seen == 3
+
+
 def test_what_cannot_work_is_refused_at_the_call(pool: ParallelPool) -> None:
     data = INPUTS, TARGETS
     with pytest.raises(InvalidTypeError, match="options=\\{\\} is a dict"):

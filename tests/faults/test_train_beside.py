@@ -18,8 +18,10 @@ from raypool import (
     RunOptions,
     TrainingError,
     TrainingOptions,
-    as_completed,
+    after_each,
     current_task,
+    fetch_next,
+    fetch_outputs,
     parpool,
     wait,
 )
@@ -108,13 +110,10 @@ def test_a_loop_is_not_starved(pool: ParallelPool) -> None:
 def test_priorities(pool: ParallelPool, gate: Any, eventually: Any) -> None:
     blockers = [pool.parfeval(gate.wait) for _ in range(3)]
     assert eventually(lambda: {blocker.state for blocker in blockers} == {"running"})
-    order: list[str] = []
-    for name, priority in (("low", 0), ("high", 5)):
-        run = pool.options(priority=priority, name=name).train(lambda: 1)
-        run.add_done_callback(lambda run: order.append(run.name))
+    first, low, high = (pool.options(priority=priority).train(lambda: 1) for priority in (0, 0, 5))
     gate.open()
-    assert eventually(lambda: len(order) == 2, 60)
-    assert order == ["high", "low"]
+    assert [run.result(60).values for run in (first, low, high)] == [[1] * 3] * 3
+    assert first.started_at < high.started_at < low.started_at, "who is at the head of the queue stays there"
 
 
 def test_some_workers_train_and_the_others_work(pool: ParallelPool, gate: Any, waits: Any, eventually: Any) -> None:
@@ -137,8 +136,8 @@ def test_two_trainings_on_two_parts(pool: ParallelPool, gate: Any, waits: Any, e
     assert rest.queue.running == [runs[1]]
     gate.open()
     assert [run.result(60).values for run in runs] == [[[1, 1, 0]], [[0, 0, 0], [2, 2, 1]]]
-    x = torch.ones(12, 1)
-    fits = [each.fit(torch.nn.Linear(1, 1), (x, x), mse_loss, TrainingOptions(max_epochs=2)) for each in (part, rest)]
+    x, model = torch.ones(12, 1), torch.nn.Linear(1, 1)
+    fits = [each.fit(model, (x, x), mse_loss, TrainingOptions(max_epochs=2)) for each in (part, rest)]
     assert [len(fit.result(60).values) for fit in fits] == [1, 2]
     torch.testing.assert_close(*[fit.result().metrics["loss"] for fit in fits])
 
@@ -170,11 +169,13 @@ def test_a_handle_is_a_future_like_any_other(pool: ParallelPool) -> None:
     called: list[Any] = []
     for run in (*runs, failing):
         run.add_done_callback(called.append)
-    assert {run.result(60).values[0] for run in as_completed(runs)} == {0, 1, 2}
-    done, not_done = wait([*runs, failing], timeout=60)
-    assert (len(done), len(not_done)) == (4, 0)
-    done, _ = concurrent.futures.wait([*runs, failing], timeout=60)
-    assert len(done) == 4
+    assert {run.result().values[0] for run in concurrent.futures.as_completed(runs, 60)} == {0, 1, 2}
+    assert wait([*runs, failing], 60)
+    number, first = fetch_next(runs, 60)
+    assert first.values == [number]
+    doubled = after_each(runs, lambda result: result.values[0] * 2)
+    assert [each.result(60) for each in doubled] == [0, 2, 4]
+    assert [result.values[0] for result in fetch_outputs(runs)] == [0, 1, 2]
     assert isinstance(failing.error, TrainingError)
     assert isinstance(failing.error.__cause__, ZeroDivisionError)
     assert failing.state == "failed"
@@ -210,7 +211,7 @@ def test_all_that_runs_is_cancelled(pool: ParallelPool, eventually: Any, tmp_pat
         with pytest.raises(concurrent.futures.CancelledError):
             run.result(20)
         assert run.state == "cancelled"
-    assert pool.queue.queued == pool.queue.running == []
+    assert eventually(lambda: pool.queue.queued == pool.queue.running == [])
 
 
 def test_what_is_asked_of_one_that_has_ended(pool: ParallelPool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -11,14 +12,15 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-TEN_LINES, SWEEP, SPMD, *_ = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+TEN_LINES, SWEEP, SPMD, TRAINING, *_ = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 
 def run(*args: str, code: str | None = None, cwd: Path) -> str:
-    """Run Python, and return what it printed."""
-    done = subprocess.run([sys.executable, *args], input=code, cwd=cwd, capture_output=True, text=True, timeout=220)
+    """Run Python, with a home of its own, and return what it printed."""
+    home = {**os.environ, "HOME": str(cwd)}
+    done = subprocess.run([sys.executable, *args], input=code, cwd=cwd, capture_output=True, text=True, timeout=220, env=home)
     assert done.returncode == 0, done.stderr
     assert "Error" not in done.stderr, done.stderr
     return done.stdout
@@ -40,6 +42,15 @@ def test_every_worker_at_once(tmp_path: Path) -> None:
     losses = re.search(r"^\[([\d.]+), ([\d.]+)\]$", printed, re.MULTILINE)
     assert losses
     assert losses[1] != losses[2]
+
+
+def test_one_model_on_all_workers(tmp_path: Path) -> None:
+    printed = run("-c", TRAINING, cwd=tmp_path)
+    rows = re.findall(r"^\d+ +0 +(\d+) +(\d\S+)$", printed, re.MULTILINE)
+    assert [epoch for epoch, _ in rows] == ["17", "18", "19"]
+    (path,) = re.findall(r"^(/.*raypool_runs/train_loop-.*/checkpoint_000020)$", printed, re.MULTILINE)
+    assert sorted(each.name for each in Path(path).parent.glob("checkpoint_??????")) == ["checkpoint_000019", "checkpoint_000020"]
+    assert "torch.Size([512, 1])" in printed
 
 
 def test_the_sweep_is_the_example() -> None:

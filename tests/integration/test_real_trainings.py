@@ -244,6 +244,6 @@ def test_a_script_by_itself(name: str, run_python: Any, tmp_path: Path) -> None:
     """As a user runs it: with the Ray that it starts, and warnings are errors."""
     path = ROOT / "examples" / f"{name}.py"
     done = run_python(f"import runpy; runpy.run_path({str(path)!r}, run_name='__main__')", timeout_s=220, HOME=str(tmp_path))
-    assert all(line.startswith("raypool: Each epoch leaves out ") for line in done.stderr.splitlines()), done.stderr
+    assert not done.stderr
     assert done.stdout.startswith("raypool: 2 workers on ")
     assert re.search(LAST_LINES[name], done.stdout)

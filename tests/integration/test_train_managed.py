@@ -20,6 +20,7 @@ from raypool import (
     TaskTimeoutError,
     TrainingError,
     WorkerLostError,
+    WorkerResources,
     current_task,
     parpool,
     report,
@@ -354,7 +355,7 @@ def test_ranks_that_do_not_agree(pool: ParallelPool, tmp_path: Path) -> None:
 @pytest.mark.long
 def test_two_at_once_on_two_parts(pool: ParallelPool, tmp_path: Path) -> None:
     """Each on its own GPUs; the second is begun in one lane and goes on in the other."""
-    first, second = pool.partition([2, 1])
+    first, second = pool.partition(workers=[0, 1])
     kept = RunOptions(run_dir=tmp_path / "b")
     warm = second.train(steps_forever, {"num_steps": 20}, options=kept).result(LONG_S)
     assert warm.values[0]["first"] == 0
@@ -371,8 +372,16 @@ def test_two_at_once_on_two_parts(pool: ParallelPool, tmp_path: Path) -> None:
     assert is_free(pool)
 
 
+@pytest.fixture(scope="module")
+def ray_data(ray_session: None) -> None:
+    """Let Ray Data make the actor that it keeps for as long as Ray runs."""
+    import ray.data
+
+    assert ray.data.range(4).materialize().num_blocks() > 0
+
+
 @pytest.mark.long
-def test_datasets_of_ray_data(pool: ParallelPool) -> None:
+def test_datasets_of_ray_data(pool: ParallelPool, ray_data: None) -> None:
     """Their blocks are read on the machine's cores, which this pool leaves to others."""
     import ray.data
 
@@ -410,15 +419,15 @@ def test_the_workers_processes_end_first(pool: ParallelPool) -> None:
 
 @pytest.mark.long
 def test_the_pool_ends_meanwhile(ray_session: None, marks: Any, eventually: Callable[..., bool], pool: ParallelPool) -> None:
-    """Cancelled with all that runs; nothing is left (the fixture looks)."""
-    import ray
+    """Ctrl-C cancels all that runs; nothing is left (the fixture looks)."""
+    runs = []
 
-    own = ray.cluster_resources().get("GPU", 0.0)
-    assert own == 3
-    from raypool import WorkerResources
+    def interrupted() -> None:
+        with parpool(1, resources=WorkerResources(gpus=0, cpus=0.5), quiet=True) as other:
+            runs.append(other.train(steps_forever, {"marks": marks}, lane="managed"))
+            assert eventually(lambda: marks.count("begun") == 1, LONG_S)
+            raise KeyboardInterrupt
 
-    with parpool(1, resources=WorkerResources(gpus=0, cpus=0.5), quiet=True) as other:
-        run = other.train(steps_forever, {"marks": marks}, lane="managed")
-        assert eventually(lambda: marks.count("begun") == 1, LONG_S)
-        other.shutdown(cancel_running=True)
-        assert run.cancelled()
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert eventually(runs[0].cancelled)

@@ -258,6 +258,7 @@ def frozen() -> torch.nn.Module:
     ("model", "kind", "message"),
     [
         ("resnet", InvalidTypeError, "'resnet' is a str"),
+        (torch.nn.Linear, InvalidTypeError, "model=Linear cannot be called without arguments"),
         (torch.nn.Tanh(), InvalidValueError, "a Tanh, cannot be trained: it has no parameters"),
         (frozen(), InvalidValueError, "all its 2 parameters are frozen"),
         (torch.nn.LazyLinear(3), InvalidValueError, "'weight' of the model has no size yet"),
@@ -274,6 +275,11 @@ def test_models_that_cannot_be_trained(model: Any, kind: type[RaypoolError], mes
 def test_a_loss_that_cannot_be_called() -> None:
     with pytest.raises(InvalidTypeError, match="loss='mse' is not callable"):
         prepare_fit(torch.nn.Linear(1, 1), (torch.ones(2, 1), torch.ones(2, 1)), "mse", TrainingOptions(), on_cpus(1))  # type: ignore[arg-type]
+
+
+def test_a_loss_that_is_a_class() -> None:
+    with pytest.raises(InvalidTypeError, match=r"loss=MSELoss\(\)"):
+        prepare_fit(torch.nn.Linear(1, 1), (torch.ones(2, 1), torch.ones(2, 1)), torch.nn.MSELoss, TrainingOptions(), on_cpus(1))
 
 
 @pytest.mark.parametrize(

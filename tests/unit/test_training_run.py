@@ -173,9 +173,9 @@ def test_what_the_loop_raises_is_not_tried_again_unless_named(tmp_path: Path) ->
 
 
 def test_the_time_limit_is_one_for_all_attempts(tmp_path: Path) -> None:
-    lane = ScriptedLane(lost(), failed(TaskTimeoutError("rank 0 was late")))
+    lane = ScriptedLane(lost(), failed(TaskTimeoutError("it had not ended after timeout_s=98.2345")))
     run = train(lane, tmp_path, Options(timeout_s=100.0))
-    with pytest.raises(TaskTimeoutError) as caught:
+    with pytest.raises(TaskTimeoutError, match=r"after timeout_s=100\.") as caught:
         run.result(WAIT_S)
     assert isinstance(caught.value.result, TrainingResult)  # type: ignore[attr-defined]
     assert lane.options[0].timeout_s == 100.0
@@ -252,6 +252,34 @@ def test_a_wish_to_stop_reaches_the_next_attempt_too(tmp_path: Path) -> None:
     assert not run.request_stop()
 
 
+def test_a_result_of_which_nothing_can_be_made_is_not_lost(tmp_path: Path) -> None:
+    run = TrainingRun("fit", tmp_path)
+
+    def finish(result: TrainingResult) -> TrainingResult:
+        raise KeyError("no such layer")
+
+    conductor = Conductor(run, ScriptedLane(ENDS), Crew(2, None, lambda: (0, 1)), Options(), RunOptions(), finish)
+    engine: Any = SimpleNamespace(profile=SimpleNamespace(backend="threads"), helpers=set())
+    start_run(run, conductor, engine)
+    with pytest.raises(TrainingError, match=r"has come to its end, but .* KeyError: 'no such layer'") as caught:
+        run.result(WAIT_S)
+    assert caught.value.result.values == ["zero", "one"]
+
+
+def test_a_folder_that_cannot_be_read_is_no_reason_to_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lane = ScriptedLane("runs")
+    run = train(lane, tmp_path)
+
+    def stale(folder: Path) -> None:
+        raise OSError(116, "Stale file handle")
+
+    monkeypatch.setattr("raypool.train.run.latest", stale)
+    lane.attempts[0].set_exception(failed(KeyError("x")))
+    with pytest.raises(SpmdError) as caught:
+        run.result(WAIT_S)
+    assert "Stale file handle" in caught.value.__notes__[0]
+
+
 def test_a_folder_is_one_trainings_own(tmp_path: Path) -> None:
     lane = ScriptedLane("runs")
     run = train(lane, tmp_path / "a")
@@ -294,6 +322,7 @@ def test_running_duration_is_that_of_the_attempts(tmp_path: Path) -> None:
 
 def test_folders_have_readable_names_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr("raypool.train.run.RUNS", "raypool_runs")
     first, second = (run_folder(RunOptions(), "a loop/with <lambda>") for _ in range(2))
     assert first.parent == tmp_path / "raypool_runs"
     assert first.name.startswith("a-loop-with--lambda-")
