@@ -14,8 +14,9 @@ from raypool.errors import InvalidTypeError, InvalidValueError
 from raypool.options import Options, check_callable
 
 if TYPE_CHECKING:
+    from raypool.train.conductor import Crew, Finish, Lane
     from raypool.train.options import TrainingOptions
-    from raypool.train.run import Crew, Finish, Lane, TrainingRun
+    from raypool.train.run import TrainingRun
     from raypool.train.runs import RunOptions
 
 Workers = int | Iterable[int | WorkerInfo] | None
@@ -264,7 +265,7 @@ class TrainingVerbs:
 
     def _crew(self, workers: Workers, least: int | None) -> tuple[Engine, Crew]:
         """Return where a training runs, and who trains."""
-        from raypool.train.run import Crew
+        from raypool.train.conductor import Crew
 
         if self._options.fresh_process:
             raise InvalidValueError(
@@ -312,7 +313,8 @@ class TrainingVerbs:
     def _run(
         self, engine: Engine, lane: Lane, crew: Crew, kept: RunOptions, name: str, finish: Finish | None = None
     ) -> TrainingRun:
-        from raypool.train.run import Conductor, TrainingRun, run_folder, start_run
+        from raypool.train.conductor import Conductor, start_run
+        from raypool.train.run import TrainingRun, run_folder
 
         run = TrainingRun(name, run_folder(kept, name))
         return start_run(run, Conductor(run, lane, crew, self._options, kept, finish), engine)

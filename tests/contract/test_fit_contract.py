@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 
+import raypool
 from raypool import ParallelPool, parpool
 from raypool.errors import InvalidTypeError, InvalidValueError, ResourceError, TrainingError
 from raypool.train.options import TrainingOptions
@@ -149,6 +150,22 @@ class WithMore(nn.Linear):
 
     def set_extra_state(self, state: Any) -> None:
         self.seen = state["seen"]
+
+
+def test_without_a_pool_one_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[ParallelPool] = []
+
+    def open_inline() -> ParallelPool:
+        opened.append(parpool(1, profile="inline", quiet=True))
+        return opened[-1]
+
+    monkeypatch.setattr("raypool.pool.parpool", open_inline)
+    monkeypatch.setattr("raypool.pool._opened", [])
+    monkeypatch.setattr("raypool.pool._made_here", None)
+    for _ in range(2):
+        assert raypool.fit(make_model, (INPUTS, TARGETS), mse_loss, options()).result(WAIT_S).ended_by == "max_epochs"
+    (pool,) = opened
+    pool.delete()
 
 
 def test_a_model_with_more_than_tensors_in_its_state(pool: ParallelPool) -> None:

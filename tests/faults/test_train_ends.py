@@ -169,6 +169,36 @@ def test_cancelled_at_any_moment(pool: ParallelPool, tmp_path: Path) -> None:
 
 
 @on_shared_pool
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_fit_is_cancelled_at_any_moment(pool: ParallelPool, tmp_path: Path, strategy: Any) -> None:
+    """And goes on from what it has kept, each time again, as if it had been one training."""
+    chance = random.Random(6)
+    x = torch.randn(64, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    data, model = (x, x.sum(1, keepdim=True)), torch.nn.Linear(4, 1).double()
+    pids = pool.parfeval_on_all(os.getpid).result(60)
+
+    def fit(epochs: int, folder: str) -> Any:
+        options = TrainingOptions(
+            mini_batch_size=16, max_epochs=epochs, checkpoint_every=1, strategy=strategy, optimizer="adam", seed=3
+        )
+        kept = RunOptions(run_dir=tmp_path / folder, keep_checkpoints=2)
+        return pool.fit(model, data, torch.nn.functional.mse_loss, options, run_options=kept)
+
+    for _ in range(12):
+        run = fit(10**6, "run")
+        threading.Event().wait(chance.uniform(0, 0.6))
+        run.cancel()
+    done = max(kept_epochs(run), default=-1) + 1
+    assert done > 0
+    result = fit(done + 3, "run").result(60)
+    assert result.values[0]["epochs"] == done + 3
+    whole = fit(done + 3, "whole").result(60)
+    torch.testing.assert_close(dict(result.model.state_dict()), dict(whole.model.state_dict()), rtol=0, atol=0)
+    assert pool.parfeval_on_all(os.getpid).result(60) == pids
+    assert not list((tmp_path / "run").glob(".*"))
+
+
+@on_shared_pool
 @pytest.mark.parametrize("is_queued", [False, True])
 def test_fit_stops_at_the_same_step_everywhere(pool: ParallelPool, gate: Any, eventually: Any, is_queued: bool) -> None:
     """And its model is the one of then: that of a training that was to be no longer."""

@@ -23,6 +23,7 @@ LAYERS = [
     ["loop"],
     ["views"],
     ["train.scaling"],
+    ["train.conductor"],
     ["train.run", "train.warm", "train.managed"],
     ["train"],
     ["spmd.run"],

@@ -26,8 +26,9 @@ from raypool.errors import (
 from raypool.feed import Feed
 from raypool.futures import Future
 from raypool.options import Options
+from raypool.train.conductor import Conductor, Crew, start_run
 from raypool.train.plan import Plan, RankEnd
-from raypool.train.run import Conductor, Crew, TrainingRun, run_folder, start_run
+from raypool.train.run import TrainingRun, run_folder
 from raypool.train.runs import RunOptions, TrainingResult
 
 WAIT_S = 60.0
@@ -273,7 +274,7 @@ def test_a_folder_that_cannot_be_read_is_no_reason_to_wait_for_ever(tmp_path: Pa
     def stale(folder: Path) -> None:
         raise OSError(116, "Stale file handle")
 
-    monkeypatch.setattr("raypool.train.run.latest", stale)
+    monkeypatch.setattr("raypool.train.conductor.latest", stale)
     lane.attempts[0].set_exception(failed(KeyError("x")))
     with pytest.raises(SpmdError) as caught:
         run.result(WAIT_S)

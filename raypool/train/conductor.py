@@ -1,0 +1,299 @@
+"""The attempts that a training takes, one after the other, and what comes of it."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, InvalidStateError
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Protocol
+
+from raypool.engine.engine import Engine
+from raypool.errors import (
+    InvalidValueError,
+    PoolBrokenError,
+    PoolClosedError,
+    ResourceError,
+    SpmdError,
+    TaskTimeoutError,
+    TrainingError,
+    WorkerLostError,
+)
+from raypool.futures import Future
+from raypool.options import Options
+from raypool.train.checkpoints import Kept, best, latest
+from raypool.train.plan import Plan, RankEnd
+from raypool.train.run import TrainingRun
+from raypool.train.runs import RunOptions, TrainingResult
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Finish = Callable[[TrainingResult], TrainingResult]
+"""Makes of what a training has given what its caller wants."""
+
+
+class Lane(Protocol):
+    """A way to run the ranks of a training."""
+
+    def begin(self, plan: Plan, size: int, places: tuple[int, ...] | None, options: Options) -> Future[Any]:
+        """Start an attempt; its result, iterated, is a `RankEnd` for each rank, and its failure an `SpmdError`."""
+
+
+@dataclass(frozen=True)
+class Crew:
+    """Who trains: so many ranks, in these places only (None: any), of those that `numbers` says are there."""
+
+    size: int
+    places: tuple[int, ...] | None
+    numbers: Callable[[], Sequence[int]]
+
+    def now(self, least: int | None) -> Crew:
+        """Return who is left of it: the same, if all are there, or if nobody may be missing."""
+        numbers = self.numbers()
+        left = [number for number in numbers if self.places is None or number in self.places]
+        if self.places is not None:
+            left = [place for place in self.places if place in left]
+        if least is None or not least <= len(left) < self.size:
+            return self
+        return replace(self, size=len(left), places=None if self.places is None else tuple(left))
+
+
+class Conductor:
+    """Makes the attempts of a training, one after the other, and resolves it."""
+
+    def __init__(
+        self, run: TrainingRun, lane: Lane, crew: Crew, options: Options, kept: RunOptions, finish: Finish | None
+    ) -> None:
+        self._run = run
+        self._lane = lane
+        self._crew = crew
+        self._options = options
+        self._kept = kept
+        self._finish = finish
+        self._ends: list[RankEnd] = []
+        self._first_start: str | None = None
+        self._failed: SpmdError | None = None  # the last attempt, which is to be made again
+        self._spent_s = 0.0  # of the time limit, by attempts that have ended
+
+    def begin(self) -> Future[Any]:
+        """Start the next attempt.
+
+        Raises:
+            ResourceError: There are too few workers.
+            SerializationError: The loop or its configuration cannot be sent.
+            PoolClosedError: The pool was shut down.
+        """
+        self._crew = self._crew.now(self._kept.min_workers)
+        plan = self._plan(self._run.attempts + 1)
+        attempt = self._lane.begin(plan, self._crew.size, self._crew.places, self._left())
+        self._run.adopt(attempt)
+        return attempt
+
+    def conduct(self, attempt: Future[Any]) -> None:
+        """Go on from the first attempt until the training has come to its end, or cannot."""
+        run = self._run
+        try:
+            while not self._has_ended_well(attempt):
+                if run.cancelled():
+                    return
+                attempt = self.begin()
+            self._resolve(self._finished(self._result()), None)
+        except CancelledError:
+            run.cancel()  # the attempt was cancelled: by `pool.cancel_all`, or by the pool's end
+        except PoolClosedError as error:  # no other attempt can be made
+            self._resolve(None, self._described_if_possible(self._failed or error))
+        except (KeyboardInterrupt, SystemExit):  # "inline" runs in the user's own thread
+            run.cancel()
+            raise
+        except BaseException as error:
+            self._resolve(None, self._described_if_possible(error))
+
+    def _finished(self, result: TrainingResult) -> TrainingResult:
+        if self._finish is None:
+            return result
+        try:
+            return self._finish(result)
+        except Exception as error:
+            raise TrainingError(
+                f"{self._run.name} has come to its end, but its model cannot be made here: {type(error).__name__}: {error}. What "
+                "there is is in this error's .result.",
+                failures={},
+                first_rank=None,
+                result=result,
+            ) from error
+
+    def _has_ended_well(self, attempt: Future[Any]) -> bool:
+        """Wait for an attempt; return whether it has, and need not be made again.
+
+        Raises:
+            SpmdError, ResourceError: It has failed, and is not to be made again.
+        """
+        try:
+            self._ends = list(attempt.result())
+        except ResourceError:
+            if self._crew.now(self._kept.min_workers).size == self._crew.size:
+                raise
+            return False
+        except SpmdError as error:
+            if not self._is_worth_another(error):
+                raise
+            self._failed = error
+            return False
+        finally:
+            if attempt.started_at is not None:
+                self._spent_s += (datetime.now(UTC) - attempt.started_at).total_seconds()
+        return True
+
+    def _plan(self, number: int) -> Plan:
+        kept, folder = self._kept, self._run.path
+        last = latest(folder)
+        start = kept.start_from if last is None else last.path
+        if number == 1:
+            self._first_start = None if start is None else str(start)
+        return Plan(
+            self._run.name,
+            number,
+            str(folder),
+            None if start is None else str(start),
+            kept.keep_checkpoints,
+            kept.best_metric,
+            kept.best_mode,
+        )
+
+    def _left(self) -> Options:
+        """Return the options of the next attempt: the name of the training, and what is left of its time limit."""
+        options = replace(self._options, name=self._run.name)
+        if options.timeout_s is None:
+            return options
+        return replace(options, timeout_s=max(options.timeout_s - self._spent_s, 0.001))
+
+    def _is_worth_another(self, error: SpmdError) -> bool:
+        """Whether a worker was lost, or an exception raised that `retry_on` names, and an attempt is left."""
+        if self._run.cancelled() or self._run.attempts > self._options.retries:
+            return False
+        kinds: tuple[type[BaseException], ...] = (WorkerLostError, *self._options.retry_on)
+        return all(isinstance(each, kinds) for each in error.failures.values())
+
+    def _result(self) -> TrainingResult:
+        """Return what there is."""
+        from ray.train import Checkpoint
+
+        kept, folder, frame = self._kept, self._run.path, self._run.metrics
+        last = latest(folder)
+        top = None if kept.best_metric is None else best(folder, kept.best_metric, kept.best_mode)
+        return TrainingResult(
+            metrics=self._ends[0].metrics if self._ends and self._ends[0].metrics else _last_of(frame) or _of(last),
+            metrics_frame=frame,
+            checkpoint=None if last is None else Checkpoint.from_directory(str(last.path)),
+            best_checkpoint=None if top is None else Checkpoint.from_directory(str(top.path)),
+            values=[end.value for end in self._ends],
+            path=folder if folder.is_dir() else None,
+        )
+
+    def _described_if_possible(self, error: BaseException) -> BaseException:
+        """Return the error to raise; as it is, if what there is cannot be read: the folder's disk is away, say."""
+        try:
+            return self._described(error)
+        except Exception as why:
+            error.add_note(f"raypool: what was kept of the training in {self._run.path} cannot be read: {why}")
+            return error
+
+    def _described(self, error: BaseException) -> BaseException:
+        """Return the error to raise, with what there is all the same."""
+        if isinstance(error, (PoolClosedError, PoolBrokenError)) or not isinstance(error, (SpmdError, ResourceError)):
+            return error
+        failures = error.failures if isinstance(error, SpmdError) else {}
+        first_rank = error.first_rank if isinstance(error, SpmdError) else None
+        first = error if first_rank is None else failures[first_rank]
+        result = self._result()
+        if isinstance(first, TaskTimeoutError):
+            limit = f"timeout_s={self._options.timeout_s:g}"  # the attempt had what was left of it
+            late = TaskTimeoutError(
+                re.sub(r"timeout_s=[\d.e+-]+\d", limit, str(error)), result=result, failures=failures, first_rank=first_rank
+            )
+            late.__cause__ = first
+            return late
+        text = str(error)
+        if (number := self._run.attempts) > 1:
+            text += f" It was attempt {number}."
+        if result.checkpoint is not None and result.checkpoint.path != self._first_start:
+            text += (
+                f" It goes on from its last checkpoint, {result.checkpoint.path}, with RunOptions(run_dir={str(result.path)!r})."
+            )
+        made = TrainingError(text, failures=failures, first_rank=first_rank, result=result)
+        made.__cause__ = first
+        return made
+
+    def _resolve(self, result: TrainingResult | None, error: BaseException | None) -> None:
+        run = self._run
+        if not run.start():
+            return
+        run.finished_at = datetime.now(UTC)
+        with contextlib.suppress(InvalidStateError):  # it was cancelled in this instant
+            if error is not None:
+                run.set_exception(error)
+            else:
+                assert result is not None
+                run.set_result(result)
+
+
+def _last_of(frame: pd.DataFrame) -> dict[str, Any]:
+    """Return what rank 0 has reported last, by the table of all that was reported."""
+    own = frame[frame["rank"] == 0]
+    if own.empty:
+        return {}
+    return {str(name): value for name, value in own.iloc[-1].dropna().items() if name not in ("time", "rank", "attempt")}
+
+
+def _of(last: Kept | None) -> dict[str, Any]:
+    """Return what was reported with a checkpoint: the last that is known of a training that had come to its end before."""
+    return {} if last is None else last.metrics
+
+
+_here: weakref.WeakSet[TrainingRun] = weakref.WeakSet()
+"""The trainings of this process; each has its folder to itself."""
+
+_starting = threading.Lock()
+
+
+def _take_folder(run: TrainingRun) -> None:
+    """Note that a folder is in use.
+
+    Raises:
+        InvalidValueError: It is already.
+    """
+    folder = run.path.resolve()
+    with _starting:
+        other = next((each for each in _here if not each.done() and each.path.resolve() == folder), None)
+        if other is not None:
+            raise InvalidValueError(
+                f"run_dir={run.path} is in use by the training {other.name!r}, which is {other.state}. Name another folder, or "
+                "wait for its end."
+            )
+        _here.add(run)
+
+
+def start_run(run: TrainingRun, conductor: Conductor, engine: Engine) -> TrainingRun:
+    """Let a training begin: in a thread of its own; "inline" in this one, so that a debugger stops in the user's loop.
+
+    Raises:
+        InvalidValueError: Another training of this process has its folder.
+    """
+    _take_folder(run)
+    try:
+        first = conductor.begin()  # here: what cannot begin at all fails at the call
+    except BaseException:
+        _here.discard(run)
+        raise
+    if engine.profile.backend == "inline":
+        conductor.conduct(first)
+        return run
+    thread = threading.Thread(target=conductor.conduct, args=(first,), name=f"raypool-train-{run.name}", daemon=True)
+    engine.helpers.add(thread)
+    thread.start()
+    return run
