@@ -17,6 +17,9 @@ FILE = "training.pt"
 
 VERSION = 1
 
+ASKED = ("momentum", "weight_decay")
+"""What is said of an optimizer by the options holds, also where a checkpoint was made with others."""
+
 
 class Progress(NamedTuple):
     """How far a training has come: the epochs and steps that are done, and what patience has seen."""
@@ -90,6 +93,7 @@ def restore(learner: Learner, state: dict[str, Any], folder: str) -> Progress:
 
 
 def _restore_rest(learner: Learner, state: dict[str, Any], folder: str) -> None:
+    asked = [{name: group[name] for name in ASKED if name in group} for group in learner.optimizer.param_groups]
     try:
         if learner.strategy == "fsdp":
             from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
@@ -97,6 +101,8 @@ def _restore_rest(learner: Learner, state: dict[str, Any], folder: str) -> None:
             set_optimizer_state_dict(learner.module, learner.optimizer, state["optimizer"], options=_whole_options())
         else:
             learner.optimizer.load_state_dict(state["optimizer"])
+        for group, own in zip(learner.optimizer.param_groups, asked, strict=True):
+            group.update(own)
         for name, part in (("scheduler", learner.scheduler), ("scaler", learner.scaler)):
             if (part is None) != (state[name] is None):
                 raise ValueError(f"it has {'no' if state[name] is None else 'a'} {name}")

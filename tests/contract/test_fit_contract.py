@@ -129,6 +129,16 @@ def test_a_training_that_is_stopped_can_go_on_from_there(pool: ParallelPool, alo
     assert_same(gone_on.model, fit(alone, max_epochs=5).model)
 
 
+def test_options_hold_where_a_checkpoint_was_made_with_others(alone: ParallelPool, tmp_path: Any) -> None:
+    models = []
+    for number, weight_decay in enumerate((0.0, 0.5)):
+        kept = RunOptions(run_dir=tmp_path / str(number))
+        fit(alone, run_options=kept, max_epochs=1, checkpoint_every=1)
+        models.append(fit(alone, run_options=kept, max_epochs=3, weight_decay=weight_decay).model)
+    plain, decayed = (sum(each.square().sum().item() for each in model.parameters()) for model in models)
+    assert decayed < 0.9 * plain
+
+
 def test_a_loss_that_is_no_number_ends_it_and_is_said(pool: ParallelPool, caplog: Any) -> None:
     result = fit(pool, (np.full((50, 4), np.nan), TARGETS), checkpoint_every=1)
     assert result.ended_by == "loss is nan"

@@ -206,7 +206,6 @@ def test_a_place_that_is_lost_for_good(tmp_path: Path, monkeypatch: Any, blow: B
         assert eventually(lambda: pool.num_workers == 1, 60)
         if least is None:
             assert isinstance(error, TrainingError)
-            print(error)
             assert error.result.checkpoint is not None
             return
         result = run.result(0)
