@@ -230,7 +230,7 @@ def choose_ranks(workers: Any, numbers: Sequence[int], places: tuple[int, ...] |
     check_count("workers", workers, least=0)
     if workers > len(numbers):
         raise ResourceError(
-            f"An spmd call asks for more ranks than there are workers: requested {workers}, available {len(numbers)}. "
+            f"More ranks are asked for than there are workers: requested {workers}, available {len(numbers)}. "
             "Each rank needs a worker of its own: ask for fewer, or open a larger pool.",
             requested=workers,
             available=len(numbers),

@@ -54,13 +54,16 @@ class Crew:
 
     def now(self, least: int | None) -> Crew:
         """Return who is left of it: the same, if all are there, or if nobody may be missing."""
-        numbers = self.numbers()
-        left = [number for number in numbers if self.places is None or number in self.places]
-        if self.places is not None:
-            left = [place for place in self.places if place in left]
+        left = self.left
         if least is None or not least <= len(left) < self.size:
             return self
         return replace(self, size=len(left), places=None if self.places is None else tuple(left))
+
+    @property
+    def left(self) -> list[int]:
+        """Those of the places that are there, rank 0 first."""
+        numbers = self.numbers()
+        return list(numbers) if self.places is None else [place for place in self.places if place in numbers]
 
 
 class Conductor:
@@ -218,7 +221,7 @@ class Conductor:
             )
             late.__cause__ = first
             return late
-        text = str(error)
+        text = str(error) if isinstance(error, SpmdError) else self._too_few(error)
         if (number := self._run.attempts) > 1:
             text += f" It was attempt {number}."
         if result.checkpoint is not None and result.checkpoint.path != self._first_start:
@@ -228,6 +231,15 @@ class Conductor:
         made = TrainingError(text, failures=failures, first_rank=first_rank, result=result)
         made.__cause__ = first
         return made
+
+    def _too_few(self, error: BaseException) -> str:
+        left = len(self._crew.left)
+        if self._run.attempts == 1:
+            return str(error)
+        return (
+            f"{self._run.name} has lost a worker for good: requested {self._crew.size}, available {left}. With "
+            f"RunOptions(min_workers={max(left, 1)}) it goes on with those that are left."
+        )
 
     def _resolve(self, result: TrainingResult | None, error: BaseException | None) -> None:
         run = self._run

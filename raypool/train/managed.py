@@ -53,4 +53,5 @@ class ManagedLane:
 
     def begin(self, plan: Plan, size: int, places: tuple[int, ...] | None, options: Options) -> ManagedAttempt:
         """Start an attempt; its result is a `RankEnd` for each rank, and its failure an `SpmdError` where ranks have failed."""
+        self.engine.check_open()  # what is handed in to a pool that is being closed would be cancelled
         return Visit(self, plan, size, options).begin(places)

@@ -125,6 +125,7 @@ def test_a_loop_of_the_documentation(pool: ParallelPool, tmp_path: Path) -> None
     assert_nothing_is_left(pool)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_the_same_as_by_a_bare_trainer(pool: ParallelPool, tmp_path: Path, run_python: Callable[..., Any]) -> None:
     """Ray's own trainer comes to the same parameters with the same loop."""

@@ -216,6 +216,8 @@ def test_without_the_workers_that_it_needs(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match="Requested 2, available 1") as caught:
         train(ScriptedLane(gone), tmp_path, numbers=[0]).result(WAIT_S)
     assert isinstance(caught.value.__cause__, ResourceError)
+    with pytest.raises(TrainingError, match=r"lost a worker for good: requested 2, available 1\. .*min_workers=1"):
+        train(ScriptedLane(lost(), gone), tmp_path, numbers=[0]).result(WAIT_S)
 
 
 def test_cancelled_while_it_waits_and_while_it_runs(tmp_path: Path) -> None:
