@@ -45,7 +45,7 @@ class Segment:
 
     def __init__(self) -> None:
         self.file = tempfile.TemporaryFile(prefix="raypool-", buffering=0)  # noqa: SIM115
-        weakref.finalize(self, self.file.close)
+        weakref.finalize(self, self.file.close).atexit = False  # the process closes it, when nobody says anything any more
         self.size = 0
 
     def add(self, data: bytes) -> Piece:

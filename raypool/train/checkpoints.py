@@ -118,6 +118,13 @@ def next_index(run_dir: Folder) -> int:
     return max([0, *numbers, *(kept.index for kept in list_kept(run_dir))]) + 1
 
 
+def free_name(run_dir: Folder, name: str, index: int) -> str:
+    """Return the name that a checkpoint is to have: with its number added, where there is one of that name already."""
+    folder = Path(run_dir)
+    is_taken = (folder / name).exists() or _read(folder / f"{name}.json") is not None
+    return f"{name}-{index:06d}" if is_taken else name
+
+
 def open_partial(run_dir: Folder, name: str | None, token: str) -> Partial:
     """Make the folder in which the files of a new checkpoint are gathered: called so, or by its number.
 
@@ -129,10 +136,7 @@ def open_partial(run_dir: Folder, name: str | None, token: str) -> Partial:
     folder = Path(run_dir)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     index = next_index(folder)
-    if name is None:
-        name = f"checkpoint_{index:06d}"
-    elif (folder / name).exists() or _read(folder / f"{name}.json") is not None:
-        name = f"{name}-{index:06d}"
+    name = f"checkpoint_{index:06d}" if name is None else free_name(folder, name, index)
     partial = folder / f".{name}.{token}{PARTIAL}"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
@@ -168,12 +172,17 @@ def commit(partial: Partial, metrics: Mapping[str, Any], attempt: int, elsewhere
         OSError: Something cannot be written.
     """
     name, index, folder = partial
-    record = {"index": index, "time": time.time(), "attempt": attempt, "metrics": _plain(metrics), "path": elsewhere}
-    _write(folder.with_name(f"{name}.json"), json.dumps(record))
+    note_down(folder.with_name(name), index, metrics, attempt, elsewhere)
     if elsewhere is not None:
         shutil.rmtree(folder, ignore_errors=True)
         return Path(elsewhere)
     return folder.replace(folder.with_name(name))
+
+
+def note_down(folder: Path, index: int, metrics: Mapping[str, Any], attempt: int, elsewhere: str | None = None) -> None:
+    """Write the file beside a checkpoint's folder that makes it one; see `commit`."""
+    record = {"index": index, "time": time.time(), "attempt": attempt, "metrics": _plain(metrics), "path": elsewhere}
+    _write(folder.with_name(f"{folder.name}.json"), json.dumps(record))
 
 
 def _write(file: Path, text: str) -> None:

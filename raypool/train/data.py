@@ -220,7 +220,7 @@ def _column(values: Any, name: str) -> Column:
         except TypeError:  # NumPy has no such type: bfloat16, say
             return Column(plain, is_array=False)
     try:
-        array = np.asarray(values)
+        array = floats_of(values) if hasattr(values, "columns") else np.asarray(values)
     except ValueError as error:
         raise InvalidValueError(f"{name[0].upper()}{name[1:]} are no array: {error}.") from error
     if array.dtype.kind not in "biufc":

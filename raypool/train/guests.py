@@ -44,7 +44,7 @@ from raypool.task import (
     note_in_process,
     running,
 )
-from raypool.train.checkpoints import check_name, next_index
+from raypool.train.checkpoints import check_name, free_name, next_index
 from raypool.train.letterbox import Verdict, Words
 from raypool.train.metrics import check_names, checked
 from raypool.train.plan import Plan
@@ -256,8 +256,10 @@ class GuestUtils(DistributedTrainFnUtils):  # type: ignore[misc]
             note.say(note, "metrics", (time.time(), metrics))
         if not any(each.has_checkpoint for each in verdict.words):
             return
-        if note.index == 0 and checkpoint_dir_name is None:
-            checkpoint_dir_name = f"checkpoint_{next_index(self._plan.run_dir):06d}"  # what rank 0 says counts for all
+        if note.index == 0:  # what rank 0 says counts for all
+            index = next_index(self._plan.run_dir)
+            name = checkpoint_dir_name or f"checkpoint_{index:06d}"
+            checkpoint_dir_name = free_name(self._plan.run_dir, name, index)
         super().report(metrics, checkpoint, checkpoint_dir_name, *args, **kwargs)
 
     def _meet(self, words: Words) -> Verdict:

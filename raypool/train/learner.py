@@ -33,6 +33,7 @@ class Learner:
         optimizer: Its optimizer.
         scheduler: The user's own schedule, if there is one.
         scaler: Of the loss, with fp16.
+        ranks: All ranks, as this one sees them.
         share: What this rank takes of each mini-batch.
         strategy: "ddp" or "fsdp": how its state is kept.
         is_sharded: Whether it has a part of the model only.
@@ -40,7 +41,7 @@ class Learner:
 
     def __init__(self, job: FitJob, ranks: Ranks) -> None:
         options = job.options
-        self._job, self._ranks, self._options = job, ranks, options
+        self._job, self.ranks, self._options = job, ranks, options
         self.share = job.share(ranks.rank, ranks.size)
         self.module = _made(job.model, options.seed).to(ranks.device).train()
         self._loss_fn = job.loss.to(ranks.device) if isinstance(job.loss, nn.Module) else job.loss
@@ -103,7 +104,7 @@ class Learner:
         if self._options.precision == "float32":
             loss: torch.Tensor = self._loss_fn(call(batch[0]), batch[1])
             return loss
-        with torch.autocast(self._ranks.device.type, AUTOCAST[self._options.precision]):
+        with torch.autocast(self.ranks.device.type, AUTOCAST[self._options.precision]):
             loss = self._loss_fn(call(batch[0]), batch[1])
         return loss
 
@@ -126,9 +127,9 @@ class Learner:
 
     def _reduction(self, is_due: bool) -> contextlib.AbstractContextManager[Any]:
         """Let this backward pass reduce gradients, or not yet."""
-        if self._ranks.size > 1 and self.is_sharded:
+        if self.ranks.size > 1 and self.is_sharded:
             self.module.set_requires_gradient_sync(is_due)  # type: ignore[operator]
-        elif self._ranks.size > 1 and not is_due:
+        elif self.ranks.size > 1 and not is_due:
             return self._connected.no_sync()
         return contextlib.nullcontext()
 
@@ -158,16 +159,16 @@ class Learner:
     def _begin(self, batch: Batch) -> None:
         """Connect the ranks, now that there is a mini-batch by which to see what the loss depends on."""
         self._call = self.module
-        if self._ranks.size > 1 and not self.is_sharded:
-            is_unused = self._ranks.any(has_unused(self._tried(batch), self.module))
-            self._call = self._connected = connect(self.module, self._ranks, is_unused)
+        if self.ranks.size > 1 and not self.is_sharded:
+            is_unused = self.ranks.any(has_unused(self._tried(batch), self.module))
+            self._call = self._connected = connect(self.module, self.ranks, is_unused)
         if self._options.compile:
             self._call = torch.compile(self._call)
 
     def _tried(self, batch: Batch) -> torch.Tensor:
         """Return the loss of a mini-batch; buffers stay as they were, and nothing is drawn."""
         buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
-        with torch.random.fork_rng([self._ranks.device] if self._ranks.device.type == "cuda" else []):
+        with torch.random.fork_rng([self.ranks.device] if self.ranks.device.type == "cuda" else []):
             loss = self._first_loss_of(self.module, batch)
         with torch.no_grad():
             for name, buffer in self.module.named_buffers():
@@ -177,14 +178,14 @@ class Learner:
 
     def _weight_of(self, loss: torch.Tensor) -> torch.Tensor:
         """Return what the gradient of a loss is multiplied by on this rank."""
-        weight = self._ranks.size * self.share.weight / self._job.division.accumulate
+        weight = self.ranks.size * self.share.weight / self._job.division.accumulate
         return torch.full_like(loss, weight, requires_grad=False)
 
     # --- what is asked of it in between -------------------------------------------------------------------------------
 
     def take_loss(self) -> float:
         """Return the mean loss of the mini-batches since the last time: of whole ones, of all ranks' shares together."""
-        (total,) = self._ranks.add([self._loss_sum * self.share.weight])
+        (total,) = self.ranks.add([self._loss_sum * self.share.weight])
         mean = total / max(self._num_losses, 1)
         self._loss_sum.zero_()
         self._num_losses = 0
@@ -202,7 +203,7 @@ class Learner:
     def settle(self) -> None:
         """Make the model the same on all ranks, its buffers too: before it is used or kept."""
         if not self._is_settled:
-            merge_buffers(self.module, self._ranks, self.share.weight)
+            merge_buffers(self.module, self.ranks, self.share.weight)
             self._is_settled = True
 
     def end_epoch(self, loss: float | None) -> None:

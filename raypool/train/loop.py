@@ -80,7 +80,7 @@ class Training:
             "dropped_samples": dropped,
             "ended_by": self._reason,
         }
-        state = whole_state(self._learner.module)
+        state = whole_state(self._learner.module, self._ranks)
         if self._ranks.rank == 0:
             file = io.BytesIO()
             torch.save(state, file)

@@ -31,13 +31,13 @@ class Progress(NamedTuple):
 
 
 def take(learner: Learner, progress: Progress) -> dict[str, Any]:
-    """Return what a checkpoint has in it; all ranks have to ask for it. Each epoch is seeded anew, so no generators are."""
+    """Return what a checkpoint has in it, on rank 0; all ranks have to ask for it. Each epoch is seeded anew: no generators."""
     scheduler, scaler = learner.scheduler, learner.scaler
     return {
         "raypool": VERSION,
         "progress": tuple(progress),
         "strategy": learner.strategy,
-        "model": whole_state(learner.module),
+        "model": whole_state(learner.module, learner.ranks),
         "optimizer": _optimizer_state(learner),
         "scheduler": None if scheduler is None else scheduler.state_dict(),
         "scaler": None if scaler is None else scaler.state_dict(),

@@ -87,6 +87,12 @@ def whole(tensor: Any) -> Any:
     return gathered.detach().cpu()
 
 
-def whole_state(module: nn.Module) -> dict[str, Any]:
-    """Return a model's state on the CPU, as one process would have it; all ranks have to ask for it."""
-    return {name: whole(tensor) for name, tensor in module.state_dict().items()}
+def whole_state(module: nn.Module, ranks: Ranks) -> dict[str, Any]:
+    """Return a model's state on the CPU, as one process would have it; all ranks have to ask for it, and rank 0 gets it."""
+    state: dict[str, Any] = {}
+    for name, tensor in module.state_dict().items():
+        if ranks.rank == 0:
+            state[name] = whole(tensor)
+        elif hasattr(tensor, "full_tensor"):
+            tensor.full_tensor()  # rank 0 needs this rank's part
+    return state

@@ -6,10 +6,8 @@ Imports Ray Train, and with it torch: for the controller's process, and for what
 from __future__ import annotations
 
 import inspect
-import json
 import os
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +23,7 @@ from ray.train.v2._internal.execution.callback import ControllerCallback, Report
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 from raypool.errors import InvalidTypeError
-from raypool.train.checkpoints import _plain, _write, next_index, prune
+from raypool.train.checkpoints import next_index, note_down, prune
 from raypool.train.guests import Guest, Seat, take_seat
 from raypool.train.plan import Plan
 
@@ -168,16 +166,8 @@ class Watcher(ControllerCallback, WorkerGroupCallback, ReportCallback):  # type:
             return
         plan, folder = self._plan, Path(training_report.checkpoint.path)
         number = folder.name.removeprefix("checkpoint_")
-        record = {
-            "index": int(number) if number.isdigit() else next_index(plan.run_dir),
-            "time": time.time(),
-            "attempt": plan.attempt + self._num_groups - 1,
-            "metrics": _plain(metrics[0]),
-            "path": None,
-        }
-        _write(
-            folder.with_name(f"{folder.name}.json"), json.dumps(record)
-        )  # as `commit` does where raypool has gathered the files
+        index = int(number) if number.isdigit() else next_index(plan.run_dir)
+        note_down(folder, index, metrics[0], plan.attempt + self._num_groups - 1)
         prune(plan.run_dir, plan.keep, plan.best_metric, plan.best_mode)
 
 

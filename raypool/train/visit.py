@@ -327,7 +327,15 @@ class Visit:
             ray.kill(self._controller)
         if self._letterbox is not None and not isinstance(self._outcome, ray.train.Result):
             remove_groups(self._mark)
+        self._tidy_folder()
         psutil.wait_procs(self._guests_here, GONE_S)  # they have been killed; their memory is on the GPU until they are gone
+
+    def _tidy_folder(self) -> None:
+        """Leave no folder in which nothing is kept: Ray Train makes it, and a file in it, to see that it can write there."""
+        folder = Path(self._plan.run_dir)
+        with contextlib.suppress(OSError):
+            (folder / ".validate_storage_marker").unlink(missing_ok=True)
+            folder.rmdir()
 
     def _resolve(self) -> None:
         future, hold = self._future, self._hold

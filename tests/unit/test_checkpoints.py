@@ -20,6 +20,7 @@ from raypool.train.checkpoints import (
     check_name,
     commit,
     copy_in,
+    free_name,
     latest,
     list_kept,
     next_index,
@@ -338,3 +339,10 @@ def test_a_crash_while_pruning_leaves_no_half_of_one(run_dir: Path, monkeypatch:
     prune(run_dir, 1, None, "min")
     assert losses(run_dir) == [3]
     assert [name for name in names(run_dir) if not name.endswith(".json")] == ["checkpoint_000003"]
+
+
+def test_a_name_that_is_taken_gets_the_number(tmp_path: Path) -> None:
+    """So it is in both lanes: Ray Train would put a second checkpoint of a name into the folder of the first."""
+    assert free_name(tmp_path, "best", 1) == "best"
+    (tmp_path / "best").mkdir()
+    assert free_name(tmp_path, "best", 2) == "best-000002"
