@@ -52,6 +52,7 @@ class Training:
         dtype, loaders = self._learner.dtype, options.loader_processes
         self._source = job.samples.open(ranks.device, dtype, loaders)
         self._tests = None if job.validation is None else job.validation.open(ranks.device, dtype, loaders)
+        self._best: dict[str, Any] | None = None  # the model's state at the best validation, on rank 0, if that is what is wanted
         self._progress = self._start()
         self._reason = "max_epochs"
         self._is_lost = False
@@ -63,7 +64,9 @@ class Training:
         if checkpoint is None:
             return Progress()
         with checkpoint.as_directory() as folder:
-            return snapshot.restore(self._learner, snapshot.read(folder), checkpoint.path)
+            state = snapshot.read(folder)
+        self._best = state["best"]
+        return snapshot.restore(self._learner, state, checkpoint.path)
 
     def run(self) -> dict[str, Any]:
         """Train to the end."""
@@ -80,7 +83,8 @@ class Training:
             "dropped_samples": dropped,
             "ended_by": self._reason,
         }
-        state = whole_state(self._learner.module, self._ranks)
+        is_best = self._options.output_model == "best" and self._best is not None
+        state = self._best if is_best else whole_state(self._learner.module, self._ranks)
         if self._ranks.rank == 0:
             file = io.BytesIO()
             torch.save(state, file)
@@ -119,7 +123,7 @@ class Training:
         metrics["dropped_samples"] = self._job.division.dropped
         if self._tests is not None and (is_last or done % options.validation_frequency == 0):
             metrics["validation_loss"] = self._validate()
-            self._progress = _judged(self._progress, metrics["validation_loss"])
+            self._judge(metrics["validation_loss"])
         learner.end_epoch(metrics.get("validation_loss") if self._tests is not None else metrics["loss"])
         every = options.checkpoint_every
         state = None
@@ -132,7 +136,18 @@ class Training:
 
     def _state(self) -> dict[str, Any]:
         self._learner.settle()
-        return snapshot.take(self._learner, self._progress)
+        return snapshot.take(self._learner, self._progress, self._best)
+
+    def _judge(self, loss: float) -> None:
+        """Note whether the loss of a validation is below all before."""
+        progress = self._progress
+        if not loss < progress.best_loss:
+            self._progress = progress._replace(worse_in_a_row=progress.worse_in_a_row + 1)
+            return
+        self._progress = progress._replace(best_loss=loss, worse_in_a_row=0)
+        if self._options.output_model == "best":
+            state = whole_state(self._learner.module, self._ranks)
+            self._best = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
 
     def _has_no_patience_left(self) -> bool:
         patience = self._options.patience
@@ -201,13 +216,6 @@ class Training:
         elif self._is_lost:
             self._reason = LOST
         return bool(asked or said or self._is_lost)
-
-
-def _judged(progress: Progress, loss: float) -> Progress:
-    """Return the progress after a validation: whether its loss was below all before."""
-    if loss < progress.best_loss:
-        return progress._replace(best_loss=loss, worse_in_a_row=0)
-    return progress._replace(worse_in_a_row=progress.worse_in_a_row + 1)
 
 
 # --- measured for `scaling_report` ------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ SCHEDULES = ("none", "piecewise", "cosine", "linear")
 EXECUTIONS = ("auto", "cpu", "gpu", "multi-gpu")
 PRECISIONS = ("float32", "bf16", "fp16")
 SHUFFLES = ("every-epoch", "once", "never")
+OUTPUT_MODELS = ("last", "best")
 STRATEGIES = ("ddp", "fsdp")
 
 
@@ -55,9 +56,8 @@ class TrainingOptions:
         accumulate_steps: A step takes the mean gradient of so many mini-batches, one after the other.
         validation_data: As the data to train on. The loss on it is "validation_loss" of the metrics.
         validation_frequency: Epochs between two validations. The last epoch is always followed by one.
-        patience: The training ends after so many validations in a row whose loss was not below the least one before. The model is
-            that of the last step; the best one is in `result.best_checkpoint`, with `checkpoint_every` and
-            `RunOptions(best_metric="validation_loss")`.
+        patience: The training ends after so many validations in a row whose loss was not below the least one before.
+        output_model: "last": the result is the model as it is at the end. "best": as at the validation with the least loss.
         shuffle: "every-epoch", "once" (before the first), "never".
         seed: Of the first parameters (if `model` is a function), the order of the samples, and what the model draws: from 0 on.
         checkpoint_every: Epochs between two checkpoints, from which a training can go on. None: no checkpoints.
@@ -109,6 +109,7 @@ class TrainingOptions:
     shuffle: str = "every-epoch"
     seed: int = 0
     checkpoint_every: int | None = None
+    output_model: str = "last"
     strategy: str = "ddp"
     output_fn: Callable[[dict[str, Any]], Any] | None = None
     compile: bool = False
@@ -132,6 +133,11 @@ class TrainingOptions:
         _check_choice("precision", self.precision, PRECISIONS)
         _check_choice("shuffle", self.shuffle, SHUFFLES)
         _check_choice("strategy", self.strategy, STRATEGIES)
+        _check_choice("output_model", self.output_model, OUTPUT_MODELS)
+        if self.output_model == "best" and self.validation_data is None:
+            raise InvalidValueError(
+                "output_model='best' is the model with the least loss at a validation, and there are none. Give validation_data=."
+            )
         if self.scale_batch is not None:
             _check_choice("scale_batch", self.scale_batch, ("per_worker",))
         if self.scale_learning_rate is not None:

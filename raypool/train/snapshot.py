@@ -30,7 +30,7 @@ class Progress(NamedTuple):
     worse_in_a_row: int = 0
 
 
-def take(learner: Learner, progress: Progress) -> dict[str, Any]:
+def take(learner: Learner, progress: Progress, best: dict[str, Any] | None) -> dict[str, Any]:
     """Return what a checkpoint has in it, on rank 0; all ranks have to ask for it. Each epoch is seeded anew: no generators."""
     scheduler, scaler = learner.scheduler, learner.scaler
     return {
@@ -38,6 +38,7 @@ def take(learner: Learner, progress: Progress) -> dict[str, Any]:
         "progress": tuple(progress),
         "strategy": learner.strategy,
         "model": whole_state(learner.module, learner.ranks),
+        "best": best,
         "optimizer": _optimizer_state(learner),
         "scheduler": None if scheduler is None else scheduler.state_dict(),
         "scaler": None if scaler is None else scaler.state_dict(),

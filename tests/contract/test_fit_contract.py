@@ -129,6 +129,24 @@ def test_a_training_that_is_stopped_can_go_on_from_there(pool: ParallelPool, alo
     assert_same(gone_on.model, fit(alone, max_epochs=5).model)
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_the_best_model_or_the_last(pool: ParallelPool, tmp_path: Any, strategy: str) -> None:
+    """It gets worse from the third epoch on; the best is not forgotten where a training goes on from a checkpoint."""
+
+    def worse_and_worse(optimizer: Any) -> Any:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0 if epoch < 3 else 30.0)
+
+    changes = {"validation_data": (INPUTS, TARGETS), "schedule": worse_and_worse, "checkpoint_every": 1, "strategy": strategy}
+    for kind in ("last", "best"):
+        kept = RunOptions(run_dir=tmp_path / kind)
+        first = fit(pool, run_options=kept, max_epochs=4, output_model=kind, **changes)
+        second = fit(pool, run_options=kept, max_epochs=5, output_model=kind, **changes)
+        losses = [*first.metrics_frame["validation_loss"], *second.metrics_frame["validation_loss"]]
+        assert losses[-1] > min(losses)
+        loss = mse_loss(second.model(torch.tensor(INPUTS)), torch.tensor(TARGETS)).item()
+        assert loss == pytest.approx(losses[-1] if kind == "last" else min(losses), rel=1e-9)
+
+
 def test_options_hold_where_a_checkpoint_was_made_with_others(alone: ParallelPool, tmp_path: Any) -> None:
     models = []
     for number, weight_decay in enumerate((0.0, 0.5)):

@@ -20,6 +20,8 @@ WRONG_VALUES: list[tuple[dict[str, Any], str]] = [
     ({"precision": "float16"}, "'float32', 'bf16', 'fp16'"),
     ({"shuffle": "always"}, "'every-epoch', 'once', 'never'"),
     ({"strategy": "zero"}, "'ddp', 'fsdp'"),
+    ({"output_model": "first"}, "'last', 'best'"),
+    ({"output_model": "best"}, "Give validation_data"),
     ({"scale_batch": "per_gpu"}, "'per_worker'"),
     ({"scale_learning_rate": "sqrt", "scale_batch": "per_worker"}, "'linear'"),
     ({"scale_learning_rate": "linear"}, "scale_batch='per_worker'"),
