@@ -127,7 +127,7 @@ class TrainingVerbs:
                 last column is the target, or a pair of one and the target's name. Arrays and tables are given to the model in the
                 type of its parameters, tensors and Datasets as they are.
             loss: A function of outputs and targets: `torch.nn.functional.cross_entropy`, say. It returns the mean over its
-                samples; one that weighs them (class weights, `ignore_index`) is exact on one worker only.
+                samples; one that weighs them (class weights, `ignore_index`) is exact on one worker only, and a warning says so.
             options: How to train; see `TrainingOptions`.
             workers: Those that may train: how many, or which. None: all.
             lane: As for `train`.

@@ -120,8 +120,16 @@ class _Finish:
         module.to("cpu").load_state_dict(state)
         module.eval()
         ended_by = ends[0]["ended_by"]
+        if not ends[0]["is_mean"]:
+            logger.warning(
+                "The loss is not the plain mean over its samples (it weighs them, leaves some out, or compares them with each "
+                "other), and each of %d workers has taken it over its own share: the result is not quite that of one.",
+                len(ends),
+            )
         if ended_by == LOST:
             logger.warning("The training has ended after %d steps: its loss is nan.", ends[0]["steps"])
+        for end in ends:
+            del end["is_mean"]
         return replace(result, values=ends, model=module, ended_by=ended_by)
 
 

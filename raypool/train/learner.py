@@ -15,6 +15,7 @@ from raypool.errors import InvalidTypeError, InvalidValueError
 from raypool.train.batchnorm import merge_buffers
 from raypool.train.data import Batch, mixed_seed
 from raypool.train.job import FitJob
+from raypool.train.losses import check_loss, is_mean_over_samples
 from raypool.train.options import TrainingOptions
 from raypool.train.ranks import Ranks, seed_all
 from raypool.train.spread import connect, has_unused, shard
@@ -35,6 +36,7 @@ class Learner:
         scaler: Of the loss, with fp16.
         ranks: All ranks, as this one sees them.
         share: What this rank takes of each mini-batch.
+        is_mean: Whether the loss is the mean over its samples, as far as was seen. Only then the ranks' shares make the whole.
         strategy: "ddp" or "fsdp": how its state is kept.
         is_sharded: Whether it has a part of the model only.
     """
@@ -43,6 +45,7 @@ class Learner:
         options = job.options
         self._job, self.ranks, self._options = job, ranks, options
         self.share = job.share(ranks.rank, ranks.size)
+        self.is_mean = True
         self.module = _made(job.model, options.seed).to(ranks.device).train()
         self._loss_fn = job.loss.to(ranks.device) if isinstance(job.loss, nn.Module) else job.loss
         ranks.broadcast([*self.module.parameters(), *self.module.buffers()])
@@ -113,16 +116,24 @@ class Learner:
 
         Torch only warns where the shapes of outputs and targets differ, and compares each with each.
         """
+        outputs: list[Any] = []
+
+        def noting(inputs: Any) -> Any:
+            outputs.append(call(inputs))
+            return outputs[-1]
+
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message="Using a target size")
             try:
-                loss = self._loss_of(call, batch)
+                loss = self._loss_of(noting, batch)
             except UserWarning as warning:
                 raise InvalidValueError(
                     "The loss was given outputs and targets of different shapes: "
                     f"{str(warning).split('. ')[0]}. Give targets the shape of the outputs, targets[:, None] for one."
                 ) from None
-        _check_loss(loss)
+        check_loss(loss)
+        if self.ranks.size > 1:
+            self.is_mean = self.is_mean and is_mean_over_samples(self._loss_fn, outputs[0], batch[1], loss)
         return loss
 
     def _reduction(self, is_due: bool) -> contextlib.AbstractContextManager[Any]:
@@ -245,18 +256,6 @@ def check_module(module: Any) -> None:
         count = sum(1 for _ in module.parameters())
         reason = f"all its {count} parameters are frozen (requires_grad=False)" if count else "it has no parameters"
         raise InvalidValueError(f"The model, a {type(module).__name__}, cannot be trained: {reason}.")
-
-
-def _check_loss(loss: Any) -> None:
-    if not isinstance(loss, torch.Tensor):
-        raise InvalidTypeError(f"The loss function has returned a {type(loss).__name__}. It is to return a tensor, one number.")
-    if loss.ndim:
-        raise InvalidValueError(
-            f"The loss function has returned a tensor of shape {tuple(loss.shape)}. It is to return one number, the mean over "
-            "the samples it was given: reduction='mean'."
-        )
-    if loss.grad_fn is None:
-        raise InvalidValueError("The loss does not depend on the model's parameters: is there a detach(), or an argmax()?")
 
 
 def _optimizer(options: TrainingOptions, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:

@@ -82,6 +82,7 @@ class Training:
             "steps": progress.step,
             "dropped_samples": dropped,
             "ended_by": self._reason,
+            "is_mean": not self._ranks.any(not self._learner.is_mean),
         }
         is_best = self._options.output_model == "best" and self._best is not None
         state = self._best if is_best else whole_state(self._learner.module, self._ranks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -145,6 +146,20 @@ def test_the_best_model_or_the_last(pool: ParallelPool, tmp_path: Any, strategy:
         assert losses[-1] > min(losses)
         loss = mse_loss(second.model(torch.tensor(INPUTS)), torch.tensor(TARGETS)).item()
         assert loss == pytest.approx(losses[-1] if kind == "last" else min(losses), rel=1e-9)
+
+
+def test_a_loss_that_the_ranks_cannot_share_exactly_is_said(pool: ParallelPool, caplog: Any) -> None:
+    def some_ignored(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return cross_entropy(outputs, targets, ignore_index=0)
+
+    def model() -> nn.Module:
+        return nn.Linear(4, 2).double()
+
+    classes = np.arange(50) % 3 // 2
+    for loss, is_said in ((cross_entropy, False), (some_ignored, True)):
+        caplog.clear()
+        pool.fit(model, (INPUTS, classes), loss, options(max_epochs=1)).result(WAIT_S)
+        assert ("not the plain mean" in caplog.text) is (is_said and pool.workers[0].pid != os.getpid())
 
 
 def test_options_hold_where_a_checkpoint_was_made_with_others(alone: ParallelPool, tmp_path: Any) -> None:

@@ -65,6 +65,7 @@ IN_WORKERS = {
     "train.batchnorm",
     "train.fit",
     "train.learner",
+    "train.losses",
     "train.ranks",
     "train.snapshot",
     "train.spread",

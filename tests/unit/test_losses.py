@@ -1,0 +1,59 @@
+"""Which losses are means over their samples."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from raypool.train.losses import is_mean_over_samples
+
+OUTPUTS = torch.randn(7, 3, generator=torch.Generator().manual_seed(0))
+CLASSES = torch.tensor([0, 1, 2, 0, 0, 1, 2])
+
+
+def some_ignored(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(outputs, targets, ignore_index=2)
+
+
+def weighted(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(outputs, targets, weight=torch.tensor([1.0, 5.0, 1.0]))
+
+
+def summed(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(outputs, targets, reduction="sum")
+
+
+def compared(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return torch.pdist(outputs).mean()
+
+
+def by_all_seven(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(outputs.reshape(7, 3), targets)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "is_mean"),
+    [
+        (functional.cross_entropy, True),
+        (some_ignored, False),
+        (weighted, False),
+        (summed, False),
+        (compared, False),
+        (by_all_seven, True),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_means(loss_fn: Any, is_mean: bool, dtype: torch.dtype) -> None:
+    outputs = OUTPUTS.to(dtype)
+    if loss_fn is weighted and dtype is torch.float64:
+        return
+    assert is_mean_over_samples(loss_fn, outputs, CLASSES, loss_fn(outputs, CLASSES)) is is_mean
+
+
+def test_what_cannot_be_told() -> None:
+    one = OUTPUTS[:1]
+    assert is_mean_over_samples(summed, one, CLASSES[:1], summed(one, CLASSES[:1]))
+    assert is_mean_over_samples(summed, {"logits": OUTPUTS}, CLASSES, summed(OUTPUTS, CLASSES))
