@@ -15,7 +15,7 @@ import ray
 
 from raypool import ParallelPool, ResourceError, WorkerLostError, WorkerResources, current_task, gcp, parpool
 
-pytestmark = pytest.mark.usefixtures("ray_session", "by_value")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("ray_session", "by_value")]
 
 HALF = WorkerResources(gpus=0.5)
 NO_GPU = WorkerResources(gpus=0)

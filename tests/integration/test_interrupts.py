@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(180)]
 
 GONE_WITHIN_S = 60.0
 

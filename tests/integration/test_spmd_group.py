@@ -13,7 +13,7 @@ from raypool import ParallelPool, SpmdContext, WorkerResources, parpool
 
 pytest.importorskip("torch")
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(180), pytest.mark.long]
 
 CPU = WorkerResources(gpus=0, cpus=0.25)
 
