@@ -45,7 +45,7 @@ class Segment:
 
     def __init__(self) -> None:
         self.file = tempfile.TemporaryFile(prefix="raypool-", buffering=0)  # noqa: SIM115
-        weakref.finalize(self, self.file.close).atexit = False  # the process closes it, when nobody says anything any more
+        weakref.finalize(self, self.file.close)
         self.size = 0
 
     def add(self, data: bytes) -> Piece:
@@ -90,13 +90,13 @@ class Spool:
         self._lock = threading.RLock()
 
     def add(self, data: bytes) -> Piece | bytes:
-        """Put something away; where the disk is full, it stays in memory."""
+        """Put something away; where the disk is full, or the process ends and has closed its files, it stays in memory."""
         with self._lock:
             try:
                 if self._segment is None or self._segment.size >= SEGMENT_BYTES:
                     self._segment = Segment()
                 return self._segment.add(data)
-            except OSError:
+            except (OSError, ValueError):
                 return data
 
 

@@ -255,3 +255,10 @@ def test_a_forked_child_leaves_its_parents_file_alone() -> None:
     for text in texts[1:]:
         feed.add_text(text)
     assert feed.text() == "".join(texts)
+
+
+def test_what_is_said_while_the_process_ends_stays_in_memory(spool: Spool) -> None:
+    spool.add(b"before")
+    assert spool._segment is not None
+    spool._segment.file.close()  # as at the interpreter's end
+    assert spool.add(b"after") == b"after"
