@@ -233,7 +233,8 @@ def test_reading_moves_a_value_and_passing_it_back_does_not(pool: ParallelPool) 
     with pool.transfer_bytes() as moved:
         assert composite[2].tolist() == [2] * LARGE
     assert LARGE <= moved.to_frame().loc[2, "received_bytes"] <= LARGE + ON_TOP
-    assert moved.to_frame().loc[[0, 1]].to_numpy().tolist() == [[0, 0], [0, 0]]
+    others = moved.to_frame().loc[[0, 1]]
+    assert others.to_numpy().max() <= ON_TOP, "no value, at most the word that a Composite of before may go"
 
 
 def test_on_other_workers_it_is_an_error_before_anything_starts(pool: ParallelPool, make_pool: Any, marks: Any) -> None:

@@ -253,9 +253,13 @@ def test_the_pool_is_deleted_while_a_call_waits(make_pool: Any, gate: Any, event
     holding = pool.parfeval(gate.wait)
     assert eventually(lambda: holding.state == "running")
     gang = pool.spmd_async(add_up)
+    ender = threading.Thread(target=pool.delete)
+    ender.start()
+    assert eventually(gang.cancelled)
     gate.open()
-    pool.delete()
-    assert gang.cancelled()
+    ender.join(60)
+    assert not ender.is_alive()
+    assert holding.result(60) is None
 
 
 @in_threads
