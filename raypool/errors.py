@@ -10,6 +10,7 @@
     ├── PoolClosedError      (+ RuntimeError)    used after shutdown
     ├── PoolBrokenError      (+ BrokenExecutor)  no worker is left that can come back
     ├── QueueClosedError     (+ RuntimeError)    put into a queue that was closed, or read to its end
+    ├── JournalError         the folder of a durable run is in use, belongs to something else, or cannot be written
     ├── TaskError            a task ended without a value and without an exception of the user's
     │   ├── WorkerLostError       its worker's process or node died
     │   ├── SerializationError    something could not travel between processes
@@ -45,6 +46,7 @@ __all__ = [
     "InternalError",
     "InvalidTypeError",
     "InvalidValueError",
+    "JournalError",
     "LossReason",
     "PoolBrokenError",
     "PoolClosedError",
@@ -123,6 +125,12 @@ class PoolBrokenError(RaypoolError, BrokenExecutor):
 
 class QueueClosedError(RaypoolError, RuntimeError):
     """A `DataQueue` was closed: nothing more can be put into it, and nothing is left to be read."""
+
+
+class JournalError(RaypoolError):
+    """The folder of a durable run (`.run_dir`) is in use, was made for something else, or cannot be written."""
+
+    run_dir: str
 
 
 class TaskError(RaypoolError):

@@ -83,7 +83,8 @@ class Part(NamedTuple):
     is the function's one argument. `start`: the number of the first. `seed`: of the loop. `stops_on_error`: what comes after an
     item that fails is not wanted. `is_fixed`: the user has said how many items a call takes, so none is handed back.
     `should_stop`: somebody has asked for an early end before it began. `numbers`: those that the user calls the items by, where
-    they do not simply follow each other from `start` on. `is_rank`: others run beside it, and may wait for it.
+    they do not simply follow each other from `start` on. `is_rank`: others run beside it, and may wait for it. `checkpoints`: a
+    path or URL, and the name there of each item's folder for checkpoints.
     """
 
     task_id: int
@@ -100,6 +101,7 @@ class Part(NamedTuple):
     should_stop: bool = False
     numbers: Sequence[int] | None = None
     is_rank: bool = False
+    checkpoints: tuple[str, tuple[str, ...]] | None = None
 
 
 class Failure(NamedTuple):

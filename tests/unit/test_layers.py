@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parents[2] / "raypool"
 # From the top down; a module may import from its own layer and from those below.
 LAYERS = [
     ["cli"],
-    ["demo", "testing"],
+    ["demo", "testing", "journal.replaying"],
     ["pool"],
     ["partition"],
     ["view"],
@@ -34,8 +34,9 @@ LAYERS = [
     ["engine.engine"],
     ["engine"],
     ["profile_files"],
-    ["results", "options", "shared", "profiles", "waiting"],
-    ["feed", "futures", "task", "queues", "queue_away", "queue_home", "store", "engine.exchange"],
+    ["journal"],
+    ["results", "checkpoint", "options", "shared", "profiles", "waiting"],
+    ["feed", "futures", "task", "queues", "queue_away", "queue_home", "store", "engine.exchange", "folders"],
     ["core"],
     ["errors"],
     ["devices"],
