@@ -1,0 +1,102 @@
+"""Workers are killed at random moments (scenario 45): every result comes once, and is the right one."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from concurrent.futures import CancelledError
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raypool import Future, ParallelPool, current_task, parpool, report
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+MANY = 200
+FEW = 60
+RETRIES = 100
+"""More than anybody is killed: no item may ever fail because of it."""
+
+
+def busy_and_idle(pool: ParallelPool) -> Callable[[], list[int]]:
+    return lambda: [worker.pid for worker in pool.workers if worker.state in ("busy", "idle") and worker.pid is not None]
+
+
+def check_all_workers(pool: ParallelPool, gpus: list[int | None]) -> None:
+    assert pool.parfeval_on_all(lambda: current_task().gpu).result(60) == gpus
+    statistics = pool.statistics()
+    assert statistics.queued == statistics.running == 0
+    assert statistics.submitted == statistics.finished + statistics.failed + statistics.cancelled
+
+
+def durations(chance: random.Random, count: int) -> list[float]:
+    """Some of a millisecond, which share calls, and some that are long beside the pause between two kills."""
+    longest = chance.choice([0.004, 0.02, 0.1])
+    return [longest * chance.random() ** 3 for _ in range(count)]
+
+
+def test_a_loop_survives_any_number_of_lost_workers(
+    ray_session: None, by_value: None, seed: int, make_killer: Any, make_trace: Callable[[], Path]
+) -> None:
+    chance = random.Random(seed)
+    seconds = durations(chance, MANY)
+    bad = {item for item in range(MANY) if chance.random() < 0.05}
+    is_generator = chance.random() < 0.3
+
+    def fn(item: int) -> int:
+        report(item=item, half=1)
+        threading.Event().wait(seconds[item])
+        print(f"item {item}")
+        report(item=item, half=2)
+        if item in bad:
+            raise ValueError(item)
+        return item * item
+
+    with parpool(chance.choice([2, 3]), retries=RETRIES, quiet=True, trace=make_trace()) as pool:
+        gpus = [worker.gpu for worker in pool.workers]
+        with make_killer(chance, busy_and_idle(pool)) as killer:
+            items = (item for item in range(MANY)) if is_generator else range(MANY)
+            results = pool.parfor(fn, items, on_error="collect", seed=seed)
+            told = results.metrics
+
+        assert [value for item, value in enumerate(results) if item not in bad] == [i * i for i in range(MANY) if i not in bad]
+        assert {item: (type(error), *error.args) for item, error in results.errors.items()} == {
+            item: (ValueError, item) for item in bad
+        }
+        rows = results.to_frame()
+        assert list(rows["status"]) == ["failed" if item in bad else "finished" for item in range(MANY)]
+        last = told[told["attempt"] == told["item"].map(rows["attempts"])]
+        assert sorted(zip(last["item"], last["half"], strict=True)) == [(item, half) for item in range(MANY) for half in (1, 2)]
+        check_all_workers(pool, gpus)
+        assert pool.statistics().workers_lost <= len(killer.killed)
+
+
+def test_futures_survive_any_number_of_lost_workers(
+    ray_session: None, by_value: None, seed: int, make_killer: Any, make_trace: Callable[[], Path]
+) -> None:
+    chance = random.Random(seed)
+    seconds = durations(chance, FEW)
+
+    def fn(item: int) -> bytes:
+        threading.Event().wait(seconds[item])
+        return bytes([item]) * (200_000 if item % 20 == 0 else 10)  # some go through the object store
+
+    def cancel_some(futures: list[Future]) -> set[int]:
+        chosen = [item for item in range(FEW) if chance.random() < 0.15]
+        return {item for item in chosen if futures[item].cancel()}
+
+    with parpool(chance.choice([2, 3]), retries=RETRIES, quiet=True, trace=make_trace()) as pool:
+        gpus = [worker.gpu for worker in pool.workers]
+        with make_killer(chance, busy_and_idle(pool)):
+            futures = [pool.options(priority=item % 3).parfeval(fn, item) for item in range(FEW)]
+            cancelled = cancel_some(futures)
+            for item, future in enumerate(futures):
+                if item in cancelled:
+                    with pytest.raises(CancelledError):
+                        future.result(60)
+                else:
+                    assert future.result(60) == fn(item)
+        check_all_workers(pool, gpus)
