@@ -28,7 +28,9 @@ class WorkerResources:
         gpus: GPUs for each worker. A fraction puts several workers on one GPU, which the pool then holds whole. None: one,
             where there are GPUs, else none.
         cpus: CPU cores, as Ray counts them. None: one for a worker without a GPU, none for one with.
-        memory_bytes: Main memory that Ray sets aside [bytes].
+        memory_bytes: Main memory that Ray sets aside, and that the worker may use, with all that it has started [bytes]: one that
+            uses more is ended and replaced, as one that has died. Values in Ray's object store and other shared memory do not
+            count. None: as much as there is.
         accelerator_type: Only on nodes with this kind of accelerator, by Ray's name for it ("T4", "H100", ...).
 
     Raises:

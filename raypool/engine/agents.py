@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import ray
@@ -32,6 +32,13 @@ FINISH_TIMEOUT_S = 5.0
 """How long to wait at the end for what workers have said last [s]."""
 
 Chore = Callable[[], object]
+
+
+class MemoryLimit(NamedTuple):
+    """How much memory a worker may use [bytes]; `on_over` is told how much it uses when it is more."""
+
+    limit: int
+    on_over: Callable[[int], object]
 
 
 class Answers:
@@ -75,7 +82,7 @@ class Agents:
         self._cancel_grace_s = cancel_grace_s
         self._agents: dict[str, Any] = {}  # by node
         self._by_worker: dict[int, tuple[Any, Any]] = {}  # the agent of its node, and the reference of its answer to `watch`
-        self._workers: dict[int, tuple[Introduction, Any]] = {}  # with their actors
+        self._workers: dict[int, tuple[Introduction, Any, MemoryLimit | None]] = {}  # with their actors
         self._making = threading.Lock()
         self._is_closed = False
         self._pid = os.getpid()  # a forked child has neither Ray's threads nor the one below
@@ -100,13 +107,22 @@ class Agents:
 
     # --- agents -------------------------------------------------------------------------------------------------------
 
-    def attach(self, worker_id: int, introduction: Introduction, actor: Any) -> None:
+    def attach(self, worker_id: int, introduction: Introduction, actor: Any, memory: MemoryLimit | None = None) -> None:
         """Let a worker be watched over, and know the agent of its node and the one where the pool's exchange is."""
-        self._workers[worker_id] = introduction, actor
+        self._workers[worker_id] = introduction, actor, memory
         agent = self._agent_on(introduction.node_id)
         watched = agent.watch.remote(worker_id, introduction.process, introduction.info.gpus, actor)
         self._by_worker[worker_id] = agent, watched
         actor.attach.remote(agent, self.home())
+        if memory is not None:
+            self._oversee(agent, watched, worker_id, memory)
+
+    def _oversee(self, agent: Any, watched: Any, worker_id: int, memory: MemoryLimit) -> None:
+        def take(used: Any) -> None:
+            if isinstance(used, int):  # else it has ended, or the agent has
+                memory.on_over(used)
+
+        self._answered(agent.oversee.remote(watched, worker_id, memory.limit), take)
 
     def knows(self, worker_id: int) -> bool:
         """Whether a worker is watched over."""

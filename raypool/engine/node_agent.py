@@ -22,6 +22,7 @@ import ray
 from raypool.devices.inventory import gpu_memory_used
 from raypool.engine.exchange import Exchange
 from raypool.engine.guard import AT_HAND, STOP_SIGNAL, WISH
+from raypool.engine.memory import is_over, memory_used
 
 FIRST_LOOK_S = 0.02
 LONGEST_LOOK_S = 0.5
@@ -35,6 +36,9 @@ GONE_TIMEOUT_S = 10.0
 
 STEADY_S = 1.0
 """A GPU's memory that is not back where it was, but has not changed for so long, is in use by somebody else [s]."""
+
+MEMORY_LOOK_S = 0.2
+"""How often the memory of a worker that has a limit is looked at [s]."""
 
 OFFERED = -1
 """Stands in the mailbox where else a worker's id is."""
@@ -202,6 +206,18 @@ class NodeAgent:
                     break
                 if not (is_cancel and is_running):
                     return False
+
+    async def oversee(self, _: None, worker_id: int, limit: int) -> int | None:
+        """Wait until a worker, with all that it has started, uses more memory than this [bytes].
+
+        Returns:
+            How much it uses then; None when it has ended.
+        """
+        while (watched := self._watched.get(worker_id)) is not None and watched.is_alive:
+            if await asyncio.to_thread(is_over, watched.pid, limit):
+                return memory_used(watched.pid)
+            await asyncio.sleep(MEMORY_LOOK_S)
+        return None
 
     async def end(self, _: None, worker_id: int) -> None:
         """Kill what is left of a worker; return when nothing of it is left, also on its GPU."""

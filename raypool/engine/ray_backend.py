@@ -18,7 +18,7 @@ import ray
 
 from raypool.core.messages import AttemptFinished, Signal, WorkerLost, WorkerReady
 from raypool.engine import packing
-from raypool.engine.agents import Agents, Chore
+from raypool.engine.agents import Agents, Chore, MemoryLimit
 from raypool.engine.backend import Failure, Function, Part, Post, SliceResult, WorkerInfo
 from raypool.engine.claims import Claim
 from raypool.engine.hub import Hub
@@ -204,8 +204,14 @@ class RayBackend:
         seat = self._by_worker.get(worker_id)
         if seat is None or seat.actor is None:
             return  # it is not wanted any more
-        self._agents.attach(worker_id, introduction, seat.actor)
+        limit = seat.claim.demand.worker_memory_bytes
+        memory = MemoryLimit(limit, functools.partial(self._on_memory, worker_id, limit)) if limit else None
+        self._agents.attach(worker_id, introduction, seat.actor, memory)
         self._post(WorkerReady(worker_id), introduction.info)
+
+    def _on_memory(self, worker_id: int, limit: int, used: int) -> None:
+        words = f"it used {used / 1e9:.2f} GB of memory, and its memory_bytes allows {limit / 1e9:.2f} GB"
+        self._lose(worker_id, LossReason.OUT_OF_MEMORY, words)
 
     def _lose(self, worker_id: int, reason: LossReason, words: str, was_idle: bool = False) -> None:
         """Tell the driver that a worker is lost, once, when nothing is left of it; from any thread."""

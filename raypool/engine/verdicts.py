@@ -9,7 +9,7 @@ from raypool.engine.backend import Refusal, WorkerInfo
 from raypool.errors import LossReason, PoolBrokenError, SerializationError, TaskError, TaskTimeoutError, WorkerLostError
 
 HINTS = {
-    LossReason.OUT_OF_MEMORY: "Use smaller batches, or fewer workers on this machine.",
+    LossReason.OUT_OF_MEMORY: "Use smaller batches, fewer workers on this machine, or a larger memory_bytes if one is set.",
     LossReason.EXIT: "The function ended its process, or crashed in native code; run it with profile='inline' to see.",
     LossReason.NODE: "Check the node, or raise retries.",
     LossReason.PREEMPTED: "Raise retries, so that the item moves to another node.",

@@ -1,0 +1,41 @@
+"""What the tests of faults share: their loops, and the proof that a pool is as good as new."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from raypool import ParallelPool, parpool
+
+
+@pytest.fixture(scope="module", autouse=True)
+def helpers_travel(by_value: None) -> None:
+    """Let functions of this file travel as those of the tests do."""
+    if "ray" in sys.modules:
+        from ray import cloudpickle
+
+        cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+@pytest.fixture(scope="module")
+def pool(ray_session: None, by_value: None) -> Iterator[ParallelPool]:
+    """Two workers, each with a GPU that does not exist."""
+    with parpool(2, quiet=True) as pool:
+        yield pool
+
+
+@pytest.fixture
+def as_good_as_new(pool: ParallelPool, eventually: Callable[..., bool]) -> Iterator[None]:
+    """After whatever it was, all workers answer to calls and loops, on the GPUs that they had, and nothing is left to do."""
+    gpus = [worker.gpu for worker in pool.workers]
+    yield
+    visible = pool.parfeval_on_all(lambda: os.environ["CUDA_VISIBLE_DEVICES"]).result(60)
+    assert visible == [str(gpu) for gpu in gpus]
+    assert [worker.gpu for worker in pool.workers] == gpus
+    assert list(pool.parfor(abs, range(-4, 0))) == [4, 3, 2, 1]
+    assert eventually(lambda: not pool.busy)
+    statistics = pool.statistics()
+    assert statistics.queued == statistics.running == 0

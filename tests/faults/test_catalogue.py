@@ -1,0 +1,363 @@
+"""The catalogue of faults on real Ray, a row each: the error, its words, in a loop and in a call; and the pool works afterwards.
+
+What a user sees of each stands in docs/faults.md. Corners of the same faults, and many of them at once, are in test_hostile.py.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import psutil
+import pytest
+
+from raypool import (
+    LossReason,
+    ParallelPool,
+    RemoteTraceback,
+    SerializationError,
+    StartupError,
+    TaskError,
+    TaskTimeoutError,
+    WorkerLostError,
+    WorkerResources,
+    parpool,
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120), pytest.mark.usefixtures("as_good_as_new")]
+
+HOME = os.getpid()
+
+
+# --- what functions do ------------------------------------------------------------------------------------------------
+
+
+class HoldsALock(Exception):
+    def __init__(self) -> None:
+        super().__init__("holds a lock")
+        self.lock = threading.Lock()
+
+
+class BadReduce(Exception):
+    def __reduce__(self) -> Any:
+        raise RuntimeError("no")
+
+
+class NeedsTwo(Exception):
+    """Pickles, and fails to unpickle: its arguments are not those of its constructor."""
+
+    def __init__(self, first: int, second: int) -> None:
+        super().__init__(f"{first} and {second}")
+
+
+class Parcel:
+    """Travels well, and does something when it is opened."""
+
+    def __init__(self, opens: Callable[..., Any], *args: Any) -> None:
+        self.opens, self.args = opens, args
+
+    def __reduce__(self) -> Any:
+        return self.opens, self.args
+
+
+class DiesWhenPickled:
+    def __reduce__(self) -> Any:
+        os._exit(5)
+
+
+class DiesWhenLetGo:
+    def __del__(self) -> None:
+        os._exit(6)
+
+
+def fail_at_home() -> None:
+    if os.getpid() == HOME:
+        raise OSError("cannot be opened here")
+
+
+def fail_away() -> None:
+    if os.getpid() != HOME:
+        raise OSError("cannot be opened there")
+
+
+def die_away() -> None:
+    if os.getpid() != HOME:
+        os._exit(7)
+
+
+def raise_it(error: Any, *args: Any) -> None:
+    raise error(*args)
+
+
+def let_go() -> str:
+    DiesWhenLetGo()
+    return "returned"
+
+
+# --- functions --------------------------------------------------------------------------------------------------------
+
+
+class Row(NamedTuple):
+    """What an item does, and what is heard of it."""
+
+    name: str
+    does: Callable[[], Any]
+    error: type[BaseException]
+    words: str
+
+
+ROWS = [
+    Row("raises", lambda: raise_it(KeyError, "missing", 3), KeyError, "missing"),
+    Row("raises what cannot be pickled", lambda: raise_it(HoldsALock), TaskError, "HoldsALock: holds a lock"),
+    Row("raises what fails to pickle itself", lambda: raise_it(BadReduce), TaskError, "BadReduce"),
+    Row("raises what cannot be rebuilt", lambda: raise_it(NeedsTwo, 1, 2), TaskError, "NeedsTwo: 1 and 2"),
+    Row("returns what cannot be pickled", threading.Lock, SerializationError, "a result.*lock"),
+    Row("returns what cannot be opened here", lambda: Parcel(fail_at_home), SerializationError, "cannot be opened here"),
+    Row("calls sys.exit", lambda: sys.exit(3), WorkerLostError, "exit code 3"),
+    Row("calls os._exit", lambda: os._exit(4), WorkerLostError, "killed or crashed|exit code 4"),
+    Row("is killed", lambda: os.kill(os.getpid(), signal.SIGKILL), WorkerLostError, "killed"),
+    Row("crashes", lambda: os.kill(os.getpid(), signal.SIGSEGV), WorkerLostError, "crashed"),
+    Row("dies while its value is pickled", DiesWhenPickled, WorkerLostError, "killed or crashed|exit code 5"),
+    Row("dies while something is let go", let_go, WorkerLostError, "killed or crashed|exit code 6"),
+]
+
+
+def check(error: BaseException | None, expected: type[BaseException], words: str, what: str) -> None:
+    """Check an error: its class, its words, and what makes it of use."""
+    assert type(error) is expected, repr(error)
+    assert re.search(words, str(error), re.DOTALL), str(error)
+    if isinstance(error, WorkerLostError):
+        assert (error.attempts, error.reason) == (1, LossReason.EXIT), (error.attempts, error.reason)
+        for part in (what, "attempt 1", "Worker", "GPU", "profile='inline'"):
+            assert part in str(error), str(error)
+    elif expected is not SerializationError:
+        assert isinstance(error.__cause__, RemoteTraceback)
+        assert "in raise_it" in str(error.__cause__)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_a_function_that(pool: ParallelPool, row: Row) -> None:
+    """Of a loop only this item fails, of two calls only this one."""
+    does = row.does  # the table itself stays here
+
+    def fn(i: int) -> Any:
+        return does() if i == 1 else i
+
+    once = pool.options(retries=0)
+    bad, good = once.parfeval(fn, 1), once.parfeval(fn, 2)
+
+    results = once.parfor(fn, range(4), on_error="collect")
+
+    check(bad.exception(60), row.error, row.words, "fn")
+    assert (bad.state, good.result(60)) == ("failed", 2)
+    assert list(results.errors) == [1]
+    check(results.errors[1], row.error, row.words, "item 1 of")
+    assert results[:] == [0, None, 2, 3]
+    assert list(results.to_frame()["status"]) == ["finished", "failed", "finished", "finished"]
+
+
+@pytest.mark.parametrize(
+    ("opens", "error", "words"),
+    [(fail_away, OSError, "cannot be opened there"), (die_away, WorkerLostError, "killed or crashed|exit code 7")],
+)
+def test_an_argument_that_cannot_be_opened_by_the_worker(
+    pool: ParallelPool, opens: Any, error: type[BaseException], words: str
+) -> None:
+    once = pool.options(retries=0)
+    bad = once.parfeval(print, Parcel(opens))
+
+    results = once.parfor(lambda item: item, [0, Parcel(opens), 2, 3], on_error="collect", chunk_size=1)
+
+    for caught in (bad.exception(60), results.errors[1]):
+        assert type(caught) is error
+        assert re.search(words, str(caught)), str(caught)
+    assert results[:] == [0, None, 2, 3]
+
+
+@pytest.mark.parametrize("fn", [lambda: time.sleep(600), lambda: sum(range(10**14))], ids=["sleeps", "in native code"])
+def test_a_function_that_hangs(ray_session: None, pool: ParallelPool, fn: Any) -> None:
+    """It is interrupted; what cannot be is killed."""
+    with parpool(1, quiet=True, cancel_grace_s=0.3, resources=WorkerResources(gpus=0)) as strict:
+        short = strict.options(timeout_s=0.3)
+        late = short.parfeval(fn)
+
+        results = short.parfor(lambda i: fn() if i == 1 else i, range(3), on_error="collect")
+
+        for error in (late.exception(60), results.errors[1]):
+            assert type(error) is TaskTimeoutError
+            assert "timeout_s=0.3" in str(error)
+            assert "stopped on worker 0" in str(error)
+        assert results[:] == [0, None, 2]
+        assert strict.parfeval(abs, -1).result(60) == 1
+
+
+# --- workers ----------------------------------------------------------------------------------------------------------
+
+
+def is_gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_worker_that_is_killed_while_it_is_idle(pool: ParallelPool, eventually: Callable[..., bool]) -> None:
+    """It costs nobody anything, not even who allows no second attempt."""
+    victim = pool.workers[0]
+    os.kill(victim.pid, signal.SIGKILL)
+    assert eventually(lambda: is_gone(victim.pid))
+    once = pool.options(retries=0)
+
+    futures = [once.parfeval(abs, -i) for i in range(4)]
+
+    assert once.parfor(lambda i: i, range(8)) == list(range(8))
+    assert [future.result(60) for future in futures] == [0, 1, 2, 3]
+    assert eventually(lambda: pool.workers[0].pid != victim.pid)
+
+
+def test_a_worker_that_is_killed_while_it_starts(ray_session: None, pool: ParallelPool, marks: Any) -> None:
+    """Another is started in its place, and the call waits for that."""
+
+    def die_once() -> None:
+        marks.add("started")
+        if marks.count("started") == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with parpool(1, setup=die_once, quiet=True, resources=WorkerResources(gpus=0)) as other:
+        assert other.options(retries=0).parfeval(abs, -1).result(60) == 1
+        assert other.options(retries=0).parfor(abs, [-2]) == [2]
+    assert marks.count("started") == 2
+
+
+class Snare:
+    """A value whose worker dies when its call has been answered for, before Ray has sent the answer, or in the midst of it."""
+
+    def __init__(self, marks: Any, size: int) -> None:
+        self.marks, self.value = marks, bytes(size)
+
+    def __reduce__(self) -> Any:
+        if os.getpid() != HOME and not self.marks.all():
+            self.marks.add("set")
+            main = threading.main_thread().ident
+            threading.Thread(target=self.spring, args=(main,), daemon=True).start()
+        return bytes, (self.value,)
+
+    def spring(self, main: int) -> None:
+        """Die as soon as the main thread is out of all code of raypool's."""
+        while True:
+            frame, names = sys._current_frames().get(main), set()
+            while frame is not None:
+                names.add(frame.f_code.co_filename.rpartition("/")[2])
+                frame = frame.f_back
+            if "worker.py" not in names or "runner.py" not in names:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("size", [10, 10**6], ids=["in the answer", "in the object store"])
+@pytest.mark.parametrize("verb", ["parfeval", "parfor"])
+def test_a_worker_that_is_killed_between_its_result_and_the_answer(pool: ParallelPool, marks: Any, size: int, verb: str) -> None:
+    """It may have run twice; its value is there once, and right."""
+
+    def fn(_: int) -> Any:
+        return Snare(marks, size)
+
+    if verb == "parfeval":
+        values = [pool.parfeval(fn, 0).result(60)]
+    else:
+        results = pool.parfor(fn, range(3))
+        values = list(results)
+        assert list(results.to_frame()["status"]) == ["finished"] * 3
+    assert all(value == bytes(size) for value in values)
+    assert marks.all() == ["set"]
+
+
+def test_a_setup_that_fails_on_one_worker_and_on_all(ray_session: None, pool: ParallelPool) -> None:
+    """One place of two, tried again and again: a fixed size is not content with less. Nothing of the pool is kept."""
+
+    def fail(worker: int | None) -> None:
+        from raypool import current_task
+
+        if worker in (None, current_task().worker):
+            raise LookupError("no such data set")
+
+    light = WorkerResources(gpus=0, cpus=0.1)
+    for worker, how_many in ((1, "1 of 2"), (None, "2 of 2")):
+        with pytest.raises(StartupError, match=f"(?s){how_many} workers did not start.*LookupError: no such data set"):
+            parpool(2, setup=lambda worker=worker: fail(worker), quiet=True, resources=light)
+    with parpool(2, quiet=True, resources=light) as other:
+        assert other.parfeval(abs, -1).result(60) == 1
+        assert other.parfor(abs, [-2]) == [2]
+
+
+# --- pools ------------------------------------------------------------------------------------------------------------
+
+
+def test_two_pools_at_once(ray_session: None, pool: ParallelPool, gate: Any, eventually: Callable[..., bool]) -> None:
+    """What befalls one does not concern the other."""
+    with parpool(1, quiet=True, resources=WorkerResources(gpus=0)) as other:
+        held = other.parfeval(gate.wait)
+        assert eventually(held.running)
+        with pytest.raises(WorkerLostError):
+            pool.options(retries=0).parfeval(os._exit, 1).result(60)
+        assert pool.parfor(abs, [-1, -2]) == [1, 2]
+        pids = [worker.pid for worker in other.workers]
+        gate.open()
+        assert held.exception(60) is None
+        assert [worker.pid for worker in other.workers] == pids
+    assert pool.parfeval(abs, -3).result(60) == 3
+
+
+def test_a_pool_inside_a_worker_that_fails(pool: ParallelPool) -> None:
+    """`parpool()` in a task is a pool in that process; an error in it is the task's."""
+
+    def fn(i: int) -> list[int]:
+        from raypool import parpool
+
+        with parpool(3) as inner:
+            return list(inner.parfor(lambda k: 6 // (k - i), range(3)))
+
+    future = pool.parfeval(fn, 1)
+    results = pool.parfor(fn, [5, 1], on_error="collect")
+    for error in (future.exception(60), results.errors[1]):
+        assert type(error) is ZeroDivisionError
+    assert results[0] == [6 // (k - 5) for k in range(3)]
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def fill_memory(size: int) -> None:
+    """Use so much memory [bytes], and keep it."""
+    held = bytearray(size)
+    time.sleep(600)
+    del held
+
+
+def fill_in_a_child(size: int) -> None:
+    import subprocess
+
+    subprocess.run([sys.executable, "-c", f"held = bytearray({size}); input()"], stdin=subprocess.PIPE, check=False)
+    time.sleep(600)
+
+
+@pytest.mark.parametrize("fn", [fill_memory, fill_in_a_child], ids=["itself", "a child"])
+def test_a_function_that_uses_more_memory_than_it_may(ray_session: None, pool: ParallelPool, fn: Any) -> None:
+    small = WorkerResources(gpus=0, memory_bytes=600_000_000)
+    with parpool(1, quiet=True, resources=small) as limited:
+        once = limited.options(retries=0)
+        bad = once.parfeval(fn, 900_000_000)
+
+        results = once.parfor(lambda i: fn(900_000_000) if i == 1 else i, range(3), on_error="collect")
+
+        for error in (bad.exception(60), results.errors[1]):
+            assert type(error) is WorkerLostError
+            assert error.reason is LossReason.OUT_OF_MEMORY
+            assert re.search(r"it used (0\.[6-9]|1\.)\d* GB of memory, and its memory_bytes allows 0\.60 GB", str(error)), str(
+                error
+            )
+            assert "smaller batches" in str(error)
+        assert results[:] == [0, None, 2]
+        assert limited.parfeval(lambda: len(bytearray(200_000_000))).result(60) == 200_000_000
