@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-long check bench format clean
+.PHONY: demo test test-long chaos check bench format clean
 
 demo: $(INSTALLED)  ## install, then train a dozen models at once on real data
 	$(BIN)/raypool demo
@@ -14,6 +14,10 @@ test: $(INSTALLED)  ## install, then run the tests
 
 test-long: $(INSTALLED)  ## the tests that take minutes: faults and corners
 	$(BIN)/pytest -m long
+
+SEEDS ?= 200
+chaos: $(INSTALLED)  ## kills at random moments; make chaos SEEDS=1 FIRST=1234 repeats one of them
+	$(BIN)/pytest tests/chaos -m "" --seeds $(SEEDS) $(if $(FIRST),--first-seed $(FIRST))
 
 check: $(INSTALLED)  ## formatting, lint, types, layers
 	$(BIN)/ruff format --check .

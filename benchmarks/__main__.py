@@ -21,7 +21,7 @@ from benchmarks.session import WORKERS, prepare_environment, session
 
 HERE = ROOT / "benchmarks"
 ALONE = ("start", "scheduler")  # in processes of their own, before Ray runs here
-ON_RAY = ("parfor", "futures", "gap", "skew", "cancel", "closure", "report", "queue", "spmd", "train")
+ON_RAY = ("parfor", "futures", "gap", "skew", "cancel", "closure", "report", "queue", "spmd", "train", "durable")
 HEADINGS = ("What", "measured", "against", "measured", "ratio", "target", "")
 DIGITS = 3
 
