@@ -12,7 +12,7 @@ import tempfile
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
@@ -35,6 +35,9 @@ LAST_ITEMS = 1024
 
 Row: TypeAlias = "tuple[float, int, int, dict[str, Any]]"
 """What was reported at once: Unix time [s], item, attempt, values by name."""
+
+Said: TypeAlias = "Sequence[tuple[int, int, int]]"
+"""Who has printed a text, piece by piece: item, attempt, number of characters."""
 
 Last: TypeAlias = "dict[int, tuple[int, dict[str, Any]]]"
 """The newest value of each metric: item -> attempt and values by name."""
@@ -208,8 +211,8 @@ class Feed:
         while len(self._last) > LAST_ITEMS:
             del self._last[next(iter(self._last))]
 
-    def add_text(self, text: str, num_missing: int = 0) -> None:
-        """Take what was printed; `num_missing` characters before it were not sent."""
+    def add_text(self, text: str, num_missing: int = 0, said: Said = ()) -> None:
+        """Take what was printed; `num_missing` characters before it were not sent. Here it does not matter who has said it."""
         with self._lock:
             self._missing += num_missing
             self._text.add(text.encode("utf-8", "backslashreplace"))

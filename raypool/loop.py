@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from raypool.core.messages import CancelRequested, ItemsAdded
 from raypool.core.model import Slice, TaskSpec, TaskState
 from raypool.engine.driver import Driver
-from raypool.engine.work import LoopWork, Segment
+from raypool.engine.loop_work import LoopWork, Segment
 from raypool.errors import InvalidTypeError, InvalidValueError, TaskError
 from raypool.futures import Missing
 from raypool.results import Results, Row
@@ -145,13 +145,16 @@ class LoopRun:
                 self._feed(items, make_spec)
             else:
                 check_travels(items, self._backend, work.label)
-                work.items = items
+                size = work.take(items)
                 self._total = len(items)
-                self._task_id = self._driver.submit(work, lambda task_id: make_spec(task_id, len(items), False))
+                self._task_id = self._driver.submit(work, lambda task_id: make_spec(task_id, size, False))
             self._wait(lambda: work.is_done)
             self._show()
         except BaseException as error:
             self.cancel()
+            if work.run_dir is not None:
+                self._driver.barrier()  # what has been brought back until now is written down
+                work.close()
             attach(error, self.results())
             if isinstance(error, KeyboardInterrupt):
                 self._note_rest(error)
@@ -161,18 +164,17 @@ class LoopRun:
     def _feed(self, items: Iterator[Any], make_spec: Callable[[int, int, bool], TaskSpec]) -> None:
         """Draw from a generator, never more than the look-ahead before the first item without a result."""
         work, driver = self._work, self._driver
-        drawn: list[Any] = []
-        work.items = drawn
+        work.take([])
         self._task_id = driver.submit(work, lambda task_id: make_spec(task_id, 0, True))
         # One by one: the next item may take long to come, or even wait for what becomes of this one.
         for item in items:
-            check_travels((item,), self._backend, work.label, first=len(drawn))
-            drawn.append(item)
-            driver.post(ItemsAdded(self._task_id, 1, is_open=True))
-            self._wait(lambda: work.is_done or len(drawn) - work.num_settled < self._look_ahead())
+            check_travels((item,), self._backend, work.label, first=len(work.items))
+            if work.add(item):
+                driver.post(ItemsAdded(self._task_id, 1, is_open=True))
+            self._wait(lambda: work.is_done or len(work.items) - work.num_settled < self._look_ahead())
             if work.is_done:
                 return
-        self._total = len(drawn)
+        self._total = len(work.items)
         driver.post(ItemsAdded(self._task_id, 0, is_open=False))
 
     def _look_ahead(self) -> int:
@@ -200,9 +202,10 @@ class LoopRun:
         """Say where what had finished can be found: nobody expects it in the exception."""
         count = self._work.num_settled
         of = f"of {self._total} items" if self._total is not None else "items"
+        kept = "" if self._work.run_dir is None else f", and in {self._work.run_dir}: the same call goes on from there"
         error.add_note(
             f"raypool: {count} {of} of {self._work.label} had finished; they are in the exception's .results "
-            "(at a prompt: sys.last_value.results)."
+            f"(at a prompt: sys.last_value.results){kept}."
         )
 
     def results(self) -> Results:
@@ -211,6 +214,8 @@ class LoopRun:
         segments, lost, errors = list(work.segments), list(work.lost), dict(work.errors)
         items = work.items
         values: list[Any] = [None] * len(items)
+        for index, entry in work.restored.items():
+            values[index] = entry.value
         for piece, result, _ in segments:
             first = result.offset + piece.start - result.start
             arrived = result.values.get()[first : first + piece.stop - piece.start]
@@ -234,7 +239,7 @@ def _move_missing(values: list[Any], errors: dict[int, BaseException]) -> None:
 
 def _rows(work: LoopWork, segments: list[Segment], lost: list[tuple[Slice, TaskError]], errors: Container[int]) -> list[Row]:
     """Tell what is known of each item. Made only when somebody looks: for short items it costs more than they do."""
-    rows = [Row() for _ in work.items]
+    rows = [Row() if index not in work.restored else work.restored[index].row for index in range(len(work.items))]
     for piece, result, worker in segments:
         starts = list(itertools.accumulate(result.durations_s, initial=result.started_at))
         for position, index in enumerate(work.numbers(piece), piece.start - result.start):

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from raypool.core.messages import CancelRequested
 from raypool.engine.backend import WorkerInfo
+from raypool.engine.engine import serial_engine
 from raypool.engine.traffic import TransferBytes
 from raypool.engine.work import Work
 from raypool.errors import InvalidTypeError, PoolClosedError
@@ -18,7 +19,7 @@ from raypool.options import Options, check_count, worker_numbers
 from raypool.shared import Constant, content_of
 from raypool.store import ValueStore
 from raypool.task import in_task
-from raypool.view import PoolView, serial_engine
+from raypool.view import PoolView
 
 T = TypeVar("T")
 

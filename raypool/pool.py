@@ -12,14 +12,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from raypool.core.messages import ResizeRequested
-from raypool.engine.engine import Engine, open_engine
+from raypool.engine.engine import Engine, open_engine, serial_engine
 from raypool.errors import InvalidTypeError, InvalidValueError
 from raypool.options import Options, check_count
 from raypool.partition import StaffedView
 from raypool.profile_files import resolve_profile
 from raypool.profiles import Profile
 from raypool.task import in_task
-from raypool.view import serial_engine
 
 if TYPE_CHECKING:
     from raypool.train.options import TrainingOptions

@@ -5,22 +5,18 @@ from __future__ import annotations
 import concurrent.futures
 import functools
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from raypool.core.model import TaskSpec
 from raypool.engine.backend import WorkerInfo
 from raypool.engine.calls import Where, submit_call
-from raypool.engine.engine import Engine, function_name, open_engine
-from raypool.engine.work import LoopOptions, LoopWork
+from raypool.engine.engine import Engine, function_name, serial_engine
 from raypool.errors import InvalidTypeError, InvalidValueError, ResourceError
 from raypool.futures import Future, gather
-from raypool.loop import LoopRun, folded, listed, longest_first, raise_if_failed, watched
-from raypool.options import Options, check_callable, check_count
-from raypool.profiles import Profile
+from raypool.options import Options, check_callable
+from raypool.parfor import LoopVerbs
 from raypool.shared import call_once
-from raypool.store import FindWay
 from raypool.task import current_task, in_task
 from raypool.training import TrainingVerbs
 
@@ -30,7 +26,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class PoolView(TrainingVerbs, concurrent.futures.Executor):
+class PoolView(LoopVerbs, TrainingVerbs, concurrent.futures.Executor):
     """The verbs of a pool, under certain options. `ParallelPool` is one itself; `options` gives others of the same pool."""
 
     def __init__(
@@ -73,111 +69,6 @@ class PoolView(TrainingVerbs, concurrent.futures.Executor):
     def __reduce__(self) -> Any:
         """Let a function that refers to its pool travel: on the worker it finds a serial one."""
         return _serial_view, ()
-
-    # --- many at once -------------------------------------------------------------------------------------------------
-
-    def parfor(  # noqa: PLR0913 - the verb of the package: each argument is asked for by users, all are named
-        self,
-        fn: Callable[[Any], Any],
-        items: Iterable[Any] | int,
-        *,
-        on_error: Literal["raise", "collect"] = "raise",
-        reduce: Callable[[Any, Any], Any] | None = None,
-        init: Any = None,
-        cost: Sequence[float] | Callable[[Any], float] | None = None,
-        max_workers: int | None = None,
-        chunk_size: int | None = None,
-        seed: int | None = None,
-        progress: bool | None = None,
-        name: str | None = None,
-    ) -> Any:
-        """Call `fn(item)` for every item, on all workers at once, and return the results in the order of the items.
-
-        Each worker takes the next item when it is free. Items that take milliseconds share calls; longer ones go one by one. An
-        item runs at least once, and again if its worker is lost (up to `retries` times); its result counts exactly once. Inside
-        a task the loop runs serially, in the task.
-
-        Args:
-            fn: Any function of one argument. It is shipped to each worker once, with what it closes over, which the items of a
-                worker share: copy a model or an array from outside before changing it.
-            items: A list or other iterable, also a generator without end (of which only a few items per worker are drawn
-                ahead), a DataFrame (each row a dict), or a number `n` for `range(n)`.
-            on_error: "raise": the first failure ends the loop and is raised. "collect": all items run; failures are in the table.
-            reduce: Fold the values with this function of two arguments, in the order of the items, and return what comes out
-                instead: the same on any number of workers, to the last bit.
-            init: The first operand of `reduce`; None begins with the first value.
-            cost: How long each item will take, roughly and in any unit: a number for each, or a function of the item. Those with
-                the largest go first, so that no long one begins when the others are done; nothing else changes.
-                It takes a list of items, not a generator.
-            max_workers: Use at most so many workers; 0 runs serially in this process.
-            chunk_size: Send so many items in a call, whatever they take. None: by measured time.
-            seed: Give every item its own random numbers (Python's, NumPy's and torch's global generators, and
-                `current_task().seed`), which depend on the seed and the item's number only.
-            progress: Show a live display. None: on a terminal.
-            name: What to call the loop in messages and displays.
-
-        Returns:
-            `Results`: the values in order, and a table of them; with `reduce` the folded value.
-
-        Raises:
-            Exception: What `fn` raised, as itself, with a note of the item, worker and attempt, the remote traceback as its
-                cause, and `.results`, everything that had finished.
-            WorkerLostError: An item has lost its worker too often.
-            SerializationError: `fn` or an item cannot be sent; it names the variable.
-            PoolClosedError: The pool was shut down.
-
-        Source:
-            MATLAB R2025b, parfor; concurrent.futures.
-
-        Example:
-            >>> from raypool import parpool
-            >>> with parpool(2, profile="threads", quiet=True) as pool:
-            ...     list(pool.parfor(lambda x: x * x, range(4)))
-            ...     pool.parfor(lambda x: x * x, range(4), reduce=max)
-            [0, 1, 4, 9]
-            9
-        """
-        check_callable(fn)
-        if on_error not in ("raise", "collect"):
-            raise InvalidValueError(f"on_error={on_error!r} is neither 'raise' nor 'collect'.")
-        check_count("max_workers", max_workers, least=0)
-        check_count("chunk_size", chunk_size, least=1)
-        check_count("seed", seed, least=0)
-        if reduce is not None and not callable(reduce):
-            raise InvalidTypeError(f"reduce={reduce!r} is not callable. Give a function of two values.")
-        sequence = listed(items)
-        order = None if cost is None else longest_first(sequence, cost)
-        if max_workers == 0:
-            engine, max_workers = serial_engine(self._engine.find_way), None
-        else:
-            engine = self._engine_here()
-        function = engine.function(fn)
-        label = name or self._options.name or function.name
-        fixed = chunk_size is not None
-        work = LoopWork(function, (), LoopOptions(label, self._options.retry_on, seed, on_error == "raise", fixed, order))
-        options, where = self._options, self._where(engine)
-
-        def make_spec(task_id: int, size: int, is_open: bool) -> TaskSpec:
-            return TaskSpec(
-                task_id,
-                function.fn_id,
-                size,
-                is_open,
-                options.priority,
-                options.retries,
-                max_workers,
-                place=where.place,
-                places=where.places,
-                timeout_s=options.timeout_s,
-                is_fresh=where.is_fresh,
-                fail_fast=on_error == "raise",
-                chunk_size=chunk_size,
-            )
-
-        with watched(progress, label) as watcher:
-            results = LoopRun(engine.driver, engine.backend, work, watcher).run(sequence, make_spec)
-        raise_if_failed(work, results, on_error)
-        return results if reduce is None else folded(results, reduce, init)
 
     def _engine_here(self) -> Engine:
         """Return the engine for work that is called for here: in a task, a serial one."""
@@ -378,16 +269,6 @@ class PoolView(TrainingVerbs, concurrent.futures.Executor):
 def _call_in(places: tuple[int, ...], fn: Callable[..., T], *args: Any, **kwargs: Any) -> T | None:
     """Call a function if this is the worker of one of these places."""
     return fn(*args, **kwargs) if current_task().worker in places else None
-
-
-def serial_engine(find_way: FindWay | None = None) -> Engine:
-    """Return an engine that runs everything at once, here: for work that a task calls for, and for `max_workers=0`.
-
-    Its store is that of the task, or the one that `find_way` leads to.
-    """
-    engine = open_engine(Profile(backend="inline"), find_way)
-    engine.add_workers(1, 1)
-    return engine
 
 
 def _serial_view() -> PoolView:

@@ -269,6 +269,16 @@ def open_engine(profile: Profile, find_way: FindWay | None = None) -> Engine:
         raise
 
 
+def serial_engine(find_way: FindWay | None = None) -> Engine:
+    """Return an engine that runs everything at once, here: for work that a task calls for, and for `max_workers=0`.
+
+    Its store is that of the task, or the one that `find_way` leads to.
+    """
+    engine = open_engine(Profile(backend="inline"), find_way)
+    engine.add_workers(1, 1)
+    return engine
+
+
 def function_name(fn: Any) -> str:
     """Return what to call a function in messages."""
     inner = fn

@@ -57,7 +57,7 @@ class Hub:
             time_, values = payload
             feed.add_row((time_, note.index, note.attempt, values))
         else:
-            feed.add_text(payload)
+            feed.add_text(payload, 0, ((note.index, note.attempt, len(payload)),))
 
     def deliver(self, worker_id: int, number: int, batch: bytes) -> None:
         """Take a batch of an `Outbox` elsewhere; b"" is none."""

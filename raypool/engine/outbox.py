@@ -72,7 +72,7 @@ class Outbox:
         if kind == "metrics":
             self._put((kind, note.task_id, note.index, note.attempt, *payload), 0)
         else:
-            self._put((kind, note.task_id, payload), len(payload))
+            self._put((kind, note.task_id, note.index, note.attempt, payload), len(payload))
 
     def send(self, kind: str, key: Any, payload: Any) -> None:
         """Say something else, which arrives as it is, in order.
@@ -219,12 +219,14 @@ def packed(entries: list[Entry]) -> bytes:
     """Put entries together as a batch: the rows of a task's metrics pickled by themselves, what it printed in one piece.
 
     Example:
-        >>> batch = packed([("text", 7, "a"), ("metrics", 7, 0, 1, 12.5, {"loss": 2}), ("text", 7, "b"), ("queue", "key", b"x")])
+        >>> batch = packed([("text", 7, 0, 1, "a"), ("metrics", 7, 0, 1, 12.5, {"loss": 2}), ("text", 7, 1, 1, "b")])
         >>> [entry[0] for entry in pickle.loads(batch)]
-        ['queue', 'metrics', 'text']
+        ['metrics', 'text']
+        >>> pickle.loads(batch)[1]
+        ('text', 7, 'ab', 0, [(0, 1, 1), (1, 1, 1)])
     """
     rows: dict[int, list[Row]] = {}
-    texts: dict[int, list[str]] = {}
+    texts: dict[int, list[tuple[int, int, str]]] = {}
     batch: list[Entry] = []
     for entry in entries:
         kind, key, *rest = entry
@@ -232,16 +234,37 @@ def packed(entries: list[Entry]) -> bytes:
             item, attempt, time_, values = rest
             rows.setdefault(key, []).append((time_, item, attempt, values))
         elif kind == "text":
-            texts.setdefault(key, []).append(rest[0])
+            texts.setdefault(key, []).append((rest[0], rest[1], rest[2]))
         else:
             batch.append(entry)
     for task_id, its_rows in rows.items():
         batch.append(("metrics", task_id, pickle.dumps(its_rows, protocol=5), last_of(its_rows)))
     for task_id, pieces in texts.items():
-        text = "".join(pieces)
+        text = "".join(piece for _, _, piece in pieces)
         num_missing = max(len(text) - TEXT_BYTES, 0)
-        batch.append(("text", task_id, text[num_missing:], num_missing))
+        batch.append(("text", task_id, text[num_missing:], num_missing, who_said(pieces, num_missing)))
     return pickle.dumps(batch, protocol=5)
+
+
+def who_said(pieces: list[tuple[int, int, str]], num_missing: int) -> list[tuple[int, int, int]]:
+    """Return which item has said how much, in order, of what is left of these pieces: item, attempt, text.
+
+    Example:
+        >>> who_said([(3, 1, "abc"), (3, 1, "de"), (4, 1, "f")], num_missing=2)
+        [(3, 1, 3), (4, 1, 1)]
+    """
+    said: list[tuple[int, int, int]] = []
+    for item, attempt, text in pieces:
+        length = len(text)
+        if num_missing:
+            dropped = min(num_missing, length)
+            num_missing -= dropped
+            length -= dropped
+        if said and said[-1][:2] == (item, attempt):
+            said[-1] = (item, attempt, said[-1][2] + length)
+        elif length:
+            said.append((item, attempt, length))
+    return said
 
 
 def last_of(rows: list[Row]) -> Last:

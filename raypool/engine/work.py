@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import InvalidStateError
 from datetime import UTC, datetime
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from raypool.core.model import Slice, TaskState
 from raypool.engine.backend import Failure, Function, Part, SliceResult, WorkerInfo
 from raypool.engine.diary import add_last_lines
 from raypool.engine.verdicts import where
 from raypool.errors import RemoteTraceback, TaskError
-from raypool.feed import Feed
 from raypool.futures import Deferred, Future
 
 Pack = Callable[[Any, str], Any]
@@ -46,6 +44,9 @@ class Work(Protocol):
 
     def fail(self, piece: Slice, error: TaskError) -> None:
         """Take it that these items never get an outcome of their own."""
+
+    def miss(self, piece: Slice, worker: WorkerInfo, why: str | BaseException) -> None:
+        """Take note that these items run again, after their worker was lost (a text says how) or as `retry_on` has it."""
 
     def end(self, state: TaskState, error: BaseException | None) -> None:
         """Take it that nothing more will come; `error` stands for items without an outcome."""
@@ -140,6 +141,9 @@ class CallWork:
             add_last_lines(error, self.future.feed.text())
         self._fail_with(error)
 
+    def miss(self, piece: Slice, worker: WorkerInfo, why: str | BaseException) -> None:
+        """Do nothing: `attempts` says how often it has run."""
+
     def end(self, state: TaskState, error: BaseException | None) -> None:
         """Cancel or fail the future if it has no outcome; what it was called with is not needed any more."""
         self._call = None
@@ -156,163 +160,3 @@ class CallWork:
         future.finished_at = datetime.now(UTC)
         with contextlib.suppress(InvalidStateError):  # in this instant
             future.set_exception(error)
-
-
-class Segment(NamedTuple):
-    """Outcomes of a slice of a loop, as they came back together."""
-
-    items: Slice
-    result: SliceResult
-    worker: WorkerInfo
-
-
-class LoopOptions(NamedTuple):
-    """How a loop is run.
-
-    `is_fixed`: the user has said how many items a call takes. `order`: the numbers of the items in the order in which they are
-    handed out; None: as they are.
-    """
-
-    label: str
-    retry_on: tuple[type[BaseException], ...] = ()
-    seed: int | None = None
-    stops_on_error: bool = False
-    is_fixed: bool = False
-    order: Sequence[int] | None = None
-
-
-class LoopWork:
-    """The items of one `parfor`; its outcomes are collected in segments, for whoever waits to put together.
-
-    Slices are cut from the order in which the items are handed out; to the user they are always called by their own numbers.
-    """
-
-    def __init__(self, function: Function, items: Sequence[Any], options: LoopOptions) -> None:
-        self.function = function
-        self.items = items
-        self.label = options.label
-        self._options = options
-        self.segments: list[Segment] = []
-        self.errors: dict[int, BaseException] = {}
-        self.first_error: BaseException | None = None
-        self.lost: list[tuple[Slice, TaskError]] = []
-        self.running: dict[int, tuple[Slice, float]] = {}  # worker index -> what it runs, since when
-        self.state = TaskState.QUEUED
-        self.broken_by: BaseException | None = None
-        self.num_settled = 0
-        self.changed = threading.Condition()
-        self.feed = Feed()
-        self._catch_ups: dict[int, Callable[[], None]] = {}  # by worker: waits for what it said before it answered last
-
-    def caught_up(self) -> Feed:
-        """Return the feed, when all that items have said which have come back is in it. From any thread."""
-        for catch_up in list(self._catch_ups.values()):
-            catch_up()
-        return self.feed
-
-    @property
-    def is_done(self) -> bool:
-        """Whether nothing more will come."""
-        return self.state.is_final
-
-    @property
-    def holder(self) -> LoopWork:
-        """The loop itself."""
-        return self
-
-    def numbers(self, piece: Slice) -> Sequence[int]:
-        """Return the numbers of the items of a slice. From any thread."""
-        order = self._options.order
-        return range(piece.start, piece.stop) if order is None else order[piece.start : piece.stop]
-
-    def begin(self, piece: Slice, worker: WorkerInfo) -> bool:
-        """Note what the worker runs now."""
-        self.state = TaskState.RUNNING
-        self._note_stopped(piece)  # elsewhere, if it runs again because a worker was lost
-        self.running[worker.index] = (piece, datetime.now(UTC).timestamp())
-        return True
-
-    def part(self, piece: Slice, pack: Pack) -> Part:
-        """Return these items, packed."""
-        numbers = None if self._options.order is None else self.numbers(piece)
-        items = self.items[piece.start : piece.stop] if numbers is None else [self.items[index] for index in numbers]
-        packed = pack(items, self.describe(piece))
-        return Part(
-            piece.task_id,
-            self.function.fn_id,
-            packed,
-            len(items),
-            piece.start,
-            piece.attempt,
-            is_call=False,
-            seed=self._options.seed,
-            name=self.label,
-            stops_on_error=self._options.stops_on_error and not self._options.retry_on,
-            is_fixed=self._options.is_fixed,
-            numbers=numbers,
-        )
-
-    def wants_retry(self, error: BaseException) -> bool:
-        """Whether `retry_on` names this."""
-        return isinstance(error, self._options.retry_on)
-
-    def describe(self, piece: Slice) -> str:
-        """Return the numbers of the items, and the name of the loop."""
-        return f"{named(self.numbers(piece))} of {self.label}"
-
-    def settle(self, piece: Slice, result: SliceResult, worker: WorkerInfo) -> None:
-        """Keep the outcomes."""
-        numbers = self.numbers(piece)
-        for position, failure in result.failures.items():
-            if piece.start <= position < piece.stop:
-                index = numbers[position - piece.start]
-                self._note_error(index, described(failure, f"item {index} of {self.label}", piece, worker))
-        if result.catch_up is not None:
-            self._catch_ups[worker.index] = result.catch_up
-        self.segments.append(Segment(piece, result, worker))
-        self._note_settled(piece)
-
-    def fail(self, piece: Slice, error: TaskError) -> None:
-        """Keep the error for each of these items."""
-        for index in self.numbers(piece):
-            self._note_error(index, error)
-        self.lost.append((piece, error))
-        self._note_settled(piece)
-
-    def end(self, state: TaskState, error: BaseException | None) -> None:
-        """Wake whoever waits."""
-        with self.changed:
-            self.broken_by = error
-            self.state = state
-            self.changed.notify_all()
-
-    def _note_error(self, index: int, error: BaseException) -> None:
-        self.errors[index] = error
-        if self.first_error is None:
-            self.first_error = error
-
-    def _note_stopped(self, piece: Slice) -> None:
-        for index, (running, _) in list(self.running.items()):
-            if running.start <= piece.start < running.stop:
-                del self.running[index]
-
-    def _note_settled(self, piece: Slice) -> None:
-        self._note_stopped(piece)
-        with self.changed:
-            self.num_settled += piece.stop - piece.start
-            self.changed.notify_all()
-
-
-def named(numbers: Sequence[int]) -> str:
-    """Return what to call these items.
-
-    Example:
-        >>> named([3]), named(range(3, 6)), named([9, 2]), named([9, 2, 7, 5, 1])
-        ('item 3', 'items 3 to 5', 'items 9 and 2', 'items 9, 2 and 3 more')
-    """
-    first, last = numbers[0], numbers[-1]
-    if len(numbers) == 1:
-        return f"item {first}"
-    if isinstance(numbers, range):
-        return f"items {first} to {last}"
-    return f"items {first} and {last}" if len(numbers) == 2 else f"items {first}, {numbers[1]} and {len(numbers) - 2:,} more"

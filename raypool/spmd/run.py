@@ -148,6 +148,9 @@ class SpmdWork:
             error = described(failure, self.describe(piece), piece, worker)
             self._failures.append(RankFailure(rank, error, result.started_at + result.durations_s[0], worker))
 
+    def miss(self, piece: Slice, worker: WorkerInfo, why: str | BaseException) -> None:
+        """Do nothing: a rank never runs again."""
+
     def fail(self, piece: Slice, error: TaskError) -> None:
         """Take it that a rank was lost with its worker, or that the time of all is up."""
         if isinstance(error, TaskTimeoutError):

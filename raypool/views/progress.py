@@ -28,11 +28,11 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from raypool.engine import diary
-from raypool.engine.work import named
+from raypool.engine.loop_work import named
 
 if TYPE_CHECKING:
     from raypool.core.model import Slice
-    from raypool.engine.work import LoopWork
+    from raypool.engine.loop_work import LoopWork
 
 MAX_ROWS = 16
 """So many workers have a line each; the others share one."""

@@ -19,7 +19,7 @@ LAYERS = [
     ["pool"],
     ["partition"],
     ["view"],
-    ["training"],
+    ["training", "parfor"],
     ["loop"],
     ["views"],
     ["train.scaling"],

@@ -14,7 +14,7 @@ from rich.console import Console
 from raypool.core.model import Slice, TaskState
 from raypool.engine.backend import Failure, Function, LocalValues, SliceResult, WorkerInfo
 from raypool.engine.diary import listening
-from raypool.engine.work import LoopOptions, LoopWork
+from raypool.engine.loop_work import LoopOptions, LoopWork
 from raypool.task import Running, running
 from raypool.views.progress import MIN_INTERVAL_S, LiveProgress, describe_item
 

@@ -1,0 +1,259 @@
+"""A loop as the driver knows it: many items in one task, whose outcomes are collected for whoever waits for all of them."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from raypool.core.model import Slice, TaskState
+from raypool.engine.backend import Function, Part, SliceResult, WorkerInfo
+from raypool.engine.work import Pack, described
+from raypool.errors import TaskError
+from raypool.feed import Feed
+from raypool.results import Row
+
+
+class Segment(NamedTuple):
+    """Outcomes of a slice of a loop, as they came back together."""
+
+    items: Slice
+    result: SliceResult
+    worker: WorkerInfo
+
+
+class Restored(NamedTuple):
+    """What an earlier run of a loop has left of an item: its value or, if it had failed, its error; and how it ran."""
+
+    value: Any
+    error: BaseException | None
+    row: Row
+
+
+class LoopOptions(NamedTuple):
+    """How a loop is run.
+
+    `is_fixed`: the user has said how many items a call takes. `order`: the numbers of the items in the order in which they are
+    handed out; None: as they are. `checkpoints`: a path or URL for what items keep for their next attempt.
+    """
+
+    label: str
+    retry_on: tuple[type[BaseException], ...] = ()
+    seed: int | None = None
+    stops_on_error: bool = False
+    is_fixed: bool = False
+    order: Sequence[int] | None = None
+    checkpoints: str | None = None
+
+
+class LoopWork:
+    """The items of one `parfor`; its outcomes are collected in segments, for whoever waits to put together.
+
+    Slices are cut from the order in which the items are handed out; to the user they are always called by their own numbers.
+    """
+
+    def __init__(self, function: Function, items: Sequence[Any], options: LoopOptions) -> None:
+        self.function = function
+        self.items = items
+        self.label = options.label
+        self._options = options
+        self._order = options.order
+        self._names = ItemNames(options.label)
+        self.keys: list[str] = []  # of the items, where something is kept of them
+        self.run_dir: Path | None = None  # where what becomes of the items is kept
+        self.restored: dict[int, Restored] = {}  # items that need not run
+        self.segments: list[Segment] = []
+        self.errors: dict[int, BaseException] = {}
+        self.first_error: BaseException | None = None
+        self.lost: list[tuple[Slice, TaskError]] = []
+        self.running: dict[int, tuple[Slice, float]] = {}  # worker index -> what it runs, since when
+        self.state = TaskState.QUEUED
+        self.broken_by: BaseException | None = None
+        self.num_settled = 0
+        self.changed = threading.Condition()
+        self.feed = Feed()
+        self._catch_ups: dict[int, Callable[[], None]] = {}  # by worker: waits for what it said before it answered last
+
+    def caught_up(self) -> Feed:
+        """Return the feed, when all that items have said which have come back is in it. From any thread."""
+        for catch_up in list(self._catch_ups.values()):
+            catch_up()
+        return self.feed
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing more will come."""
+        return self.state.is_final
+
+    @property
+    def holder(self) -> LoopWork:
+        """The loop itself."""
+        return self
+
+    def take(self, items: Sequence[Any]) -> int:
+        """Take the items, before the loop is handed in; return how many of them are to run."""
+        self.items = items
+        if self._options.checkpoints is not None:
+            self.keys = [self._names.name(item, index) for index, item in enumerate(items)]
+        return len(items)
+
+    def add(self, item: Any) -> int:
+        """Take one more item, of a generator; return how many that are to run this makes: one or none."""
+        items = cast("list[Any]", self.items)
+        if self._options.checkpoints is not None:
+            self.keys.append(self._names.name(item, len(items)))
+        items.append(item)
+        return 1
+
+    def close(self) -> None:
+        """Let go of what the loop has open. From any thread; nobody waits for the loop any more."""
+
+    def numbers(self, piece: Slice) -> Sequence[int]:
+        """Return the numbers of the items of a slice. From any thread."""
+        order = self._order
+        return range(piece.start, piece.stop) if order is None else order[piece.start : piece.stop]
+
+    def begin(self, piece: Slice, worker: WorkerInfo) -> bool:
+        """Note what the worker runs now."""
+        self.state = TaskState.RUNNING
+        self._note_stopped(piece)  # elsewhere, if it runs again because a worker was lost
+        self.running[worker.index] = (piece, datetime.now(UTC).timestamp())
+        return True
+
+    def part(self, piece: Slice, pack: Pack) -> Part:
+        """Return these items, packed."""
+        numbers = None if self._order is None else self.numbers(piece)
+        items = self.items[piece.start : piece.stop] if numbers is None else [self.items[index] for index in numbers]
+        packed = pack(items, self.describe(piece))
+        return Part(
+            piece.task_id,
+            self.function.fn_id,
+            packed,
+            len(items),
+            piece.start,
+            piece.attempt,
+            is_call=False,
+            seed=self._options.seed,
+            name=self.label,
+            stops_on_error=self._options.stops_on_error and not self._options.retry_on,
+            is_fixed=self._options.is_fixed,
+            numbers=numbers,
+            checkpoints=self._checkpoints(piece),
+        )
+
+    def _checkpoints(self, piece: Slice) -> tuple[str, tuple[str, ...]] | None:
+        """Return where these items keep what they need for their next attempt."""
+        home = self._options.checkpoints
+        return None if home is None else (home, tuple(checkpoint_name(self.keys[index]) for index in self.numbers(piece)))
+
+    def wants_retry(self, error: BaseException) -> bool:
+        """Whether `retry_on` names this."""
+        return isinstance(error, self._options.retry_on)
+
+    def describe(self, piece: Slice) -> str:
+        """Return the numbers of the items, and the name of the loop."""
+        return f"{named(self.numbers(piece))} of {self.label}"
+
+    def settle(self, piece: Slice, result: SliceResult, worker: WorkerInfo) -> None:
+        """Keep the outcomes."""
+        if result.catch_up is not None:
+            self._catch_ups[worker.index] = result.catch_up
+        self._note_stopped(piece)
+        self._keep(Segment(piece, result, worker), self._errors_of(piece, result, worker))
+
+    def _errors_of(self, piece: Slice, result: SliceResult, worker: WorkerInfo) -> dict[int, BaseException]:
+        """Return what the items of a slice have raised, by their numbers."""
+        numbers = self.numbers(piece)
+        errors = {}
+        for position, failure in result.failures.items():
+            if piece.start <= position < piece.stop:
+                index = numbers[position - piece.start]
+                errors[index] = described(failure, f"item {index} of {self.label}", piece, worker)
+        return errors
+
+    def _keep(self, segment: Segment, errors: dict[int, BaseException]) -> None:
+        """Count the outcomes of a slice."""
+        for index, error in errors.items():
+            self._note_error(index, error)
+        self.segments.append(segment)
+        self._note_settled(segment.items)
+
+    def fail(self, piece: Slice, error: TaskError) -> None:
+        """Keep the error for each of these items."""
+        self._note_stopped(piece)
+        self._keep_failed(piece, error)
+
+    def _keep_failed(self, piece: Slice, error: TaskError) -> None:
+        for index in self.numbers(piece):
+            self._note_error(index, error)
+        self.lost.append((piece, error))
+        self._note_settled(piece)
+
+    def miss(self, piece: Slice, worker: WorkerInfo, why: str | BaseException) -> None:
+        """Do nothing: the table says how often an item has run."""
+
+    def end(self, state: TaskState, error: BaseException | None) -> None:
+        """Wake whoever waits."""
+        with self.changed:
+            self.broken_by = error
+            self.state = state
+            self.changed.notify_all()
+
+    def _note_error(self, index: int, error: BaseException) -> None:
+        self.errors[index] = error
+        if self.first_error is None:
+            self.first_error = error
+
+    def _note_stopped(self, piece: Slice) -> None:
+        for index, (running, _) in list(self.running.items()):
+            if running.start <= piece.start < running.stop:
+                del self.running[index]
+
+    def _note_settled(self, piece: Slice) -> None:
+        with self.changed:
+            self.num_settled += piece.stop - piece.start
+            self.changed.notify_all()
+
+
+class ItemNames:
+    """Gives each item of a loop a name by what it is: equal items have the same one, but for how many there were before."""
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+        self._counts: Counter[str] = Counter()
+
+    def name(self, item: Any, index: int) -> str:
+        """Return the name of the next item, whose number is `index`.
+
+        Raises:
+            InvalidTypeError: Nobody can tell whether another item is equal to it.
+        """
+        from raypool.journal.keys import content_key
+
+        key = content_key(item, f"item {index} of {self._label}")
+        self._counts[key] += 1
+        count = self._counts[key]
+        return key if count == 1 else f"{key}-{count}"
+
+
+def checkpoint_name(key: str) -> str:
+    """Return the name of an item's folder for checkpoints, in the folder of its run."""
+    return f"items/{key}/checkpoint"
+
+
+def named(numbers: Sequence[int]) -> str:
+    """Return what to call these items.
+
+    Example:
+        >>> named([3]), named(range(3, 6)), named([9, 2]), named([9, 2, 7, 5, 1])
+        ('item 3', 'items 3 to 5', 'items 9 and 2', 'items 9, 2 and 3 more')
+    """
+    first, last = numbers[0], numbers[-1]
+    if len(numbers) == 1:
+        return f"item {first}"
+    if isinstance(numbers, range):
+        return f"items {first} to {last}"
+    return f"items {first} and {last}" if len(numbers) == 2 else f"items {first}, {numbers[1]} and {len(numbers) - 2:,} more"

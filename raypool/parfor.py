@@ -1,0 +1,171 @@
+"""The verb for many items: what can be asked of a pool about a loop."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from raypool.core.model import TaskSpec
+from raypool.engine.backend import Function
+from raypool.engine.engine import Engine, serial_engine
+from raypool.engine.loop_work import LoopOptions, LoopWork
+from raypool.errors import InvalidTypeError, InvalidValueError
+from raypool.loop import LoopRun, folded, listed, longest_first, raise_if_failed, watched
+from raypool.options import Options, check_callable, check_count
+
+if TYPE_CHECKING:
+    from raypool.engine.calls import Where
+
+RERUNS = ("failed", "missing", "all")
+
+
+class LoopVerbs:
+    """The verb of a pool that runs a loop; part of `PoolView`."""
+
+    _engine: Engine
+    _options: Options
+
+    def parfor(  # noqa: PLR0913 - the verb of the package: each argument is asked for by users, all are named
+        self,
+        fn: Callable[[Any], Any],
+        items: Iterable[Any] | int,
+        *,
+        on_error: Literal["raise", "collect"] = "raise",
+        reduce: Callable[[Any, Any], Any] | None = None,
+        init: Any = None,
+        cost: Sequence[float] | Callable[[Any], float] | None = None,
+        max_workers: int | None = None,
+        chunk_size: int | None = None,
+        seed: int | None = None,
+        progress: bool | None = None,
+        name: str | None = None,
+        run_dir: str | os.PathLike[str] | None = None,
+        rerun: Literal["failed", "missing", "all"] = "failed",
+    ) -> Any:
+        """Call `fn(item)` for every item, on all workers at once, and return the results in the order of the items.
+
+        Each worker takes the next item when it is free. Items that take milliseconds share calls; longer ones go one by one. An
+        item runs at least once, and again if its worker is lost (up to `retries` times); its result counts exactly once. Inside
+        a task the loop runs serially, in the task.
+
+        Args:
+            fn: Any function of one argument. It is shipped to each worker once, with what it closes over, which the items of a
+                worker share: copy a model or an array from outside before changing it.
+            items: A list or other iterable, also a generator without end (of which only a few items per worker are drawn
+                ahead), a DataFrame (each row a dict), or a number `n` for `range(n)`.
+            on_error: "raise": the first failure ends the loop and is raised. "collect": all items run; failures are in the table.
+            reduce: Fold the values with this function of two arguments, in the order of the items, and return what comes out
+                instead: the same on any number of workers, to the last bit.
+            init: The first operand of `reduce`; None begins with the first value.
+            cost: How long each item will take, roughly and in any unit: a number for each, or a function of the item. Those with
+                the largest go first, so that no long one begins when the others are done; nothing else changes.
+                It takes a list of items, not a generator.
+            max_workers: Use at most so many workers; 0 runs serially in this process.
+            chunk_size: Send so many items in a call, whatever they take. None: by measured time.
+            seed: Give every item its own random numbers (Python's, NumPy's and torch's global generators, and
+                `current_task().seed`), which depend on the seed and the item's number only.
+            progress: Show a live display. None: on a terminal.
+            name: What to call the loop in messages and displays.
+            run_dir: Keep what becomes of each item in this folder, before anybody hears of it. The same call later, with the same
+                items in any order, more of them or fewer, goes on from there: also after the machine went down. An item is known
+                again by what it is; `fn` by its name. Beside the journal are, for each item, what it reported and printed.
+            rerun: What of a `run_dir` runs again: "failed": what failed, and what is missing; "missing": only what has no outcome
+                yet; "all": everything.
+
+        Returns:
+            `Results`: the values in order, and a table of them; with `reduce` the folded value.
+
+        Raises:
+            Exception: What `fn` raised, as itself, with a note of the item, worker and attempt, the remote traceback as its
+                cause, and `.results`, everything that had finished.
+            WorkerLostError: An item has lost its worker too often.
+            SerializationError: `fn` or an item cannot be sent; it names the variable.
+            PoolClosedError: The pool was shut down.
+            JournalError: `run_dir` is in use by somebody else, was made by another function or with another seed, or cannot be
+                written; if only at the end, `.results` has all values.
+
+        Source:
+            MATLAB R2025b, parfor; concurrent.futures.
+
+        Example:
+            >>> from raypool import parpool
+            >>> with parpool(2, profile="threads", quiet=True) as pool:
+            ...     list(pool.parfor(lambda x: x * x, range(4)))
+            ...     pool.parfor(lambda x: x * x, range(4), reduce=max)
+            [0, 1, 4, 9]
+            9
+            >>> import tempfile
+            >>> with parpool(2, profile="threads", quiet=True) as pool, tempfile.TemporaryDirectory() as folder:
+            ...     _ = pool.parfor(abs, [-1, -2], run_dir=folder)
+            ...     list(pool.parfor(abs, [-3, -2, -1], run_dir=folder))  # only -3 runs
+            [3, 2, 1]
+        """
+        check_callable(fn)
+        if on_error not in ("raise", "collect"):
+            raise InvalidValueError(f"on_error={on_error!r} is neither 'raise' nor 'collect'.")
+        check_count("max_workers", max_workers, least=0)
+        check_count("chunk_size", chunk_size, least=1)
+        check_count("seed", seed, least=0)
+        if rerun not in RERUNS:
+            raise InvalidValueError(f"rerun={rerun!r} is none of 'failed', 'missing' and 'all'.")
+        if reduce is not None and not callable(reduce):
+            raise InvalidTypeError(f"reduce={reduce!r} is not callable. Give a function of two values.")
+        sequence = listed(items)
+        order = None if cost is None else longest_first(sequence, cost)
+        if max_workers == 0:
+            engine, max_workers = serial_engine(self._engine.find_way), None
+        else:
+            engine = self._engine_here()
+        function = engine.function(fn)
+        label = name or self._options.name or function.name
+        options, where = self._options, self._where(engine)
+        how = LoopOptions(label, options.retry_on, seed, on_error == "raise", chunk_size is not None, order)
+
+        def make_spec(task_id: int, size: int, is_open: bool) -> TaskSpec:
+            return TaskSpec(
+                task_id,
+                function.fn_id,
+                size,
+                is_open,
+                options.priority,
+                options.retries,
+                max_workers,
+                place=where.place,
+                places=where.places,
+                timeout_s=options.timeout_s,
+                is_fresh=where.is_fresh,
+                fail_fast=on_error == "raise",
+                chunk_size=chunk_size,
+            )
+
+        work = LoopWork(function, (), how) if run_dir is None else durable_loop(fn, function, how, run_dir, rerun)
+        with contextlib.closing(work), watched(progress, label) as watcher:
+            results = LoopRun(engine.driver, engine.backend, work, watcher).run(sequence, make_spec)
+        raise_if_failed(work, results, on_error)
+        return results if reduce is None else folded(results, reduce, init)
+
+    def _engine_here(self) -> Engine:
+        """Return the engine for work that is called for here."""
+        raise NotImplementedError
+
+    def _where(self, engine: Engine) -> Where:
+        """Return where work is to run."""
+        raise NotImplementedError
+
+
+def durable_loop(
+    fn: Callable[[Any], Any], function: Function, how: LoopOptions, run_dir: Any, rerun: Literal["failed", "missing", "all"]
+) -> LoopWork:
+    """Return a loop that keeps what becomes of its items in a folder.
+
+    Raises:
+        InvalidTypeError: `run_dir` is not a path.
+        JournalError: The folder cannot be used.
+    """
+    from raypool.engine.durable import DurableLoop  # which imports sqlite3, for those who need it
+
+    if not isinstance(run_dir, (str, os.PathLike)):
+        raise InvalidTypeError(f"run_dir={run_dir!r} is not a path. Give the name of a folder.")
+    return DurableLoop.open(fn, function, how, run_dir, rerun)
