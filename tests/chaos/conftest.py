@@ -33,15 +33,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--first-seed", type=int, help="the first of them; random without it")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "seeds(n): so many seeds are enough for the long tests")
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "seed" in metafunc.fixturenames:
-        metafunc.parametrize("seed", seeds_of(metafunc.config))
+        mark = metafunc.definition.get_closest_marker("seeds")
+        metafunc.parametrize("seed", seeds_of(metafunc.config, mark.args[0] if mark else LONG_SEEDS))
 
 
-def seeds_of(config: pytest.Config) -> list[Any]:
+def seeds_of(config: pytest.Config, enough: int) -> list[Any]:
     wanted = config.getoption("--seeds", default=None)
     if wanted is None:
-        return [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, LONG_SEEDS))]
+        return [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, enough))]
     first = config.getoption("--first-seed")
     if first is None:
         first = config.stash.setdefault(FIRST, random.SystemRandom().randrange(10**6))

@@ -74,6 +74,7 @@ def test_a_loop_survives_any_number_of_lost_workers(
         assert pool.statistics().workers_lost <= len(killer.killed)
 
 
+@pytest.mark.seeds(5)
 def test_futures_survive_any_number_of_lost_workers(
     ray_session: None, by_value: None, seed: int, make_killer: Any, make_trace: Callable[[], Path]
 ) -> None:
