@@ -74,9 +74,11 @@ def test_a_loop_survives_any_number_of_lost_workers(
         assert pool.statistics().workers_lost <= len(killer.killed)
 
 
-@pytest.mark.seeds(5)
-def test_futures_survive_any_number_of_lost_workers(
-    ray_session: None, by_value: None, seed: int, make_killer: Any, make_trace: Callable[[], Path]
+@pytest.mark.long
+@pytest.mark.seeds(10)
+@pytest.mark.parametrize("also_agents", [False, True], ids=["workers", "agents"])
+def test_futures_survive_any_number_of_lost_processes(
+    ray_session: None, by_value: None, seed: int, also_agents: bool, make_killer: Any, make_trace: Callable[[], Path]
 ) -> None:
     chance = random.Random(seed)
     seconds = durations(chance, FEW)
@@ -91,7 +93,8 @@ def test_futures_survive_any_number_of_lost_workers(
 
     with parpool(chance.choice([2, 3]), retries=RETRIES, quiet=True, trace=make_trace()) as pool:
         gpus = [worker.gpu for worker in pool.workers]
-        with make_killer(chance, busy_and_idle(pool)):
+        workers = busy_and_idle(pool)
+        with make_killer(chance, lambda: workers() + (agents() if also_agents else [])):
             futures = [pool.options(priority=item % 3).parfeval(fn, item) for item in range(FEW)]
             cancelled = cancel_some(futures)
             for item, future in enumerate(futures):
@@ -101,3 +104,12 @@ def test_futures_survive_any_number_of_lost_workers(
                 else:
                     assert future.result(60) == fn(item)
         check_all_workers(pool, gpus)
+
+
+def agents() -> list[int]:
+    """The processes of the pools' agents; whoever is told of the death of one starts another."""
+    from ray._private import state
+
+    return [
+        actor["Pid"] for actor in state.actors().values() if actor["ActorClassName"] == "NodeAgent" and actor["State"] == "ALIVE"
+    ]
