@@ -75,6 +75,7 @@ class LossReason(Enum):
     PREEMPTED = "node preempted"
     START = "failed to start"
     STOPPED = "stopped"
+    FAULTY = "fails every task"
     UNKNOWN = "unknown"
 
 

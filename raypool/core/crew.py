@@ -6,7 +6,7 @@ from collections import OrderedDict
 
 from raypool.core import policy
 from raypool.core.messages import Command, DropPlace, ParkWorker, SetTimer, StartWorker, Vacate
-from raypool.core.model import Attempt, Bench, Gathering, Lane, Place, Task, TaskSpec, Worker, WorkerState
+from raypool.core.model import Attempt, Bench, Gathering, Lane, Leaving, Place, Task, TaskSpec, Worker, WorkerState
 from raypool.errors import LossReason
 
 IDLE = WorkerState.IDLE  # Python 3.11 takes its time to look these up
@@ -63,15 +63,15 @@ class Crew:
         is_retiring = worker.worker_id in self.retiring
         if worker.state is WorkerState.STARTING:
             place.failed_starts += 1
-        elif reason is LossReason.STOPPED:
-            place.losses = 0  # it was raypool that ended it
+        elif reason in policy.FORGIVEN:
+            place.losses = 0  # it was nobody's fault
         else:
             place.losses = 1 if worker.has_delivered else place.losses + 1
         self._dismiss(worker, WorkerState.LOST)
-        if is_retiring:
-            return [self._vacate(place, reason)]
-        if place.failed_starts >= policy.MAX_FAILED_STARTS:
-            return [self._vacate(place, reason), DropPlace(place.place, reason)]
+        if not is_retiring and place.failed_starts >= policy.MAX_FAILED_STARTS:
+            place.leaving = Leaving(reason)
+        if is_retiring or place.leaving is not None:
+            return self._vacate(place, reason)
         successor = self._succeed(worker, reason)
         delay_s = policy.restart_delay_s(place.failed_starts + place.losses)
         return [SetTimer(now + delay_s, "start", successor.worker_id)] if delay_s > 0 else self.launch(successor, now)
@@ -81,16 +81,26 @@ class Crew:
         self._dismiss(worker, WorkerState.STOPPED)
         return self._succeed(worker, LossReason.EXIT)
 
-    def retire(self, worker: Worker) -> None:
-        """Let a worker take nothing more."""
+    def retire(self, worker: Worker, leaving: Leaving | None = None) -> None:
+        """Let a worker take nothing more; unless the user wants it, `leaving` says why."""
+        place = self.places[worker.place]
         self._set_aside(worker)
         self.retiring[worker.worker_id] = None
-        self._withdraw(self.places[worker.place], LossReason.EXIT)
+        place.leaving = leaving
+        self._withdraw(place, LossReason.EXIT if leaving is None else leaving.reason)
 
-    def stop(self, worker: Worker) -> Vacate:
+    def stop(self, worker: Worker) -> list[Command]:
         """End a worker, and give its place back."""
         self._dismiss(worker, WorkerState.STOPPED)
         return self._vacate(self.places[worker.place], LossReason.EXIT)
+
+    def remove(self, worker: Worker, leaving: Leaving) -> list[Command]:
+        """Take a worker out that is lost together with its place."""
+        place = self.places[worker.place]
+        if worker.worker_id not in self.retiring:
+            place.leaving = leaving
+        self._dismiss(worker, WorkerState.LOST)
+        return self._vacate(place, leaving.reason)
 
     def least_needed(self, count: int) -> list[Worker]:
         """Return the workers to part with: first those that nothing is bound to, then the free ones, then by place."""
@@ -124,10 +134,14 @@ class Crew:
         for gathering in self.gatherings.values():
             gathering.members.pop(worker.worker_id, None)
 
-    def _vacate(self, place: Place, reason: LossReason) -> Vacate:
+    def _vacate(self, place: Place, reason: LossReason) -> list[Command]:
+        """Give a place back, and say so if nobody has wished for that."""
         self._withdraw(place, reason)
         del self.places[place.place]
-        return Vacate(place.place)
+        commands: list[Command] = [Vacate(place.place)]
+        if place.leaving is not None:
+            commands.append(DropPlace(place.place, place.leaving.reason, place.leaving.failed, place.leaving.finished))
+        return commands
 
     def _withdraw(self, place: Place, reason: LossReason) -> None:
         """Let nobody wait for this place any more."""

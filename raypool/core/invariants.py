@@ -21,7 +21,8 @@ def check_invariants(scheduler: Scheduler) -> None:
     for task_id, task in scheduler.backlog.tasks.items():
         _check_task(task, flying.get(task_id, []))
         _check_gang(scheduler, task)
-    known = (scheduler.backlog.waiting_gangs, scheduler.crew.gatherings, scheduler.ledger.broken_up)
+    ledger = scheduler.ledger
+    known = (scheduler.backlog.waiting_gangs, scheduler.crew.gatherings, ledger.broken_up, ledger.thinned)
     assert all(number in scheduler.backlog.tasks for numbers in known for number in numbers), "a gang that has ended is kept"
     _check_attempts(scheduler)
     _check_queue(scheduler)
@@ -78,6 +79,7 @@ def _check_lanes(scheduler: Scheduler) -> None:
         assert lane.lost is None, f"lane {key}: lost, but has places"
         assert lane.tasks, f"lane {key}: without tasks"
     for number, place in crew.places.items():
+        assert place.leaving is None or place.worker_id in crew.retiring, f"place {number}: is to go, and its worker is not"
         lanes = {key: lane for key, lane in crew.lanes.items() if number in lane.places}
         assert place.lanes == lanes, f"place {number}: does not know its lanes"
     for number, task in tasks.items():

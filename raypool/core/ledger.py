@@ -6,7 +6,7 @@ from raypool.core import messages as m
 from raypool.core import policy
 from raypool.core.backlog import Backlog
 from raypool.core.crew import Crew
-from raypool.core.model import Counts, Report, Slice, Task, TaskState, WorkerState
+from raypool.core.model import Counts, Report, Slice, Task, TaskState, Worker, WorkerState
 from raypool.errors import LossReason
 
 FINISHED, FAILED = TaskState.FINISHED, TaskState.FAILED  # Python 3.11 takes its time to look these up
@@ -22,6 +22,7 @@ class Ledger:
         self._backlog = backlog
         self._crew = crew
         self.broken_up: dict[int, None] = {}  # gangs whose ranks were told to stop, because one has failed
+        self.thinned: dict[int, None] = {}  # gangs of which a rank was told to stop, because its machine is about to go
 
     def go_on(self, task: Task) -> None:
         """Queue what a task still has to run, or end it."""
@@ -47,6 +48,7 @@ class Ledger:
         if task.spec.is_gang:
             self._crew.give_up(task)
             self.broken_up.pop(task.spec.task_id, None)
+            self.thinned.pop(task.spec.task_id, None)
         self.out.append(m.EndTask(task.spec.task_id, state))
 
     def signal(self, task: Task, signal: m.Signal) -> None:
@@ -73,17 +75,36 @@ class Ledger:
         if stop < piece.stop:
             again.append(piece._replace(start=stop))
         if again and task.spec.is_gang:  # the other ranks have begun: it can't follow them
-            self._fail_items(task, again.pop(), STOPPED if task.spec.task_id in self.broken_up else LossReason.UNKNOWN)
+            self._fail_items(task, again.pop(), self._why_not_begun(task))
             failed += 1
         self._after_landing(task, again, failed > 0)
+
+    def _why_not_begun(self, gang: Task) -> LossReason:
+        """Return why a rank of a gang has come back without an outcome."""
+        if gang.spec.task_id in self.broken_up:
+            return STOPPED
+        return LossReason.PREEMPTED if gang.spec.task_id in self.thinned else LossReason.UNKNOWN
+
+    def interrupt(self, worker: Worker) -> None:
+        """Tell what a worker runs to stop and come back, to run again elsewhere. What may run once only goes on while it can."""
+        for attempt_id, attempt in worker.attempts.items():
+            for piece in attempt.slices:
+                task = self._backlog.tasks.get(piece.task_id)
+                if task is None or attempt_id not in (task.flights or ()) or task.spec.task_id in self.broken_up:
+                    continue
+                if task.spec.is_gang:
+                    self.thinned[task.spec.task_id] = None
+                elif task.spec.retries == 0:
+                    continue
+                self.out.append(m.SignalTask(worker.worker_id, attempt_id, task.spec.task_id, m.Signal.CANCEL))
 
     def lose(self, task: Task, piece: Slice, reason: LossReason, was_idle: bool) -> None:
         """Take in that a slice was lost with its worker; queue it for another try, or fail it.
 
-        It is charged an attempt, unless it was not begun, or the worker was ended because of something else.
+        It is charged an attempt, unless it was not begun, or the worker has ended for no fault of what it ran.
         """
         retries, lane = task.spec.retries, task.lane
-        is_charged = not was_idle and (reason is not LossReason.STOPPED or retries == 0)  # that never runs twice, ever
+        is_charged = not was_idle and (reason not in policy.FORGIVEN or retries == 0)  # that never runs twice, ever
         is_last = is_charged and piece.attempt > retries
         if is_last or task.spec.is_gang or (lane is not None and lane.lost is not None):
             self._fail_items(task, piece, reason)

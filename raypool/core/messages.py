@@ -62,6 +62,20 @@ class WorkerLost(NamedTuple):
     was_idle: bool = False
 
 
+class PlaceLeaving(NamedTuple):
+    """A place will be gone soon. It takes nothing more; what runs there may end until `at` (None: whenever it does)."""
+
+    place: int
+    at: float | None = None
+
+
+class PlaceLost(NamedTuple):
+    """A place is gone with whatever was in it: no worker will ever start there again."""
+
+    place: int
+    reason: LossReason
+
+
 class AttemptFinished(NamedTuple):
     """A worker has answered; one report for each slice of the attempt, in order."""
 
@@ -99,6 +113,8 @@ Event = (
     | StopRequested
     | WorkerReady
     | WorkerLost
+    | PlaceLeaving
+    | PlaceLost
     | AttemptFinished
     | TimerFired
     | ResizeRequested
@@ -185,17 +201,22 @@ class EndTask(NamedTuple):
 
 
 class DropPlace(NamedTuple):
-    """A worker can't be started in this place any more; the pool is smaller now."""
+    """There will be no worker in this place any more; the pool is smaller now.
+
+    With `LossReason.FAULTY`: so many items have failed there in a row (`failed`), while others have not (`finished`).
+    """
 
     place: int
     reason: LossReason
+    failed: int = 0
+    finished: int = 0
 
 
 class SetTimer(NamedTuple):
     """Send `TimerFired(kind, worker_id, attempt_id)` at this time [s, the clock of `now`].
 
-    "start": a worker's delayed start. "ready": it has to have come up. "timeout": the attempt has to have come back. "idle" (of
-    no worker): the pool may have had no task for long enough.
+    "start": a worker's delayed start. "ready": it has to have come up. "timeout": the attempt has to have come back. "leave": what
+    still runs on it has to go elsewhere. "idle" (of no worker): the pool may have had no task for long enough.
     """
 
     at: float

@@ -8,6 +8,7 @@ Ids are small integers, never used twice. No value of the user's is in here.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
@@ -278,6 +279,15 @@ class Worker:
     has_delivered: bool = False  # an attempt has come back from it
 
 
+class Leaving(NamedTuple):
+    """Why a place is about to be given up, and what is to be said of that."""
+
+    reason: LossReason
+    at: float = math.inf  # what still runs there then is interrupted
+    failed: int = 0
+    finished: int = 0
+
+
 @dataclass(slots=True)
 class Place:
     """A claim on a device and the worker in it."""
@@ -286,6 +296,7 @@ class Place:
     worker_id: int = -1
     failed_starts: int = 0
     losses: int = 0  # since the last worker here that has delivered
+    leaving: Leaving | None = None  # it goes when its worker, which takes nothing more, has come to an end
     lanes: dict[tuple[int, ...] | int, Lane] = field(default_factory=dict)  # whose tasks may run here, by key
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from raypool.errors import LossReason
+
 SHORT_S = 0.050
 """An item that takes less than this on average shares its call with others [s]."""
 
@@ -25,6 +27,9 @@ MAX_IN_FLIGHT = 2
 
 MAX_FAILED_STARTS = 3
 """A place where so many starts in a row have failed is given up."""
+
+FORGIVEN = (LossReason.STOPPED, LossReason.PREEMPTED)
+"""A worker that is lost for this is held against nobody: neither what it ran nor its place has done it."""
 
 FIRST_DELAY_S = 0.5
 LONGEST_DELAY_S = 30.0

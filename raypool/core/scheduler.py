@@ -10,6 +10,7 @@ The `Backlog` knows what waits, the `Crew` who is there; this class lets the one
 from __future__ import annotations
 
 from collections import deque
+from math import inf
 from typing import Any, NoReturn
 
 from raypool.core import messages as m
@@ -18,7 +19,7 @@ from raypool.core.crew import Crew
 from raypool.core.dispatch import Dispatcher
 from raypool.core.idleness import Idleness
 from raypool.core.ledger import Ledger
-from raypool.core.model import PoolState, Report, Task, TaskState, Worker, WorkerState
+from raypool.core.model import Leaving, PoolState, Report, Task, TaskState, Worker, WorkerState
 from raypool.errors import InternalError, LossReason
 
 STORY_LENGTH = 200
@@ -57,6 +58,8 @@ class Scheduler:
             m.StopRequested: self._on_stop_requested,
             m.WorkerReady: self._on_worker_ready,
             m.WorkerLost: self._on_worker_lost,
+            m.PlaceLeaving: self._on_place_leaving,
+            m.PlaceLost: self._on_place_lost,
             m.AttemptFinished: self._on_attempt_finished,
             m.TimerFired: self._on_timer_fired,
             m.ResizeRequested: self._on_resize_requested,
@@ -166,7 +169,7 @@ class Scheduler:
         if worker.attempts:
             self.crew.offer_ahead(worker, next(iter(worker.attempts.values())))
         elif worker.worker_id in self.crew.retiring:
-            self._out.append(self.crew.stop(worker))
+            self._out += self.crew.stop(worker)
         elif is_spent:
             self._out += self.crew.launch(self.crew.renew(worker), self._now)
         else:
@@ -193,6 +196,8 @@ class Scheduler:
                 self._park_if_idle()
         elif event.kind == "timeout":
             self._time_out(worker, event.attempt_id)
+        elif event.kind == "leave":
+            self._leave(worker)
         elif worker.state is not WorkerState.STARTING:
             pass  # ready in time
         elif event.kind == "start":
@@ -226,8 +231,15 @@ class Scheduler:
     def _lose(self, worker: Worker, reason: LossReason, was_idle: bool) -> None:
         """Replace a worker, and see to what it was running and to what was bound to it."""
         has_future = worker.worker_id not in self.crew.retiring
+        reason = self._in_the_end(worker, reason)
         was_idle = was_idle or worker.state is WorkerState.STARTING
         self._out += self.crew.replace(worker, reason, self._now)
+        self._run_elsewhere(worker, reason, was_idle)
+        if has_future and not self.crew.places:
+            self._break()
+
+    def _run_elsewhere(self, worker: Worker, reason: LossReason, was_idle: bool) -> None:
+        """See to what a worker was running that is no more."""
         # The first attempt was running, or it had ended, its answer died with the process, and the one behind it was running.
         # So both are charged: an innocent item has attempts left, alone, but a culprit never runs once too often.
         for attempt_id, attempt in worker.attempts.items():
@@ -235,8 +247,50 @@ class Scheduler:
                 task = self.backlog.land(piece, attempt_id)
                 if task is not None:
                     self.ledger.lose(task, piece, reason, was_idle)
-        if has_future and not self.crew.places:
-            self._break()
+
+    # --- places that go -----------------------------------------------------------------------------------------------
+
+    def _on_place_leaving(self, event: m.PlaceLeaving) -> None:
+        worker = self._worker_in(event.place)
+        if worker is None:
+            return  # it has gone before
+        if worker.state is not WorkerState.BUSY:
+            self._lose_place(worker, LossReason.PREEMPTED)
+            return
+        at = inf if event.at is None else event.at
+        self.crew.retire(worker, Leaving(LossReason.PREEMPTED, at))
+        if at <= self._now:
+            self.ledger.interrupt(worker)
+        elif event.at is not None:
+            self._out.append(m.SetTimer(at, "leave", worker.worker_id))
+
+    def _on_place_lost(self, event: m.PlaceLost) -> None:
+        worker = self._worker_in(event.place)
+        if worker is not None:
+            self.counts.workers_lost += worker.state in (WorkerState.IDLE, WorkerState.BUSY)
+            self._lose_place(worker, self._in_the_end(worker, event.reason))
+
+    def _worker_in(self, place_id: int) -> Worker | None:
+        place = self.crew.places.get(place_id)
+        return None if place is None else self.crew.workers[place.worker_id]
+
+    def _lose_place(self, worker: Worker, reason: LossReason) -> None:
+        """Take a worker out with its place. The pool may have none left then: others may come, if nothing waits for them."""
+        was_idle = worker.state is not WorkerState.BUSY
+        self._out += self.crew.remove(worker, Leaving(reason))
+        self._run_elsewhere(worker, reason, was_idle)
+
+    def _leave(self, worker: Worker) -> None:
+        """Interrupt what still runs where a machine is about to go, unless it was given more time meanwhile."""
+        leaving = self.crew.places[worker.place].leaving
+        if leaving is not None and leaving.at <= self._now:
+            self.ledger.interrupt(worker)
+
+    def _in_the_end(self, worker: Worker, reason: LossReason) -> LossReason:
+        """Return why a worker is lost: the end of a machine that was announced is nobody's fault."""
+        leaving = self.crew.places[worker.place].leaving
+        is_announced = leaving is not None and leaving.reason is LossReason.PREEMPTED
+        return LossReason.PREEMPTED if is_announced and reason is LossReason.NODE else reason
 
     def _fail_deserted(self) -> None:
         """See to the tasks of which nobody is left who may run them."""
@@ -273,7 +327,7 @@ class Scheduler:
         for worker in self.crew.least_needed(event.remove):
             self.crew.retire(worker)
             if not worker.attempts:
-                self._out.append(self.crew.stop(worker))
+                self._out += self.crew.stop(worker)
 
     def _on_shutdown_requested(self, event: m.ShutdownRequested) -> None:
         if self.state is PoolState.BROKEN:
@@ -291,9 +345,10 @@ class Scheduler:
                 self._break()
         elif self.state is PoolState.CLOSING:
             self.state = PoolState.CLOSED
-            in_vain = (m.SignalTask, m.StartWorker, m.SetTimer)
+            for worker in list(self.crew.workers.values()):
+                self._out += self.crew.stop(worker)
+            in_vain = (m.SignalTask, m.StartWorker, m.SetTimer, m.DropPlace)
             self._out[:] = [command for command in self._out if not isinstance(command, in_vain)]
-            self._out += [self.crew.stop(worker) for worker in list(self.crew.workers.values())]
             self._tell_closed()
 
     def _break(self) -> None:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 from raypool.core import messages as m
-from raypool.core.model import PoolState, Report, Slice, TaskSpec, TaskState, WorkerState
+from raypool.core.model import PoolState, Report, Slice, TaskSpec, TaskState, Worker, WorkerState
 from raypool.core.scheduler import Scheduler
 from raypool.engine import verdicts
 from raypool.engine.arrivals import Arrivals
@@ -176,6 +176,8 @@ class Driver:
         worker = self.scheduler.crew.workers.get(timer.worker_id)
         if timer.kind == "timeout":
             return worker is not None and timer.attempt_id in worker.attempts
+        if timer.kind == "leave":
+            return worker is not None
         return worker is not None and worker.state is WorkerState.STARTING
 
     def crash_error(self) -> PoolBrokenError:
@@ -227,6 +229,8 @@ class Driver:
             self._note_late(event)
         elif isinstance(event, m.WorkerLost):
             self._note_lost(event, payload)
+        elif isinstance(event, (m.PlaceLeaving, m.PlaceLost)):
+            self._note_going(event, payload)
         self._at_hand = event
         now = self._inbox.now()
         if self._record is not None:
@@ -250,11 +254,26 @@ class Driver:
         worker = self.scheduler.crew.workers.get(event.worker_id)
         if worker is None:
             return  # it was given up before
-        self._speaker = self._info_of(event.worker_id)
         self._last_words = words or event.reason.value
         if isinstance(words, Refusal):
             self.arrivals.note_failed(worker.place, words)
-        self._hub.forget(event.worker_id)
+        self._bury(worker)
+
+    def _note_going(self, event: m.PlaceLeaving | m.PlaceLost, words: str | None) -> None:
+        place = self.scheduler.crew.places.get(event.place)
+        if place is None:
+            return  # it has gone before
+        worker = self.scheduler.crew.workers[place.worker_id]
+        is_lost = isinstance(event, m.PlaceLost)
+        if is_lost or not worker.attempts:  # else what runs there has its time
+            reason = event.reason if isinstance(event, m.PlaceLost) else LossReason.PREEMPTED
+            self._last_words = words or reason.value
+            self._bury(worker)
+
+    def _bury(self, worker: Worker) -> None:
+        """Let go of what is known of a worker that is lost."""
+        self._speaker = self._info_of(worker.worker_id)
+        self._hub.forget(worker.worker_id)
         for attempt_id in worker.attempts:
             self._fallen += (piece for piece, _ in self._sent.pop(attempt_id, ()))
             self._note_stopped(attempt_id, is_replaced=True)

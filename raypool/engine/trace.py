@@ -22,6 +22,8 @@ EVENTS: dict[str, Any] = {
         m.StopRequested,
         m.WorkerReady,
         m.WorkerLost,
+        m.PlaceLeaving,
+        m.PlaceLost,
         m.AttemptFinished,
         m.TimerFired,
         m.ResizeRequested,
@@ -66,7 +68,7 @@ def decode(line: str) -> tuple[float, m.Event]:
         if spec["places"] is not None:
             spec["places"] = tuple(spec["places"])
         fields["spec"] = TaskSpec(**spec)
-    elif kind == "WorkerLost":
+    elif kind in ("WorkerLost", "PlaceLost"):
         fields["reason"] = LossReason(fields["reason"])
     elif kind == "AttemptFinished":
         fields["reports"] = tuple(

@@ -1,0 +1,283 @@
+"""Places whose machines go, announced or not: what runs there, what is bound to them, and what is left of the pool."""
+
+import pytest
+
+from raypool.core.messages import BreakPool, ClosePool, DropPlace, EndTask, PlaceLeaving, PlaceLost, RunGang, SetTimer, Vacate
+from raypool.core.model import PoolState, Report, TaskState
+from raypool.errors import LossReason
+
+FINISHED, FAILED, CANCELLED = TaskState.FINISHED, TaskState.FAILED, TaskState.CANCELLED
+NODE, PREEMPTED, STOPPED = LossReason.NODE, LossReason.PREEMPTED, LossReason.STOPPED
+
+
+def gone(place, reason=PREEMPTED):
+    """Expect a place to be given back, and the pool to be smaller."""
+    return [Vacate(place), DropPlace(place, reason)]
+
+
+# --- announced --------------------------------------------------------------------------------------------------------
+
+
+def test_a_free_worker_goes_at_once(pool_of):
+    pool = pool_of(2)
+    assert pool.tell(PlaceLeaving(0, 30.0)) == gone(0)
+    assert pool.scheduler.crew.size == 1
+    assert pool.scheduler.counts.workers_lost == 0
+    assert pool.submit(0) == [pool.runs(1, 0, (0, 0, 1))]
+
+
+def test_a_busy_one_ends_what_it_is_running_and_takes_nothing_more(pool_of):
+    pool = pool_of(2)
+    pool.submit(0, size=4)
+    assert pool.tell(PlaceLeaving(1, 30.0)) == [SetTimer(30.0, "leave", 1)]
+    assert pool.scheduler.crew.size == 1
+    assert pool.finish(1) == [pool.settles(1, (0, 1, 2)), *gone(1)]
+    assert pool.fire("leave", 1) == [], "it has gone by then"
+
+
+def test_what_has_not_ended_in_time_is_interrupted_and_runs_elsewhere_uncharged(pool_of):
+    pool = pool_of(2)
+    pool.submit(0)
+    pool.tell(PlaceLeaving(0, 30.0))
+    pool.now = 30.0
+    assert pool.fire("leave", 0) == [pool.signals(0, 0, 0)]
+    assert pool.finish(0, Report(0)) == [pool.runs(1, 1, (0, 0, 1, 1)), *gone(0)]
+    assert pool.finish(1)[-1] == EndTask(0, FINISHED)
+
+
+def test_without_a_deadline_it_may_take_as_long_as_it_takes(pool_of):
+    pool = pool_of(2)
+    pool.submit(0)
+    assert pool.tell(PlaceLeaving(0)) == []
+    assert pool.finish(0) == [pool.settles(0, (0, 0, 1)), EndTask(0, FINISHED), *gone(0)]
+
+
+def test_a_deadline_that_has_passed_interrupts_at_once(pool_of):
+    pool = pool_of(2)
+    pool.now = 50.0
+    pool.submit(0)
+    assert pool.tell(PlaceLeaving(0, 30.0)) == [pool.signals(0, 0, 0)]
+
+
+def test_a_later_deadline_counts_instead_of_an_earlier_one(pool_of):
+    pool = pool_of(2)
+    pool.submit(0)
+    pool.tell(PlaceLeaving(0, 30.0))
+    assert pool.tell(PlaceLeaving(0, 60.0)) == [SetTimer(60.0, "leave", 0)]
+    pool.now = 30.0
+    assert pool.fire("leave", 0) == []
+    pool.now = 60.0
+    assert pool.fire("leave", 0) == [pool.signals(0, 0, 0)]
+
+
+def test_what_ends_although_it_was_interrupted_counts(pool_of):
+    pool = pool_of(2)
+    pool.submit(0)
+    pool.tell(PlaceLeaving(0, 0.0))
+    assert pool.finish(0) == [pool.settles(0, (0, 0, 1)), EndTask(0, FINISHED), *gone(0)]
+
+
+@pytest.mark.parametrize("reason", [STOPPED, NODE, PREEMPTED])
+def test_what_does_not_stop_is_not_charged_when_its_worker_is_killed_or_its_machine_goes(pool_of, reason):
+    pool = pool_of(2)
+    pool.submit(0, retries=1)
+    pool.tell(PlaceLeaving(0, 0.0))
+    assert pool.lose(0, reason) == [pool.runs(1, 1, (0, 0, 1, 1)), *gone(0)]
+
+
+def test_what_kills_its_worker_there_is_charged(pool_of):
+    pool = pool_of(2)
+    pool.submit(0, retries=1)
+    pool.tell(PlaceLeaving(0, 30.0))
+    assert pool.lose(0) == [pool.runs(1, 1, (0, 0, 1, 2)), *gone(0)]
+
+
+def test_what_may_run_once_only_goes_on_while_it_can_and_fails_with_the_machine(pool_of):
+    pool = pool_of(2)
+    pool.submit(0, retries=0)
+    assert pool.tell(PlaceLeaving(0, 0.0)) == []
+    assert pool.tell(PlaceLost(0, NODE)) == [*gone(0), pool.fails((0, 0, 1), PREEMPTED), EndTask(0, FINISHED)]
+
+
+def test_all_calls_of_a_worker_are_interrupted(pool_of):
+    pool = pool_of(1)
+    pool.get_used_to(0, task_id=0)
+    pool.submit(1, size=5)
+    pool.submit(2, size=5)
+    pool.resize(add=[1])
+    assert pool.tell(PlaceLeaving(0, 0.0)) == [pool.signals(0, 1, 1), pool.signals(0, 2, 2)]
+
+
+def test_a_worker_that_is_starting_is_not_waited_for(pool_of):
+    pool = pool_of(1)
+    pool.resize(add=[1])
+    assert pool.tell(PlaceLeaving(1, 30.0)) == gone(1)
+    assert pool.ready(1) == []
+
+
+def test_what_it_was_started_for_runs_elsewhere(pool_of):
+    pool = pool_of(2)
+    pool.submit(0)
+    pool.finish(0)
+    pool.submit(1, is_fresh=True, retries=0)
+    assert pool.tell(PlaceLeaving(0, 30.0)) == [pool.runs(1, 2, (1, 0, 1, 1)), *gone(0)]
+
+
+def test_a_parked_place_goes_too(pool_of):
+    pool = pool_of(2, idle_timeout_s=5.0)
+    pool.submit(0)
+    pool.finish(0)
+    pool.now = 5.0
+    pool.fire("idle")
+    assert pool.tell(PlaceLeaving(0, 30.0)) == gone(0)
+    assert [command.place for command in pool.submit(1) if hasattr(command, "place")] == [1]
+
+
+def test_what_is_bound_to_it_fails(pool_of):
+    pool = pool_of(2)
+    pool.submit(0)
+    pool.submit(1, place=0)
+    pool.submit(2, places=(0,))
+    failed = [pool.fails((1, 0, 1), PREEMPTED), EndTask(1, FINISHED), pool.fails((2, 0, 1), PREEMPTED), EndTask(2, FINISHED)]
+    assert pool.tell(PlaceLeaving(0, 30.0)) == [SetTimer(30.0, "leave", 0), *failed]
+
+
+def test_what_may_run_in_other_places_as_well_does(pool_of):
+    pool = pool_of(2)
+    pool.submit(0, places=(0, 1))
+    pool.tell(PlaceLeaving(0, 0.0))
+    assert pool.finish(0, Report(0)) == [pool.runs(1, 1, (0, 0, 1, 1)), *gone(0)]
+
+
+def test_it_can_go_although_the_pool_was_made_smaller_meanwhile(pool_of):
+    pool = pool_of(2)
+    pool.submit(0, size=2)
+    pool.tell(PlaceLeaving(1, 30.0))
+    assert pool.resize(remove=1) == []
+    assert pool.finish(1) == [pool.settles(1, (0, 1, 2)), *gone(1)]
+    assert pool.finish(0)[-1] == Vacate(0), "nobody need be told of what was wished for"
+
+
+def test_a_cancelled_task_does_not_run_again(pool_of):
+    pool = pool_of(2)
+    pool.submit(0)
+    pool.tell(PlaceLeaving(0, 0.0))
+    pool.cancel(0)
+    assert pool.finish(0, Report(0)) == gone(0)
+
+
+def test_an_item_whose_time_is_up_while_it_is_interrupted_has_timed_out(pool_of):
+    pool = pool_of(2)
+    pool.submit(0, timeout_s=5.0)
+    pool.tell(PlaceLeaving(0, 3.0))
+    pool.now = 3.0
+    pool.fire("leave", 0)
+    assert EndTask(0, FINISHED) in pool.fire("timeout", 0, 0)
+    assert pool.finish(0, Report(0)) == gone(0)
+
+
+def test_the_last_place_may_leave_a_pool_at_rest_and_another_come(pool_of):
+    pool = pool_of(1)
+    assert pool.tell(PlaceLeaving(0)) == gone(0)
+    assert pool.scheduler.state is PoolState.OPEN
+    pool.resize(add=[7])
+    pool.ready(1)
+    assert pool.submit(0) == [pool.runs(1, 0, (0, 0, 1))]
+
+
+def test_a_pool_whose_last_place_has_gone_breaks_if_anything_waits(pool_of):
+    pool = pool_of(1)
+    pool.submit(0, size=2)
+    pool.submit(1, size=0, is_open=True)
+    pool.tell(PlaceLeaving(0, 0.0))
+    assert pool.finish(0, Report(0)) == [*gone(0), BreakPool(), EndTask(0, FAILED), EndTask(1, FAILED)]
+
+
+def test_a_pool_that_closes_need_not_be_told_that_it_is_smaller(pool_of):
+    pool = pool_of(2)
+    pool.submit(0)
+    pool.tell(PlaceLeaving(0, 30.0))
+    pool.shutdown()
+    assert pool.finish(0) == [pool.settles(0, (0, 0, 1)), EndTask(0, FINISHED), Vacate(0), Vacate(1), ClosePool()]
+
+
+def test_a_place_that_has_gone_is_no_news(pool_of):
+    pool = pool_of(1)
+    assert pool.tell(PlaceLeaving(5, 1.0)) == []
+    assert pool.tell(PlaceLost(5, NODE)) == []
+
+
+# --- gangs ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_gang_may_end_before_its_machine_goes(pool_of):
+    pool = pool_of(2)
+    pool.submit(0, size=2, is_gang=True)
+    pool.tell(PlaceLeaving(1, 30.0))
+    pool.finish(0)
+    assert pool.finish(1) == [pool.settles(1, (0, 1, 2)), EndTask(0, FINISHED), *gone(1)]
+
+
+def test_a_rank_that_is_interrupted_for_it_breaks_up_its_gang(pool_of):
+    pool = pool_of(2)
+    pool.submit(0, size=2, is_gang=True)
+    assert pool.tell(PlaceLeaving(1, 0.0)) == [pool.signals(1, 1, 0)]
+    assert pool.finish(1, Report(0)) == [pool.fails((0, 1, 2), PREEMPTED), pool.signals(0, 0, 0), *gone(1)]
+    assert pool.finish(0, Report(0)) == [pool.fails((0, 0, 1), STOPPED), EndTask(0, FAILED)]
+
+
+def test_a_gang_that_waits_for_more_places_than_are_left_fails(pool_of):
+    pool = pool_of(2)
+    pool.submit(0)
+    pool.submit(1, size=2, is_gang=True)
+    assert EndTask(1, FAILED) in pool.tell(PlaceLeaving(1, 30.0))
+
+
+def test_a_gang_takes_other_workers_instead(pool_of):
+    pool = pool_of(3)
+    pool.submit(0, place=0)
+    pool.submit(1, place=1)
+    pool.submit(2, size=2, is_gang=True)
+    pool.tell(PlaceLeaving(2, 30.0))
+    pool.finish(0)
+    assert pool.finish(1)[0] == RunGang((pool.runs(0, 2, (2, 0, 1)), pool.runs(1, 3, (2, 1, 2))))
+
+
+# --- not announced ----------------------------------------------------------------------------------------------------
+
+
+def test_a_lost_place_takes_its_worker_with_it_and_what_ran_there_runs_again(pool_of):
+    pool = pool_of(2)
+    pool.submit(0)
+    assert pool.tell(PlaceLost(0, NODE)) == [pool.runs(1, 1, (0, 0, 1, 2)), *gone(0, NODE)]
+    assert pool.scheduler.counts.workers_lost == 1
+    assert pool.lose(0) == [], "it is known already"
+
+
+def test_a_machine_that_was_taken_away_is_not_the_fault_of_what_ran_there(pool_of):
+    pool = pool_of(2)
+    pool.submit(0)
+    assert pool.tell(PlaceLost(0, PREEMPTED))[0] == pool.runs(1, 1, (0, 0, 1, 1))
+
+
+def test_a_rank_that_is_lost_with_its_place_ends_the_gang(pool_of):
+    pool = pool_of(2)
+    pool.submit(0, size=2, is_gang=True)
+    assert pool.tell(PlaceLost(0, NODE)) == [*gone(0, NODE), pool.fails((0, 0, 1), NODE), pool.signals(1, 1, 0)]
+    assert pool.finish(1, Report(0))[-1] == EndTask(0, FAILED)
+
+
+@pytest.mark.parametrize("tasks", [0, 1])
+def test_the_loss_of_the_last_place_breaks_a_pool_that_has_work(pool_of, tasks):
+    pool = pool_of(1)
+    for task_id in range(tasks):
+        pool.submit(task_id)
+    assert pool.tell(PlaceLost(0, NODE)) == [*gone(0, NODE), *([BreakPool(), EndTask(0, FAILED)] if tasks else [])]
+    assert pool.scheduler.state is (PoolState.BROKEN if tasks else PoolState.OPEN)
+
+
+def test_a_place_that_was_to_go_anyway_may_be_lost(pool_of):
+    pool = pool_of(2)
+    pool.submit(0, size=2)
+    pool.resize(remove=1)
+    assert pool.tell(PlaceLost(1, NODE)) == [Vacate(1)]
