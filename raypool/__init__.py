@@ -48,6 +48,7 @@ from raypool.view import PoolView
 from raypool.waiting import after_all, after_each, fetch_next, fetch_outputs, wait
 
 if typing.TYPE_CHECKING:
+    from raypool.checkpoint import load_checkpoint, save_checkpoint
     from raypool.spmd.composite import Composite
     from raypool.spmd.context import SpmdContext
     from raypool.train.options import TrainingOptions
@@ -108,8 +109,10 @@ __all__ = [
     "fetch_outputs",
     "fit",
     "gcp",
+    "load_checkpoint",
     "parpool",
     "report",
+    "save_checkpoint",
     "scaling_report",
     "wait",
 ]
@@ -123,6 +126,8 @@ _LAZY = {
     "TrainingOptions": "raypool.train.options",
     "TrainingResult": "raypool.train.runs",
     "TrainingRun": "raypool.train.run",
+    "load_checkpoint": "raypool.checkpoint",
+    "save_checkpoint": "raypool.checkpoint",
     "scaling_report": "raypool.train.scaling",
 }
 """What only some need is imported when they ask for it: all else should not wait for it."""

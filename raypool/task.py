@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import functools
 import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
+from pathlib import Path
 from time import time
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -69,6 +71,19 @@ class CurrentTask:
         return store_here()
 
     @property
+    def checkpoint_dir(self) -> Path:
+        """The item's own folder for checkpoints, which is there: what one attempt has left in it, the next one finds.
+
+        In a loop with a `run_dir` it is in that folder, and stays; with `options(checkpoints=...)` it is kept there. On a machine
+        that does not see that place it is a copy, which is brought home by `save_checkpoint` and when the item ends. Without
+        either it is a temporary folder of the machine, which goes with the pool; outside a pool, of this process.
+        """
+        from raypool.folders import folder_of_process
+
+        note = self._note
+        return folder_of_process() if note is None or note.folders is None else note.folders.folder(note, self.index)
+
+    @property
     def device(self) -> torch.device:
         """The `torch.device` to train on: the worker's GPU if it has one that CUDA can use, else the CPU."""
         import torch
@@ -103,17 +118,52 @@ class Running:
     outer: Running | None = None  # the task in which this one was called for
     find_way: Callable[[], Way] | None = None  # to the pool's exchange, if that is in this process
     shelter: Shelter | None = None  # for what is not to be interrupted
+    thread_id: int = field(default_factory=threading.get_ident)  # in which it runs
     agreed_stop: bool | None = None  # what the ranks of a training have agreed on, None in anything else
+    folders: Folders | None = None  # of the pool, for checkpoints
+    checkpoints: tuple[str, Mapping[int, str]] | None = (
+        None  # where they are kept, if they are, and there each item's by its number
+    )
+
+
+class Folders(Protocol):
+    """Gives the items that a pool runs here their folders for checkpoints."""
+
+    def folder(self, note: Running, index: int) -> Path:
+        """Return the folder of an item, made or fetched if it is not here."""
+
+    def bring_home(self, note: Running, index: int) -> None:
+        """See to it that what is in the folder now is where it is kept."""
+
+    def end(self, note: Running, index: int) -> None:
+        """Bring home what is in the folder of an item that has ended, if it has one, and let go of what is only a copy."""
 
 
 class Shelter(Protocol):
     """Keeps what is running from being interrupted."""
 
-    def shield(self) -> None:
-        """Interrupt nothing from here on."""
+    def shield(self) -> bool:
+        """Interrupt nothing from here on; return whether `expose` has to follow: not where it was interrupted before."""
 
     def expose(self) -> None:
         """Interrupt it again; at once, if that was wanted meanwhile."""
+
+
+@contextlib.contextmanager
+def unbroken(note: Running | None) -> Iterator[None]:
+    """Do something that is not to be interrupted in its midst; what was wanted meanwhile comes at the end.
+
+    Raises:
+        TaskCancelled: The task was cancelled meanwhile.
+    """
+    shelter = None if note is None or threading.get_ident() != note.thread_id else note.shelter
+    if shelter is None or not shelter.shield():  # in another thread than the task's nothing is interrupted
+        yield
+        return
+    try:
+        yield
+    finally:
+        shelter.expose()
 
 
 Say = Callable[[Running, str, Any], None]
@@ -169,7 +219,7 @@ def _fall_silent() -> None:
     _link = None
     for note in (running.get(), _running_in_process):
         if note is not None:
-            note.say = _say_nothing
+            note.say, note.shelter = _say_nothing, None
 
 
 os.register_at_fork(after_in_child=_fall_silent)

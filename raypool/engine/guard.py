@@ -82,9 +82,14 @@ class Guard:
             note.should_stop = True
         self._is_armed = True
 
-    def shield(self) -> None:
-        """Interrupt what is at hand no more: what is left of it is no code of the user's, and has to be brought to its end."""
-        self._is_armed = False
+    def shield(self) -> bool:
+        """Interrupt what is at hand no more: what is left of it is no code of the user's, and has to be brought to its end.
+
+        Returns:
+            Whether it could be interrupted until now, so that `expose` makes sense: what was interrupted never is again.
+        """
+        was_armed, self._is_armed = self._is_armed, False
+        return was_armed
 
     def expose(self) -> None:
         """Interrupt what is at hand again.
@@ -92,8 +97,12 @@ class Guard:
         Raises:
             TaskCancelled: That was wanted meanwhile.
         """
-        if self._wishes.get(self._at_hand) is Signal.CANCEL:
-            raise TaskCancelled
+        wish = self._wishes.get(self._at_hand)
+        if wish is not None and self._note is not None and self._limit is not None:
+            self._note.should_stop = True
+            if wish is Signal.CANCEL:
+                self._limit.deadline = -inf
+                raise TaskCancelled
         self._is_armed = True
 
     def end(self) -> None:
@@ -182,9 +191,10 @@ class ThreadGuard(Guard):
             self._thread_id = threading.get_ident()
             super().begin(task_id, note, limit)
 
-    def shield(self) -> None:
+    def shield(self) -> bool:
         """Interrupt what is at hand no more."""
-        self._without_interruption(super().shield)
+        was_armed = self._is_armed
+        return self._without_interruption(super().shield) or was_armed
 
     def expose(self) -> None:
         """Interrupt what is at hand again."""
@@ -195,13 +205,16 @@ class ThreadGuard(Guard):
         """Note that code of the user's has ended."""
         self._without_interruption(super().end)
 
-    def _without_interruption(self, note_end: Callable[[], None]) -> None:
+    def _without_interruption(self, note_end: Callable[[], object]) -> bool:
+        """Disarm it; return whether what was on its way has arrived here, where it interrupts nothing."""
         try:
             self._disarm(note_end)
         except TaskCancelled:  # it arrives only now, when it is not for what is at hand any more; it comes once
             self._disarm(note_end)
+            return True
+        return False
 
-    def _disarm(self, note_end: Callable[[], None]) -> None:
+    def _disarm(self, note_end: Callable[[], object]) -> None:
         with self._lock:
             note_end()
             is_coming, self._is_coming = self._is_coming, False

@@ -20,8 +20,10 @@ from raypool.core.messages import AttemptFinished, CancelRequested, Signal, Work
 from raypool.engine.backend import Failure, Function, LocalValues, Part, Post, Refusal, SliceResult, WorkerInfo
 from raypool.engine.diary import listening
 from raypool.engine.guard import ThreadGuard
+from raypool.engine.mirrors import ItemFolders, home_here
 from raypool.engine.runner import Surroundings, run_parts, set_up
 from raypool.errors import LossReason
+from raypool.folders import TemporaryFolder
 from raypool.profiles import Profile
 from raypool.store import FindWay, way_finder_here
 from raypool.task import Say, Way, in_task
@@ -68,6 +70,8 @@ class InlineBackend:
         self._exchange: LocalExchange | None = None  # made when somebody asks for the store
         self._making = threading.Lock()
         self._is_closed = False
+        self._temporary = TemporaryFolder()
+        self._folders = ItemFolders(self._temporary.path, home_here)
         self._find_way = find_way or (way_finder_here() if in_task() else self._way_of_own)
 
     def find_way(self) -> Way:
@@ -195,7 +199,7 @@ class InlineBackend:
         try:
             with guard:
                 worker, stopper = self._workers[worker_id], self._guards[worker_id]
-                here = Surroundings(worker, known.__getitem__, _as_is, stopper, self._say, find_way=self.find_way)
+                here = Surroundings(worker, known.__getitem__, _as_is, stopper, self._say, None, self.find_way, self._folders)
                 with listening():
                     raw = run_parts(attempt_id, parts, here)
         except SystemExit as error:
@@ -230,13 +234,14 @@ class InlineBackend:
             guard.request(wish, attempt_id, task_id)
 
     def close(self) -> None:
-        """Forget all workers, and what is in the store."""
+        """Forget all workers, what is in the store, and temporary files."""
         for worker_id in list(self._workers):
             self._forget(worker_id)
         with self._making:
             self._is_closed = True
         if self._exchange is not None:
             self._exchange.close()
+        self._temporary.remove()
 
 
 def _as_is(items: Any) -> Any:

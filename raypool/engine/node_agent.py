@@ -23,6 +23,7 @@ from raypool.devices.inventory import gpu_memory_used
 from raypool.engine.exchange import Exchange
 from raypool.engine.guard import AT_HAND, STOP_SIGNAL, WISH
 from raypool.engine.memory import is_over, memory_used
+from raypool.folders import TemporaryFolder
 
 FIRST_LOOK_S = 0.02
 LONGEST_LOOK_S = 0.5
@@ -143,6 +144,7 @@ class NodeAgent:
         self._has_room.set()
         self._is_finished = False
         self._exchange = Exchange(self._pass_on)
+        self._temporary = TemporaryFolder()
 
     async def watch(self, worker_id: int, process: WorkerProcess, gpus: Sequence[int], actor: Any) -> None:
         """Take care of a worker from now on.
@@ -235,6 +237,10 @@ class NodeAgent:
         watched.close()
         if watched.gpus:
             await memory_back(lambda: gpu_memory_used(watched.gpus), watched.memory_used)
+
+    async def temporary(self) -> str:
+        """Return the pool's folder for temporary files on this node, which goes when its processes here have ended."""
+        return str(self._temporary.path())
 
     # --- what workers say ---------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from raypool.engine.backend import Part, WorkerInfo
 from raypool.engine.diary import note_last_lines
 from raypool.engine.guard import Guard
 from raypool.errors import TaskCancelled
-from raypool.task import Running, Say, item_seed, running
+from raypool.task import Folders, Running, Say, item_seed, running, unbroken
 
 UNCHANGEABLE = frozenset({int, float, bool, str, bytes, type(None)})
 """Types whose values stay what they are."""
@@ -53,7 +53,7 @@ class Surroundings(NamedTuple):
     `functions` finds a function by its id, `unpack` opens the items of a part. `guard` stops a slice that somebody cancels. `say`
     takes what a task reports and prints. `keep` turns each value, as soon as it is returned, into something that later items
     cannot change; what it raises is the item's error (None: values stay here). `find_way` finds the pool's exchange if that is in
-    this process.
+    this process. `folders` gives items their folders for checkpoints.
     """
 
     worker: WorkerInfo
@@ -63,6 +63,7 @@ class Surroundings(NamedTuple):
     say: Say
     keep: Callable[[Any], Any] | None = None
     find_way: Callable[[], Any] | None = None
+    folders: Folders | None = None
 
 
 def run_parts(attempt_id: int, parts: Sequence[Part], here: Surroundings) -> list[RawResult]:
@@ -101,13 +102,19 @@ def _run_part(part: Part, here: Surroundings, result: RawResult) -> None:
     worker = here.worker
     note = Running(part.start, part.attempt, part.seed, worker.index, worker.gpu, part.name, part.task_id, part.should_stop)
     note.say, note.find_way, note.outer = here.say, here.find_way, running.get()
-    note.shelter = here.guard
+    note.shelter, note.folders = here.guard, here.folders
+    if part.is_call:
+        fn = _as_calls(fn)
+    if part.checkpoints is not None and here.folders is not None:
+        home, names = part.checkpoints
+        note.checkpoints = home, dict(zip(_numbers(part), names, strict=True))
+        fn = _with_folders(fn, note, here.folders)
     token = running.set(note)
     try:
         with _generators_kept() if part.seed is not None else contextlib.nullcontext():
             try:
                 here.guard.begin(part.task_id, note, result)
-                _run_items(_as_calls(fn) if part.is_call else fn, items, part, here.keep, result)
+                _run_items(fn, items, part, here.keep, result)
             finally:
                 here.guard.end()
     except TaskCancelled:
@@ -118,6 +125,30 @@ def _run_part(part: Part, here: Surroundings, result: RawResult) -> None:
 
 def _as_calls(fn: Callable[..., Any]) -> Callable[[Any], Any]:
     return lambda call: fn(*call[0], **call[1])
+
+
+def _numbers(part: Part) -> Sequence[int]:
+    return range(part.start, part.start + part.num_items) if part.numbers is None else part.numbers
+
+
+def _with_folders(fn: Callable[[Any], Any], note: Running, folders: Folders) -> Callable[[Any], Any]:
+    """Let the checkpoints of each item be where they are kept before its outcome is known."""
+
+    def call(item: Any) -> Any:
+        try:
+            value = fn(item)
+        except BaseException as error:
+            try:
+                with unbroken(note):
+                    folders.end(note, note.index)
+            except Exception as why:
+                error.add_note(f"raypool: its checkpoints could not be brought home: {type(why).__name__}: {why}")
+            raise
+        with unbroken(note):
+            folders.end(note, note.index)
+        return value
+
+    return call
 
 
 def _run_items(
@@ -135,8 +166,7 @@ def _run_items(
     assert note is not None
     result.started_at = time()
     before = perf_counter()
-    numbers = range(part.start, part.start + len(items)) if part.numbers is None else part.numbers
-    for index, item in zip(numbers, items, strict=True):
+    for index, item in zip(_numbers(part), items, strict=True):
         note.index = index
         if seed is not None:
             seed_everything(item_seed(seed, index))

@@ -10,6 +10,7 @@ import pickle
 import platform
 import traceback
 from collections.abc import Callable, MutableMapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import ray
@@ -20,11 +21,13 @@ from raypool.devices.links import prefer_fast_links
 from raypool.engine import diary
 from raypool.engine.backend import Part, Refusal, WorkerInfo
 from raypool.engine.guard import ProcessGuard
+from raypool.engine.mirrors import ItemFolders, home_here
 from raypool.engine.node_agent import WorkerProcess
 from raypool.engine.outbox import Outbox
 from raypool.engine.packing import Fetched, Packed, Parcel, dump, join, keep, load, snapshot, unpack
 from raypool.engine.ray_calls import ask
 from raypool.engine.runner import Surroundings, run_parts, set_up
+from raypool.folders import hold
 from raypool.results import Results
 from raypool.shared import discard_all
 from raypool.task import let_notes_travel, mark_worker_process, set_link
@@ -75,6 +78,7 @@ class PoolWorker:
         self._worker_id = worker_id
         self._guard = ProcessGuard()
         self._agent: Any = None
+        self._folders = ItemFolders(self._temporary, home_here)
         self._outbox = Outbox(self._push)
         self._packed: dict[int, Packed] = {}  # functions that were not called yet
         self._functions: dict[int, Callable[..., Any]] = {}
@@ -107,6 +111,13 @@ class PoolWorker:
         self._agent = agent
         set_link(WorkerLink(self._worker_id, self._outbox, agent, home))
 
+    @functools.cache  # noqa: B019 - the process ends with it
+    def _temporary(self) -> Path:
+        """Return the pool's folder for temporary files on this machine."""
+        folder = Path(ray.get(self._agent.temporary.remote()))
+        hold(folder)
+        return folder
+
     def _push(self, number: int, batch: bytes) -> None:
         ray.get(self._agent.push.remote(self._worker_id, number, batch))
 
@@ -124,7 +135,7 @@ class PoolWorker:
         self.forget(stale)
         self._packed.update(functions)
         keep_value = functools.partial(keep, is_last=sum(part.num_items for part in parts) == 1)
-        here = Surroundings(self._info, self._function, unpack, self._guard, self._outbox.say, keep_value)
+        here = Surroundings(self._info, self._function, unpack, self._guard, self._outbox.say, keep_value, folders=self._folders)
         results = run_parts(attempt_id, parts, here)
         parcel = join([value for result in results for value in result.values])
         sendables: list[Sendable] = [

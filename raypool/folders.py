@@ -1,0 +1,97 @@
+"""Folders of this machine in which tasks keep their checkpoints: those that stay, and those that go with their pool.
+
+A temporary folder is there as long as a process holds it, by a lock on a file in it; what is left then is removed, however those
+processes have ended, by a small process that waits for that lock.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import uuid
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+LOCK = ".lock"
+
+_REMOVER = """
+import fcntl, os, shutil, sys
+if not os.fork():
+    try:
+        held = os.open(os.path.join(sys.argv[1], ".lock"), os.O_RDWR)
+        fcntl.flock(held, fcntl.LOCK_EX)
+    finally:
+        shutil.rmtree(sys.argv[1], ignore_errors=True)
+"""
+
+
+def make_private(folder: Path) -> Path:
+    """Make a folder, and those that it is in as far as they are missing, for this user only; return it."""
+    if not folder.is_dir():
+        if folder.parent != folder:
+            make_private(folder.parent)
+        folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
+
+
+class TemporaryFolder:
+    """A folder for temporary files, made when somebody asks for it; it goes with this object, at the latest with the process.
+
+    Forked children have it too: its name is known from the beginning.
+    """
+
+    def __init__(self) -> None:
+        self._path = Path(tempfile.gettempdir()) / f"raypool-{uuid.uuid4().hex}"
+        self._remove: Callable[[], object] | None = None
+
+    def path(self) -> Path:
+        """Return the folder, which is there."""
+        if self._remove is None:
+            held = hold(self._path)
+            self._remove = weakref.finalize(self, _let_go, self._path, held, os.getpid())
+            subprocess.run([sys.executable, "-I", "-S", "-c", _REMOVER, str(self._path)], check=False, start_new_session=True)
+        return self._path
+
+    def remove(self) -> None:
+        """Remove it, if it was made; whoever asks again gets an empty one."""
+        remove, self._remove = self._remove, None
+        if remove is not None:
+            remove()
+
+
+def hold(folder: Path) -> int:
+    """Make a temporary folder, if it is not there, and keep it from being removed while this process is alive.
+
+    Returns:
+        A descriptor; when it is closed, the folder need not stay for the sake of this process.
+    """
+    while True:
+        make_private(folder)
+        try:
+            held = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except FileNotFoundError:  # it has just been removed
+            continue
+        fcntl.flock(held, fcntl.LOCK_SH)
+        if os.fstat(held).st_nlink:
+            return held
+        os.close(held)
+
+
+def _let_go(folder: Path, held: int, pid: int) -> None:
+    """Remove a folder that was held; in a forked child that is for its parent to do."""
+    if os.getpid() == pid:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(held)
+
+
+_of_process = TemporaryFolder()
+
+
+def folder_of_process() -> Path:
+    """Return a folder of this process for what runs outside a pool; it goes with the process."""
+    return make_private(_of_process.path() / "checkpoint")
