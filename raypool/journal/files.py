@@ -1,0 +1,142 @@
+"""Files of a run: each is there as a whole or not at all, for its owner only, and is opened only if it is what was written.
+
+A pickle can run code when it is opened. So one is opened only from a file that belongs to whoever opens it, and whose size and hash
+are those in the journal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import pickle
+import stat
+import uuid
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+DIGEST_BYTES = 16
+
+MAX_TWICE_BYTES = 16 * 1024 * 1024
+"""A pickle that needs the user's script is written twice up to this size, so that it can be opened without the script too."""
+
+
+class Damaged(Exception):
+    """Something that was stored cannot be had back; the text says what and why."""
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder, and those that it is in, for the owner only; they are on the disk when this returns."""
+    if path.is_dir():
+        return
+    make_folder(path.parent)
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+        sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Wait until the names in a folder are on the disk; not every file system knows how."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with contextlib.suppress(OSError):
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a file for the owner only; it is on the disk when this returns, and what had its name before stays until then."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+    sync_folder(path.parent)
+
+
+def digest(data: bytes) -> bytes:
+    """Return the hash by which a file is known."""
+    return blake2b(data, digest_size=DIGEST_BYTES).digest()
+
+
+def read_file(path: Path, size: int, known_digest: bytes) -> bytes:
+    """Return what is in a file.
+
+    Raises:
+        Damaged: It is not there, cannot be read, or is not what was written.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise Damaged(f"{path} cannot be read ({error.strerror or error})") from error
+    if len(data) != size or digest(data) != known_digest:
+        raise Damaged(f"{path} is not what was written ({len(data):,} of {size:,} bytes)")
+    return data
+
+
+def check_owner(path: Path) -> None:
+    """Make sure that what this file brings may be run here.
+
+    Raises:
+        Damaged: It belongs to somebody else, or others may write to it.
+    """
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise Damaged(f"{path} cannot be read ({error.strerror or error})") from error
+    if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise Damaged(f"{path} holds a pickle, and belongs to somebody else or can be changed by others: it is not opened")
+
+
+def dump(value: Any) -> bytes:
+    """Pickle a value. One that needs a class of the script is pickled with it too, behind the pickle that only names it.
+
+    Raises:
+        Exception: It cannot be pickled.
+    """
+    import cloudpickle
+
+    try:
+        data = pickle.dumps(value, protocol=5)
+    except Exception:
+        return bytes(cloudpickle.dumps(value, protocol=5))
+    if b"__main__" not in data or len(data) > MAX_TWICE_BYTES:
+        return data
+    try:
+        return data + cloudpickle.dumps(value, protocol=5)
+    except Exception:
+        return data
+
+
+def load(data: bytes) -> Any:
+    """Return the value that was pickled; where the script is not at hand, made with what was pickled of it.
+
+    Raises:
+        Damaged: It cannot be opened here.
+    """
+    file = io.BytesIO(data)
+    try:
+        return pickle.load(file)
+    except Exception as error:
+        first_error = error
+    with contextlib.suppress(Exception):
+        return pickle.loads(_behind_first(data))
+    raise Damaged(f"it cannot be opened here ({type(first_error).__name__}: {first_error})") from first_error
+
+
+def _behind_first(data: bytes) -> bytes:
+    """Return what stands behind the first pickle."""
+    import pickletools
+
+    file = io.BytesIO(data)
+    for _ in pickletools.genops(file):
+        pass
+    return data[file.tell() :]

@@ -1,0 +1,293 @@
+"""The journal of a run that is being written: one driver, one thread at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import socket
+import sqlite3
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from raypool.errors import JournalError
+from raypool.journal.files import Damaged, make_folder, write_file
+from raypool.journal.lock import RunLock
+from raypool.journal.opening import Contents, cannot_write, open_database
+from raypool.journal.outcomes import (
+    NOWHERE,
+    Outcome,
+    Place,
+    Stored,
+    error_of,
+    get_back,
+    logger,
+    put_away,
+    to_row,
+)
+from raypool.journal.schema import MAX_TEXT_BYTES, SCHEMA, Row, insert, order_rows
+from raypool.journal.source import Source
+
+__all__ = ["Damaged", "Journal", "Outcome", "Stored"]
+
+COUNTS = frozenset({"finished", "failed"})
+"""What stands until the item has another outcome; the rest only says what it took."""
+
+
+class Journal:
+    """What became of the items of a run, in its folder. Any thread may use it.
+
+    What `write` has taken is on the disk and stays there. Use `open`.
+
+    Example:
+        >>> import tempfile
+        >>> folder = tempfile.mkdtemp()
+        >>> with Journal.open(folder, "sweeps.train", seed=None) as journal:
+        ...     journal.note_items([("3f9c", 0, {"lr": 0.1})])
+        ...     journal.write([Outcome("3f9c", 1, "finished", value=0.9)])
+        []
+        >>> with Journal.open(folder, "sweeps.train", seed=None) as journal:
+        ...     journal.run, journal.value(journal.stored()["3f9c"])
+        (2, 0.9)
+    """
+
+    def __init__(self, run_dir: Path, lock: RunLock, connection: sqlite3.Connection, contents: Contents) -> None:
+        self.run_dir = run_dir
+        self._lock = lock
+        self._connection = connection
+        self._mutex = threading.Lock()
+        self._next = {table: rows[-1][0] + 1 if rows else 1 for table, rows in contents.items()}
+        self._numbers: dict[str, int] = {row[1]: row[0] for row in contents["items"]}
+        self._newest: dict[str, Stored] = {}
+        for row in sorted(contents["attempts"], key=lambda row: (row[2], row[0])):
+            self._take(row)
+        runs = (
+            [row[0] for row in contents["runs"]]
+            + [row[2] for row in contents["attempts"]]
+            + [row[1] for row in contents["orders"]]
+        )
+        self.run = max(runs, default=0) + 1
+
+    @classmethod
+    def open(cls, run_dir: str | os.PathLike[str], function: str, seed: int | None, source: Source | None = None) -> Self:
+        """Lock the folder, make or open its journal, and begin the next run in it.
+
+        Args:
+            run_dir: The folder; it is made if it is not there.
+            function: The key of the function that runs (`keys.function_key`).
+            seed: The seed of the run.
+            source: Where the function stands, for those who replay an item.
+
+        Raises:
+            JournalError: It is in use, was made for another function or seed, or cannot be written.
+        """
+        folder = Path(os.path.abspath(run_dir))  # noqa: PTH100 (links stay what they are)
+        try:
+            make_folder(folder)
+        except OSError as error:
+            raise cannot_write(folder, error) from error
+        lock = RunLock(folder)
+        try:
+            connection, contents = open_database(folder)
+            try:
+                _check_same(folder, contents, function, seed)
+                journal = cls(folder, lock, connection, contents)
+                journal._begin(function, seed, source)
+            except BaseException:
+                connection.close()
+                raise
+        except BaseException:
+            lock.release()
+            raise
+        return journal
+
+    def _begin(self, function: str, seed: int | None, source: Source | None) -> None:
+        from raypool import __version__
+
+        try:
+            if source is not None and source.pickled is not None:
+                path = self.run_dir / "function.pkl"
+                write_file(path, source.pickled)
+            where = None if source is None else source.to_text()
+            row = (
+                function[:MAX_TEXT_BYTES],
+                json.dumps(seed),
+                where,
+                SCHEMA,
+                time.time(),
+                socket.gethostname(),
+                os.getpid(),
+                __version__,
+            )
+            with self._mutex:
+                self._commit({"runs": [(self.run, *row)]})
+        except OSError as error:
+            raise cannot_write(self.run_dir, error) from error
+
+    def note_items(self, entries: Iterable[tuple[str, int, Any]]) -> None:
+        """Note which items this run has: key, position, item. Those that are not known yet are stored.
+
+        Raises:
+            OSError: It cannot be written, and nothing is noted; it may be tried again.
+        """
+        with self._mutex:
+            number = self._next["items"]
+            new: dict[str, int] = {}
+            items: list[Row] = []
+            positions: list[tuple[int, int]] = []
+            for key, position, item in entries:
+                known = self._numbers.get(key) or new.get(key)
+                if known is None:
+                    known = new[key] = number + len(items)
+                    items.append((known, key, self.run, *self._put_item(key, item)))
+                positions.append((position, known))
+            first = self._next["orders"]
+            orders = [(first + offset, *row) for offset, row in enumerate(order_rows(self.run, positions))]
+            self._commit({"items": items, "orders": orders})
+            self._numbers.update(new)
+
+    def _put_item(self, key: str, item: Any) -> Place:
+        try:
+            return put_away(item, "item", self.folder(key))
+        except OSError:
+            raise
+        except Exception as error:
+            logger.warning("Item %s cannot be stored (%s: %s); its outcome can.", key, type(error).__name__, error)
+            return NOWHERE
+
+    def stored(self) -> dict[str, Stored]:
+        """Return the newest outcome of each item that has one, by key."""
+        with self._mutex:
+            return dict(self._newest)
+
+    def value(self, stored: Stored) -> Any:
+        """Return what an item returned.
+
+        Raises:
+            Damaged: It is not there any more, or not what was written: the item has to run again.
+        """
+        return get_back(Place(*stored[5:10]), self.run_dir, stored.key)
+
+    def error(self, stored: Stored) -> BaseException:
+        """Return what an item raised, as itself where that is possible, else as a `TaskError` with its text."""
+        return error_of(stored, self.run_dir)
+
+    def write(self, outcomes: Sequence[Outcome]) -> list[tuple[Outcome, OSError]]:
+        """Write outcomes down; when this returns they are on the disk, except for those that it returns with the reason."""
+        with self._mutex:
+            ready: list[tuple[Outcome, tuple[Any, ...]]] = []
+            failed: list[tuple[Outcome, OSError]] = []
+            for outcome in outcomes:
+                try:
+                    ready.append((outcome, to_row(outcome, self.run, self.run_dir)))
+                except OSError as error:
+                    failed.append((outcome, error))
+            try:
+                self._write_rows([row for _, row in ready])
+            except OSError as error:
+                if len(ready) == 1:
+                    failed.append((ready[0][0], error))
+                else:
+                    failed += self._write_singly(ready)
+        return failed
+
+    def _write_singly(self, ready: list[tuple[Outcome, tuple[Any, ...]]]) -> list[tuple[Outcome, OSError]]:
+        """Write what still finds room. Where two do not in a row, the rest need not be tried."""
+        failed: list[tuple[Outcome, OSError]] = []
+        for position, (outcome, row) in enumerate(ready):
+            if len(failed) >= 2 and len(failed) == position:
+                failed.append((outcome, failed[0][1]))
+                continue
+            try:
+                self._write_rows([row])
+            except OSError as error:
+                failed.append((outcome, error))
+        return failed
+
+    def _write_rows(self, rows: list[tuple[Any, ...]]) -> None:
+        first = self._next["attempts"]
+        numbered = [(first + offset, *row) for offset, row in enumerate(rows)]
+        self._commit({"attempts": numbered})
+        for row in numbered:
+            self._take(row)
+
+    def _take(self, row: Row) -> None:
+        if row[4] in COUNTS:
+            self._newest[row[1]] = Stored._make(row)
+
+    def _commit(self, rows: dict[str, list[Row]]) -> None:
+        """Add rows in one transaction.
+
+        Raises:
+            OSError: They cannot be written; none of them is there.
+        """
+        if not any(rows.values()):
+            return
+        connection = self._connection
+        try:
+            if not connection.in_transaction:  # the one that makes the tables may still be open
+                connection.execute("BEGIN IMMEDIATE")
+            for table, entries in rows.items():
+                insert(connection, table, entries)
+            connection.execute("COMMIT")
+        except BaseException as error:
+            with contextlib.suppress(sqlite3.Error):
+                if connection.in_transaction:
+                    connection.execute("ROLLBACK")
+            if isinstance(error, sqlite3.Error):
+                raise _as_os_error(error, self.run_dir) from error
+            raise
+        for table, entries in rows.items():
+            if entries:
+                self._next[table] = max(self._next[table], entries[-1][0] + 1)
+
+    def folder(self, key: str) -> Path:
+        """Return the folder of an item; it is there only if something is in it (`files.make_folder` makes it)."""
+        return self.run_dir / "items" / key
+
+    def close(self) -> None:
+        """Let go of the files and the lock."""
+        with self._mutex:
+            with contextlib.suppress(sqlite3.Error):
+                self._connection.close()
+            self._lock.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def _check_same(folder: Path, contents: Contents, function: str, seed: int | None) -> None:
+    """Make sure that a folder was made for this function and seed.
+
+    Raises:
+        JournalError: It was not.
+    """
+    if not contents["runs"]:
+        return
+    _, known_function, known_seed, *_ = contents["runs"][-1]
+    known_seed = json.loads(known_seed)
+    if known_function != function[:MAX_TEXT_BYTES]:
+        raise JournalError(
+            f"{folder} holds what became of {known_function}; this call is for {function}. Give each function a folder of its own.",
+            run_dir=str(folder),
+        )
+    if known_seed != seed:
+        raise JournalError(
+            f"{folder} was made with seed={known_seed}; this call has seed={seed}, which gives other values. "
+            f"Give seed={known_seed}, or another folder.",
+            run_dir=str(folder),
+        )
+
+
+def _as_os_error(error: sqlite3.Error, folder: Path) -> OSError:
+    """Return what SQLite says of the disk as Python would."""
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+    number = {sqlite3.SQLITE_FULL: errno.ENOSPC, sqlite3.SQLITE_READONLY: errno.EROFS}.get(code, errno.EIO)
+    return OSError(number, str(error), str(folder))

@@ -1,0 +1,308 @@
+"""Which item is which: a key made of what an item holds, the same in every process and for every order of the items.
+
+A value is written down as bytes in one canonical way, and the key is their hash. What holds the same has the same key; values of
+different types differ, also where Python calls them equal (1, 1.0 and True).
+"""
+
+from __future__ import annotations
+
+import copyreg
+import dataclasses
+import datetime
+import functools
+import struct
+import sys
+import uuid
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from decimal import Decimal
+from enum import Enum, Flag
+from fractions import Fraction
+from hashlib import blake2b
+from pathlib import Path, PurePath
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+from raypool.errors import InvalidTypeError
+
+KEY_BYTES = 12
+"""Long enough that two of a billion items never share a key by chance."""
+
+
+def content_key(value: Any, what: str) -> str:
+    """Return the key of a value: 24 hexadecimal digits.
+
+    Args:
+        value: Anything that can be pickled and holds no reference to itself.
+        what: What to call it in a message.
+
+    Raises:
+        InvalidTypeError: It cannot be told from others; the message says which part of it is to blame.
+
+    Example:
+        >>> content_key({"lr": 0.1, "depth": 3}, "item 0") == content_key({"depth": 3, "lr": 0.1}, "item 0")
+        True
+        >>> content_key(1, "item 0") == content_key(1.0, "item 0")
+        False
+    """
+    try:
+        data = _canonical(value, what, [])
+    except RecursionError:
+        raise InvalidTypeError(
+            f"{what} is nested too deeply to be told from others by what it holds. Give the function a name or number to make it from."
+        ) from None
+    return blake2b(data, digest_size=KEY_BYTES).hexdigest()
+
+
+def numbered(keys: Iterable[str]) -> Iterator[str]:
+    """Yield the keys with "-2", "-3" and so on behind the second, third and further ones that are the same.
+
+    Example:
+        >>> list(numbered(["a", "b", "a", "a"]))
+        ['a', 'b', 'a-2', 'a-3']
+    """
+    counts: Counter[str] = Counter()
+    for key in keys:
+        counts[key] += 1
+        yield key if counts[key] == 1 else f"{key}-{counts[key]}"
+
+
+def function_key(fn: Any) -> str:
+    """Return the name by which a function is known from one run to the next: "module.qualname".
+
+    A script's own functions are under the name of its file, a partial under that of what it calls, an object that can be called under
+    that of its type.
+
+    Example:
+        >>> function_key(functools.partial(numbered, []))
+        'raypool.journal.keys.numbered'
+    """
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    named = fn if isinstance(getattr(fn, "__qualname__", None), str) else type(fn)
+    return f"{module_name(getattr(named, '__module__', None))}.{named.__qualname__}"
+
+
+def module_name(name: str | None) -> str:
+    """Return the name under which a module can be imported: a script's is that of its file."""
+    if name != "__main__":
+        return name or "builtins"
+    main = sys.modules.get("__main__")
+    spec = getattr(main, "__spec__", None)
+    if spec is not None:
+        return str(spec.name)
+    file = getattr(main, "__file__", None)
+    return Path(file).stem if file else "__main__"
+
+
+# --- the canonical bytes ----------------------------------------------------------------------------------------------
+
+
+def _node(tag: str, *parts: bytes) -> bytes:
+    """Put parts together so that no two lists of parts give the same bytes."""
+    payload = parts[0] if len(parts) == 1 else b"".join(parts)
+    return b"%b%d:%b" % (tag.encode(), len(payload), payload)
+
+
+def _canonical(value: Any, path: str, outer: list[int]) -> bytes:
+    """Return the bytes of a value; `outer` are the ids of what it is in."""
+    simple = _SIMPLE.get(type(value))
+    if simple is not None:
+        return simple(value)
+    if id(value) in outer:
+        raise InvalidTypeError(f"{path} holds a reference to itself, so it cannot be told from others by what it holds.")
+    outer.append(id(value))
+    try:
+        return _compound(value, path, outer)
+    finally:
+        outer.pop()
+
+
+def _compound(value: Any, path: str, outer: list[int]) -> bytes:
+    kind = type(value)
+    if kind is dict:
+        return _node("dict", *_sorted_pairs(value.items(), path, outer))
+    if kind is list or kind is tuple:
+        return _node("list" if kind is list else "tuple", *_each(value, path, outer))
+    if isinstance(value, (set, frozenset)):
+        extra = _canonical(getattr(value, "__dict__", None) or None, path, outer)
+        return _node("set", _name(kind), extra, *sorted(_each(value, path, outer)))
+    if isinstance(value, Enum):
+        return _node("enum", _name(kind), _canonical(value.value if isinstance(value, Flag) else value.name, path, outer))
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return _node("namedtuple", _name(kind), *_each(value, path, outer))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+        parts = [_node("", _text(name), _canonical(getattr(value, name), f"{path}.{name}", outer)) for name in fields]
+        return _node("dataclass", _name(kind), *parts)
+    if isinstance(value, PurePath):
+        return _node("path", _text(str(value)))
+    if isinstance(value, type):
+        return _node("class", _name(value))
+    if isinstance(value, FunctionType):
+        return _function(value, path, outer)
+    if isinstance(value, functools.partial):
+        return _node("partial", _canonical((value.func, value.args, dict(value.keywords)), path, outer))
+    return _foreign(value, path, outer) or _reduced(value, path, outer)
+
+
+def _each(values: Iterable[Any], path: str, outer: list[int]) -> list[bytes]:
+    return [
+        simple(value) if (simple := _SIMPLE.get(type(value))) else _canonical(value, f"{path}[{index}]", outer)
+        for index, value in enumerate(values)
+    ]
+
+
+def _sorted_pairs(pairs: Iterable[tuple[Any, Any]], path: str, outer: list[int]) -> list[bytes]:
+    return sorted(
+        _canonical(key, f"a key of {path}", outer)
+        + (simple(value) if (simple := _SIMPLE.get(type(value))) else _canonical(value, f"{path}[{key!r}]", outer))
+        for key, value in pairs
+    )
+
+
+def _text(text: str) -> bytes:
+    data = text.encode("utf-8", "surrogatepass")
+    return b"str%d:%b" % (len(data), data)
+
+
+def _name(cls: Any) -> bytes:
+    """Return the name of a class or function, the same whether its script is run or imported."""
+    return _text(f"{module_name(getattr(cls, '__module__', None))}.{getattr(cls, '__qualname__', repr(cls))}")
+
+
+def _number(value: float) -> bytes:
+    return b"float8:nannannn" if value != value else b"float8:" + struct.pack(">d", value)
+
+
+_SIMPLE: dict[type, Callable[[Any], bytes]] = {
+    type(None): lambda value: b"None0:",
+    type(...): lambda value: b"Ellipsis0:",
+    bool: lambda value: b"bool1:1" if value else b"bool1:0",
+    int: lambda value: _node("int", b"%x" % value),
+    float: _number,
+    complex: lambda value: _node("complex", _number(value.real), _number(value.imag)),
+    str: _text,
+    bytes: lambda value: _node("bytes", value),
+    bytearray: lambda value: _node("bytearray", bytes(value)),
+    Decimal: lambda value: _node("decimal", str(value).encode()),
+    Fraction: lambda value: _node("fraction", str(value).encode()),
+    uuid.UUID: lambda value: _node("uuid", value.bytes),
+    datetime.date: lambda value: _node("date", value.isoformat().encode()),
+    datetime.timedelta: lambda value: _node("timedelta", b"%d %d %d" % (value.days, value.seconds, value.microseconds)),
+    range: lambda value: _node("range", b"%d %d %d" % (value.start, value.stop, value.step)),
+    ModuleType: lambda value: _node("module", value.__name__.encode()),
+}
+"""How to write down what holds nothing else."""
+
+
+def _function(fn: FunctionType, path: str, outer: list[int]) -> bytes:
+    """A function is its name; one that cannot be found by it is also what it does and what it holds."""
+    if "<" not in fn.__qualname__:
+        return _node("function", _name(fn))
+    cells = [cell.cell_contents for cell in fn.__closure__ or ()]
+    held = _canonical((cells, fn.__defaults__, fn.__kwdefaults__), f"what {path} holds", outer)
+    return _node("function", _name(fn), _code(fn.__code__, path, outer), held)
+
+
+def _code(code: CodeType, path: str, outer: list[int]) -> bytes:
+    constants = [
+        _code(constant, path, outer) if isinstance(constant, CodeType) else _canonical(constant, path, outer)
+        for constant in code.co_consts
+    ]
+    return _node("code", _node("", code.co_code), _text(" ".join(code.co_names)), *constants)
+
+
+# --- what other packages make -----------------------------------------------------------------------------------------
+
+
+def _foreign(value: Any, path: str, outer: list[int]) -> bytes | None:
+    """Return the bytes of what belongs to NumPy, pandas or torch; a package that nobody has imported has made nothing."""
+    if (numpy := sys.modules.get("numpy")) is not None:
+        if isinstance(value, numpy.generic):
+            plain = value.item()
+            return _canonical(
+                numpy.asarray(value) if type(plain) not in _SIMPLE or value.dtype.kind in "mM" else plain, path, outer
+            )
+        if type(value) is numpy.ndarray:
+            return _array(value, path, outer)
+    if (pandas := sys.modules.get("pandas")) is not None and hasattr(pandas, "DataFrame"):
+        if isinstance(value, pandas.DataFrame):
+            columns = [_column(value.iloc[:, number], path, outer) for number in range(value.shape[1])]
+            return _node(
+                "frame", _name(type(value)), _column(value.columns, path, outer), _column(value.index, path, outer), *columns
+            )
+        if isinstance(value, pandas.Series):
+            name = _canonical(value.name, f"the name of {path}", outer)
+            return _node("series", name, _column(value, path, outer), _column(value.index, path, outer))
+        if isinstance(value, pandas.Index):
+            return _node("index", _canonical(list(value.names), path, outer), _column(value, path, outer))
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, getattr(torch, "Tensor", ())):
+        return _tensor(value, torch)
+    return None
+
+
+def _array(array: Any, path: str, outer: list[int]) -> bytes:
+    shape = repr(array.shape).encode()
+    if array.dtype.hasobject:
+        return _node("array", b"object", shape, *_each(array.ravel().tolist(), path, outer))
+    data = blake2b(array.tobytes(), digest_size=32).digest()
+    return _node("array", repr(array.dtype.descr).encode(), shape, data)
+
+
+def _column(column: Any, path: str, outer: list[int]) -> bytes:
+    dtype = column.dtype
+    categories = (list(dtype.categories), dtype.ordered) if hasattr(dtype, "categories") else None
+    return _node("column", _text(str(dtype)), _canonical(categories, path, outer), _array(column.to_numpy(), path, outer))
+
+
+def _tensor(tensor: Any, torch: Any) -> bytes:
+    plain = tensor.detach().as_subclass(torch.Tensor)
+    plain = (plain.to_dense() if plain.layout is not torch.strided else plain).cpu().resolve_conj().resolve_neg().contiguous()
+    data = blake2b(plain.reshape(-1).view(torch.uint8).numpy().tobytes(), digest_size=32).digest()
+    head = f"{tensor.dtype} {tuple(tensor.shape)} {tensor.layout}".encode()
+    return _node("tensor", _name(type(tensor)), head, data)
+
+
+# --- anything else ----------------------------------------------------------------------------------------------------
+
+
+def _reduced(value: Any, path: str, outer: list[int]) -> bytes:
+    """Return the bytes of what pickle would make it from again."""
+    kind = type(value)
+    try:
+        reduce = copyreg.dispatch_table.get(kind)
+        reduced = reduce(value) if reduce is not None else value.__reduce_ex__(2)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise InvalidTypeError(
+            f"{path} is a {kind.__name__} that cannot be pickled ({reason}), so it cannot be told from others by what it holds. "
+            "Make it inside the function, or give what it is made from."
+        ) from error
+    if isinstance(reduced, str):
+        return _node("global", _name(kind), _text(reduced))
+    function, args, state, entries, pairs = (*reduced, None, None, None)[:5]
+    parts = [_canonical(part, path, outer) for part in (function, args)]
+    parts.append(_canonical(state, path, outer) if not isinstance(state, dict) else _attributes(state, path, outer))
+    parts.append(_node("list", *_each(entries or (), path, outer)))
+    if isinstance(value, OrderedDict):
+        parts.append(_node("pairs", *_each(list(pairs or ()), path, outer)))
+    else:
+        parts.append(_node("dict", *_sorted_pairs(pairs or (), path, outer)))
+    return _node("object", _name(kind), *parts)
+
+
+def _attributes(state: dict[Any, Any], path: str, outer: list[int]) -> bytes:
+    return _node(
+        "state",
+        *sorted(_canonical(name, path, outer) + _canonical(value, f"{path}.{name}", outer) for name, value in state.items()),
+    )
+
+
+def _as_args(tag: str, take: Callable[[Any], tuple[Any, ...]]) -> Callable[[Any], bytes]:
+    return lambda value: _node(tag, _canonical(take(value), f"a {tag}", []))
+
+
+_SIMPLE[datetime.time] = _as_args("time", lambda value: (value.isoformat(), value.fold, value.tzinfo))
+_SIMPLE[datetime.datetime] = _as_args("datetime", lambda value: (value.isoformat(), value.fold, value.tzinfo))

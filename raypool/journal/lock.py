@@ -1,0 +1,98 @@
+"""One driver at a time for each folder: a lock that the kernel holds, so that it is gone with the process however that ends."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import socket
+import weakref
+from datetime import datetime
+from errno import EACCES, EAGAIN
+from pathlib import Path
+
+from raypool.errors import JournalError
+
+logger = logging.getLogger("raypool")
+
+
+class RunLock:
+    """Keeps a folder for whoever makes this, until `release` or the end of the process. The folder must be there.
+
+    Children that this process forks do not hold it.
+
+    Raises:
+        JournalError: Somebody else has it; the message says who, where and since when. Or it cannot be written.
+
+    Example:
+        >>> import tempfile
+        >>> lock = RunLock(Path(tempfile.mkdtemp()))
+        >>> lock.release()
+    """
+
+    def __init__(self, folder: Path, name: str = "journal.lock") -> None:
+        self._path = folder / name
+        try:
+            self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
+        except OSError as error:
+            raise JournalError(
+                f"{folder} cannot be written ({error.strerror or error}). Give a folder that belongs to you.", run_dir=str(folder)
+            ) from error
+        try:
+            self._take(folder)
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+        _held.add(self)
+
+    def _take(self, folder: Path) -> None:
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (EAGAIN, EACCES):
+                raise JournalError(
+                    f"{folder} is in use by {self._holder()}. Wait until that has ended, or give another folder.",
+                    run_dir=str(folder),
+                ) from None
+            logger.warning("%s cannot be locked (%s): make sure that nobody else uses it.", folder, error.strerror)
+        since = datetime.now().astimezone().isoformat(" ", "seconds")
+        note = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": since})
+        with contextlib.suppress(OSError):  # a full disk: the lock holds all the same
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, note.encode(), 0)
+
+    def _holder(self) -> str:
+        try:
+            note = json.loads(os.pread(self._descriptor, 4096, 0))
+            return f"process {note['pid']} on {note['host']}, since {note['since']}"
+        except (OSError, ValueError, KeyError, TypeError):
+            return "another process"
+
+    def release(self) -> None:
+        """Let others have it."""
+        if self._descriptor >= 0:
+            _held.discard(self)
+            descriptor, self._descriptor = self._descriptor, -1
+            with contextlib.suppress(OSError):
+                os.ftruncate(descriptor, 0)
+            os.close(descriptor)
+
+    def _forget(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+_held: weakref.WeakSet[RunLock] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    """In a forked child: the lock is the parent's, and would otherwise outlive it."""
+    for lock in list(_held):
+        lock._forget()
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_forget_all)

@@ -1,0 +1,306 @@
+"""Opens a journal for writing: makes it, brings it up to date, and repairs it if need be."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import sqlite3
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TypeAlias
+
+from raypool.errors import JournalError
+from raypool.journal.files import sync_folder
+from raypool.journal.outcomes import DATABASE
+from raypool.journal.salvage import carve
+from raypool.journal.schema import (
+    APPLICATION_ID,
+    PAGE_BYTES,
+    SCHEMA,
+    TABLES,
+    Row,
+    WrongRowError,
+    checksum,
+    insert,
+    migrate,
+    num_missing,
+    numbers_of,
+    order_rows,
+    read,
+)
+
+logger = logging.getLogger("raypool")
+
+Contents: TypeAlias = "dict[str, list[Row]]"
+"""The rows of each table, in the order of their numbers."""
+
+SALVAGED = "journal.salvaged.sqlite"
+"""A complete journal that is about to take the place of a damaged one."""
+
+SURROUNDINGS = frozenset(
+    [
+        sqlite3.SQLITE_PERM,
+        sqlite3.SQLITE_BUSY,
+        sqlite3.SQLITE_LOCKED,
+        sqlite3.SQLITE_NOMEM,
+        sqlite3.SQLITE_READONLY,
+        sqlite3.SQLITE_IOERR,
+        sqlite3.SQLITE_FULL,
+        sqlite3.SQLITE_CANTOPEN,
+        sqlite3.SQLITE_AUTH,
+    ]
+)
+"""What SQLite says where the file is not to blame."""
+
+
+class DamagedError(Exception):
+    """A journal is not what was written."""
+
+
+def is_damage(error: Exception) -> bool:
+    """Whether this says that the file is damaged, rather than that the disk is full, say."""
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)
+    return code & 0xFF not in SURROUNDINGS or code == sqlite3.SQLITE_IOERR_SHORT_READ
+
+
+def open_database(folder: Path) -> tuple[sqlite3.Connection, Contents]:
+    """Return a connection to the journal in a folder that is locked, and all that is in it.
+
+    Raises:
+        JournalError: It cannot be written, was made by a newer raypool, or is not a journal.
+    """
+    try:
+        _finish_salvage(folder)
+        rest = _bytes_of(folder / f"{DATABASE}-wal")  # before SQLite tidies it away
+        with contextlib.suppress(FileExistsError):
+            os.close(os.open(folder / DATABASE, os.O_CREAT | os.O_EXCL, 0o600))
+        try:
+            connection = connect(folder / DATABASE)
+        except sqlite3.DatabaseError as error:
+            if not is_damage(error):
+                raise
+            return _salvaged(folder, rest)
+        try:
+            return connection, _checked(connection, rest)
+        except (sqlite3.DatabaseError, WrongRowError, DamagedError) as error:
+            connection.close()
+            if not is_damage(error):
+                raise
+            return _salvaged(folder, rest)
+    except (OSError, sqlite3.Error) as error:
+        raise cannot_write(folder, error) from error
+
+
+def cannot_write(folder: Path, error: Exception) -> JournalError:
+    """Return the error for a journal that cannot be written."""
+    reason = getattr(error, "strerror", None) or error
+    return JournalError(
+        f"The journal in {folder} cannot be written ({reason}). Make room, or give a folder that belongs to you.",
+        run_dir=str(folder),
+    )
+
+
+def connect(path: Path) -> sqlite3.Connection:
+    """Open a database so that what is committed stays, whatever happens."""
+    connection = sqlite3.connect(path, timeout=10.0, isolation_level=None, check_same_thread=False)
+    try:
+        connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = FULL")
+        connection.execute("PRAGMA trusted_schema = OFF")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _bytes_of(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return b""
+
+
+def _checked(connection: sqlite3.Connection, rest: bytes) -> Contents:
+    """Return what is in a journal, with what its write-ahead log holds besides.
+
+    Raises:
+        DamagedError: It is not what was written; or another error of `schema.read`.
+    """
+    (tables,) = connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()
+    (application,) = connection.execute("PRAGMA application_id").fetchone()
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    if tables == 0 and application == 0 and version == 0:
+        migrate(connection)  # of a new one; goes to the disk with the first row
+        if rest:
+            raise DamagedError("its first page is gone")
+        return {table: [] for table in TABLES}
+    if application != APPLICATION_ID or version > SCHEMA or version < 1:
+        raise DamagedError("its first page says that it is something else")
+    migrate(connection)
+    if connection.in_transaction:
+        connection.execute("COMMIT")
+    contents = read_all(connection)
+    if any(num_missing(rows) for table, rows in contents.items() if table != "runs"):
+        raise DamagedError("rows are missing")
+    if connection.execute("PRAGMA quick_check(1)").fetchone() != ("ok",):
+        raise DamagedError("its pages contradict each other")
+    if rest:
+        _append_found(connection, contents, rest)
+    return contents
+
+
+def read_all(connection: sqlite3.Connection) -> Contents:
+    """Return the rows of all tables."""
+    return {table: read(connection, table) for table in TABLES}
+
+
+def _append_found(connection: sqlite3.Connection, contents: Contents, rest: bytes) -> None:
+    """Add rows that were written, but not committed, or that SQLite did not find behind a damaged page of the log."""
+    known = frozenset(checksum(table, row) for table, rows in contents.items() for row in rows)
+    found = list(carve(rest, known))
+    if not found:
+        return
+    both = gathered(itertools.chain(((table, row) for table, rows in contents.items() for row in rows), found))
+    lost = lost_of(both)
+    both = renumbered(both)
+    if any(both[table][: len(rows)] != rows for table, rows in contents.items()):
+        raise DamagedError("rows with other numbers are in its log")
+    connection.execute("BEGIN IMMEDIATE")
+    for table, rows in both.items():
+        insert(connection, table, rows[len(contents[table]) :])
+    connection.execute("COMMIT")
+    contents.update(both)
+    if sum(lost.values()):
+        logger.warning("The log of the journal is damaged: %s. What they were about runs again.", _said(lost))
+
+
+# --- salvage ----------------------------------------------------------------------------------------------------------
+
+
+def gathered(rows: Iterable[tuple[str, Row]]) -> Contents:
+    """Return rows by table, in the order of their numbers."""
+    contents: Contents = {table: [] for table in TABLES}
+    for table, row in rows:
+        contents[table].append(row)
+    for entries in contents.values():
+        entries.sort(key=lambda row: row[0])
+    return contents
+
+
+def lost_of(contents: Contents) -> dict[str, int]:
+    """Return how many rows of each table are missing, as far as one can see: a row behind the last that is left is not missed."""
+    return {table: max(num_missing(rows), 0) for table, rows in contents.items()}
+
+
+def renumbered(contents: Contents) -> Contents:
+    """Return the rows with consecutive numbers; what is about an item that is not there any more is left out of the orders."""
+    numbers = {row[0]: number for number, row in enumerate(contents["items"], 1)}
+    renewed = {
+        table: rows if table == "runs" else [(number, *row[1:]) for number, row in enumerate(rows, 1)]
+        for table, rows in contents.items()
+    }
+    if all(old == new for old, new in numbers.items()):
+        return renewed
+    orders = []
+    for _, run, first, text in contents["orders"]:
+        entries = [(position, numbers[n]) for position, n in enumerate(numbers_of(text), first) if n in numbers]
+        orders += list(order_rows(run, entries))
+    renewed["orders"] = [(number, *row) for number, row in enumerate(orders, 1)]
+    return renewed
+
+
+def _said(lost: dict[str, int]) -> str:
+    counts = {"outcomes": lost["attempts"], "items": lost["items"], "other records": lost["orders"] + lost["runs"]}
+    said = " and ".join(f"{count:,} {name}" for name, count in counts.items() if count)
+    return f"at least {said} are lost" if said else "no gap is seen in what is left of it"
+
+
+def rescued(folder: Path, data: bytes, rest: bytes) -> Contents:
+    """Return what can be read of a damaged journal.
+
+    Raises:
+        JournalError: It was made by a newer raypool, or is not a journal at all.
+    """
+    contents = gathered(carve(data + bytes(16) + rest))
+    newest = max((row[4] for row in contents["runs"]), default=None)
+    version = int.from_bytes(data[60:64], "big")
+    is_ours = int.from_bytes(data[68:72], "big") == APPLICATION_ID
+    if newest is None and is_ours and SCHEMA < version < 1000:
+        newest = version
+    if newest is not None and newest > SCHEMA:
+        raise JournalError(
+            f"{folder / DATABASE} was made by a newer raypool (its version is {newest}, this one knows {SCHEMA}). Update raypool.",
+            run_dir=str(folder),
+        )
+    if not any(contents.values()) and not is_ours and _is_sound(data, folder):
+        raise JournalError(f"{folder / DATABASE} is not a journal of raypool's. Give another folder.", run_dir=str(folder))
+    return contents
+
+
+def _is_sound(data: bytes, folder: Path) -> bool:
+    """Whether this is a database, of somebody else's then."""
+    if not data.startswith(b"SQLite format 3\0"):
+        return False
+    with contextlib.closing(sqlite3.connect(f"{(folder / DATABASE).absolute().as_uri()}?mode=ro", uri=True)) as connection:
+        try:
+            (tables,) = connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()
+            return bool(tables) and connection.execute("PRAGMA quick_check(1)").fetchone() == ("ok",)
+        except sqlite3.Error:
+            return False
+
+
+def _salvaged(folder: Path, rest: bytes) -> tuple[sqlite3.Connection, Contents]:
+    """Put a journal of all that can be read in the place of a damaged one, which is kept."""
+    path = folder / DATABASE
+    found = rescued(folder, path.read_bytes(), rest)
+    lost, contents = lost_of(found), renumbered(found)
+    temporary = folder / "journal.new.sqlite"
+    for name in (temporary, folder / f"{temporary.name}-wal", folder / f"{temporary.name}-shm"):
+        name.unlink(missing_ok=True)
+    os.close(os.open(temporary, os.O_CREAT | os.O_EXCL, 0o600))
+    with contextlib.closing(connect(temporary)) as connection:
+        migrate(connection)
+        for table, rows in contents.items():
+            insert(connection, table, rows)
+        connection.execute("COMMIT")
+    kept = _keep(folder, rest)
+    temporary.replace(folder / SALVAGED)
+    sync_folder(folder)
+    _finish_salvage(folder)
+    logger.warning(
+        "%s is damaged: %s; %s outcomes of %s items could be read. What is missing runs again. The damaged file is kept as %s.",
+        path,
+        _said(lost),
+        f"{len(contents['attempts']):,}",
+        f"{len(contents['items']):,}",
+        kept.name,
+    )
+    return connect(path), contents
+
+
+def _keep(folder: Path, rest: bytes) -> Path:
+    """Give a damaged journal a second name, which stays."""
+    for number in itertools.count(1):
+        kept = folder / f"journal.damaged-{number}.sqlite"
+        try:
+            os.link(folder / DATABASE, kept)
+        except FileExistsError:
+            continue
+        except OSError:  # a file system without links
+            kept.write_bytes((folder / DATABASE).read_bytes())
+        if rest:
+            (folder / f"{kept.name}-wal").write_bytes(rest)
+        return kept
+    raise AssertionError
+
+
+def _finish_salvage(folder: Path) -> None:
+    """Let the salvaged journal take its place; also if the process that made it was ended in between."""
+    if (folder / SALVAGED).exists():
+        for suffix in ("-wal", "-shm"):
+            (folder / f"{DATABASE}{suffix}").unlink(missing_ok=True)
+        (folder / SALVAGED).replace(folder / DATABASE)
+        sync_folder(folder)

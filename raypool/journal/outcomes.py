@@ -1,0 +1,260 @@
+"""What became of an item, as the loop says it and as it lies in the journal."""
+
+from __future__ import annotations
+
+import json
+import logging
+import traceback
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from raypool.errors import RemoteTraceback, TaskError
+from raypool.journal.files import Damaged, check_owner, digest, dump, load, make_folder, read_file, write_file
+from raypool.journal.plain import decode, encode
+from raypool.journal.schema import MAX_PICKLE_BYTES, MAX_TEXT_BYTES
+
+logger = logging.getLogger("raypool")
+
+DATABASE = "journal.sqlite"
+
+
+class Outcome(NamedTuple):
+    """What became of an item when it ran.
+
+    Attributes:
+        key: Which item.
+        attempt: For the how-many-th time it ran in this run, from 1.
+        status: "finished", "failed", "lost" (it runs again, its worker was lost) or "retried" (it runs again, by `retry_on`).
+        value: What it returned.
+        error: What it raised.
+        words: What was said of a loss.
+        started_at: When it began, Unix time [s].
+        duration_s: How long it ran [s].
+        worker: The worker's number in its pool.
+        gpu: The GPU's index on its machine.
+        host: The name of that.
+    """
+
+    key: str
+    attempt: int
+    status: str
+    value: Any = None
+    error: BaseException | None = None
+    words: str | None = None
+    started_at: float | None = None
+    duration_s: float | None = None
+    worker: int | None = None
+    gpu: int | None = None
+    host: str | None = None
+
+
+class Stored(NamedTuple):
+    """What became of an item, as it lies in the journal: a row of `attempts`. Where its value is, see `schema.STORED`."""
+
+    n: int
+    key: str
+    run: int
+    attempt: int
+    status: str
+    body: str | None
+    pickled: bytes | None
+    file: str | None
+    size: int | None
+    digest: bytes | None
+    started_at: float | None
+    duration_s: float | None
+    worker: int | None
+    gpu: int | None
+    host: str | None
+
+
+class Place(NamedTuple):
+    """Where a value is: the columns `schema.STORED`."""
+
+    body: str | None = None
+    pickled: bytes | None = None
+    file: str | None = None
+    size: int | None = None
+    digest: bytes | None = None
+
+
+NOWHERE = Place(file="")
+"""Of what could not be stored at all."""
+
+
+def put_away(value: Any, stem: str, folder: Path) -> Place:
+    """Store a value in a row if it is small, else in a file of this name, and say where.
+
+    Raises:
+        OSError: The file cannot be written.
+        Exception: It cannot be pickled.
+    """
+    text = encode(value)
+    if text is None:
+        data, name = dump(value), f"{stem}.pkl"
+        if len(data) <= MAX_PICKLE_BYTES:
+            return Place(pickled=data)
+    else:
+        data, name = text.encode(), f"{stem}.json"
+        if len(data) <= MAX_TEXT_BYTES:
+            return Place(body=text)
+    make_folder(folder)
+    write_file(folder / name, data)
+    return Place(file=name, size=len(data), digest=digest(data))
+
+
+def get_back(place: Place, run_dir: Path, key: str) -> Any:
+    """Return a value that was put away.
+
+    Raises:
+        Damaged: It is not there any more, not what was written, or cannot be opened here.
+    """
+    try:
+        if place.body is not None:
+            return decode(place.body)
+        if place.pickled is not None:
+            check_owner(run_dir / DATABASE)
+            return load(place.pickled)
+        if not place.file or place.digest is None:
+            raise Damaged("it was never stored, since it cannot be pickled")
+        path = run_dir / "items" / key / place.file
+        data = read_file(path, place.size or 0, place.digest)
+        if path.suffix == ".json":
+            return decode(data.decode())
+        check_owner(path)
+        return load(data)
+    except Damaged as error:
+        raise Damaged(f"What was stored of item {key} cannot be used: {error}.") from error
+
+
+def to_row(outcome: Outcome, run: int, run_dir: Path) -> tuple[Any, ...]:
+    """Return what of a row of `attempts` follows the number; what is large is in a file then.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    folder = run_dir / "items" / outcome.key
+    stem = f"{run}-{outcome.attempt}"
+    if outcome.status == "finished":
+        place = _put_value(outcome, stem, folder)
+    elif outcome.error is not None:
+        place = Place(body=described(outcome.error))
+        if outcome.status == "failed":
+            place = _put_error(outcome.error, place, stem, folder)
+    else:
+        place = Place(body=_fitting({"text": outcome.words or ""}))
+    host = None if outcome.host is None else _clean(outcome.host)[:255]
+    times = (outcome.started_at, outcome.duration_s, outcome.worker, outcome.gpu, host)
+    return (outcome.key, run, outcome.attempt, outcome.status, *place, *times)
+
+
+def _put_value(outcome: Outcome, stem: str, folder: Path) -> Place:
+    try:
+        return put_away(outcome.value, f"value-{stem}", folder)
+    except OSError:
+        raise
+    except Exception as error:
+        logger.warning(
+            "The value of item %s cannot be stored, since it cannot be pickled (%s: %s): it runs again when the run is resumed.",
+            outcome.key,
+            type(error).__name__,
+            error,
+        )
+        return NOWHERE
+
+
+def _put_error(error: BaseException, place: Place, stem: str, folder: Path) -> Place:
+    """Store an exception itself, if it can be pickled; its text is there in any case."""
+    try:
+        data = dump(error)
+    except Exception:
+        return place
+    if len(data) <= MAX_PICKLE_BYTES:
+        return place._replace(pickled=data)
+    make_folder(folder)
+    write_file(folder / f"error-{stem}.pkl", data)
+    return place._replace(file=f"error-{stem}.pkl", size=len(data), digest=digest(data))
+
+
+def error_of(stored: Stored, run_dir: Path) -> BaseException:
+    """Return the exception of an item that failed: as itself where it can be opened, else a `TaskError` with its text."""
+    said = _said(stored.body)
+    try:
+        error = get_back(Place(None, *stored[6:10]), run_dir, stored.key)
+    except Damaged:
+        error = None
+    if not isinstance(error, BaseException):
+        kind = said.get("type")
+        error = TaskError(f"{kind}: {said.get('text')}" if kind else str(said.get("text") or "It failed; nothing more is known."))
+        for note in said.get("notes", ()):
+            error.add_note(note)
+    if said.get("traceback") and error.__cause__ is None:
+        error.__cause__ = RemoteTraceback(said["traceback"])
+    return error
+
+
+def _said(body: str | None) -> dict[str, Any]:
+    try:
+        said = json.loads(body or "{}")
+    except ValueError:
+        return {}
+    return said if isinstance(said, dict) else {}
+
+
+# --- errors as text ---------------------------------------------------------------------------------------------------
+
+
+def described(error: BaseException) -> str:
+    """Return what can be said of an exception as JSON that fits into a row: type, text, notes and traceback."""
+    cause = error.__cause__
+    if isinstance(cause, RemoteTraceback):
+        lines = cause.text
+    elif error.__traceback__ is not None:
+        lines = "".join(_safely(lambda: "".join(traceback.format_exception(error))))
+    else:
+        lines = ""
+    kind = type(error)
+    notes = [str(note) for note in getattr(error, "__notes__", None) or () if isinstance(note, str)]
+    said = {
+        "type": f"{kind.__module__}.{kind.__qualname__}",
+        "text": _safely(lambda: str(error)),
+        "notes": notes,
+        "traceback": lines,
+    }
+    return _fitting(said)
+
+
+def _safely(make: Any) -> str:
+    """Return a text that code of the user's makes."""
+    try:
+        return str(make())
+    except Exception as error:
+        return f"<its text cannot be made: {type(error).__name__}>"
+
+
+def _fitting(said: dict[str, Any]) -> str:
+    """Return this as JSON, with long texts cut until it fits: what an exception says first, and the end of a traceback."""
+    limit = MAX_TEXT_BYTES
+    while True:
+        cut = {
+            name: [_cut(note, limit // 4) for note in entry[:8]]
+            if isinstance(entry, list)
+            else _cut(entry, limit, name == "traceback")
+            for name, entry in said.items()
+        }
+        text = json.dumps(cut, ensure_ascii=False)
+        if len(text.encode()) <= MAX_TEXT_BYTES:
+            return text
+        limit //= 2
+
+
+def _cut(text: str, limit: int, keep_end: bool = False) -> str:
+    text = _clean(text)
+    if len(text) <= limit:
+        return text
+    return f"[...]{text[-limit:]}" if keep_end else f"{text[:limit]}[...]"
+
+
+def _clean(text: str) -> str:
+    """Return a text that can be written: halves of characters become escapes."""
+    return text.encode("utf-8", "backslashreplace").decode()

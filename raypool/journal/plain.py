@@ -1,0 +1,119 @@
+"""Plain data as text: JSON that gives back exactly what it was made from, types included, or nothing at all.
+
+What is plain can be read by anybody and harms nobody: it needs no pickle.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+MAX_DEPTH = 50
+"""Lists in lists, and so on, up to here."""
+
+MAX_BITS = 10_000
+"""Python refuses to write or read longer numbers."""
+
+MAX_PARTS = 1_000_000
+"""What has more parts is no table entry; the same list in many places would be written many times."""
+
+NUMPY_NAMES = frozenset(
+    ["bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64"]
+)
+"""NumPy's numbers that a number of Python's stands for exactly."""
+
+
+class _NotPlainError(Exception):
+    pass
+
+
+def encode(value: Any) -> str | None:
+    """Return a value as JSON, or None if `decode` would not give back the same value with the same types.
+
+    Example:
+        >>> encode({"lr": 0.1, "layers": (64, 64)})
+        '{"lr":0.1,"layers":{"~tuple":[64,64]}}'
+        >>> decode(encode((1, 1.0, True)))
+        (1, 1.0, True)
+        >>> print(encode({1, 2}))
+        None
+    """
+    try:
+        return json.dumps(_tagged(value, 0, [0]), ensure_ascii=False, separators=(",", ":"), check_circular=False)
+    except _NotPlainError:
+        return None
+
+
+def decode(text: str) -> Any:
+    """Return the value that `encode` made this of."""
+    return json.loads(text, object_hook=_untagged) if '"~' in text else json.loads(text)
+
+
+def _tagged(value: Any, depth: int, count: list[int]) -> Any:
+    kind = type(value)
+    if kind is float or kind is bool or value is None:
+        return value
+    if kind is str:
+        return _checked_text(value)
+    if kind is int:
+        if value.bit_length() > MAX_BITS:
+            raise _NotPlainError
+        return value
+    count[0] += 1 if kind not in (list, tuple, dict) else 1 + len(value)
+    if depth >= MAX_DEPTH or count[0] > MAX_PARTS:
+        raise _NotPlainError
+    if kind is list:
+        return [_tagged(entry, depth + 1, count) for entry in value]
+    if kind is tuple:
+        return {"~tuple": [_tagged(entry, depth + 1, count) for entry in value]}
+    if kind is dict:
+        return _tagged_dict(value, depth, count)
+    return _tagged_number(value)
+
+
+def _checked_text(text: str) -> str:
+    """Halves of characters (surrogates) cannot be written, and two of them would be read as one character."""
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise _NotPlainError from None
+    return text
+
+
+def _tagged_dict(value: dict[Any, Any], depth: int, count: list[int]) -> dict[str, Any]:
+    entries = {}
+    is_tagged = False
+    for key, entry in value.items():
+        if type(key) is not str:
+            raise _NotPlainError
+        is_tagged = is_tagged or key.startswith("~")
+        entries[_checked_text(key)] = _tagged(entry, depth + 1, count)
+    return {"~dict": list(map(list, entries.items()))} if is_tagged else entries
+
+
+def _tagged_number(value: Any) -> dict[str, Any]:
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not isinstance(value, numpy.generic):
+        raise _NotPlainError
+    name = value.dtype.name
+    if name not in NUMPY_NAMES or numpy.dtype(name).type is not type(value):
+        raise _NotPlainError
+    return {"~numpy": [name, value.item()]}
+
+
+def _untagged(entries: dict[str, Any]) -> Any:
+    if len(entries) != 1:
+        return entries
+    ((tag, content),) = entries.items()
+    if tag == "~tuple":
+        return tuple(content)
+    if tag == "~dict":
+        return dict(content)
+    if tag == "~numpy":
+        import numpy as np
+
+        name, number = content
+        return np.dtype(name).type(number)
+    return entries
