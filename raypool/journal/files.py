@@ -1,7 +1,7 @@
 """Files of a run: each is there as a whole or not at all, for its owner only, and is opened only if it is what was written.
 
-A pickle can run code when it is opened. So one is opened only from a file that belongs to whoever opens it, and whose size and hash
-are those in the journal.
+A pickle can run code when it is opened. So one is opened only from a file that belongs to whoever opens it, and whose size and
+hash are those in the journal.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def dump(value: Any) -> bytes:
     if b"__main__" not in data or len(data) > MAX_TWICE_BYTES:
         return data
     try:
-        return data + cloudpickle.dumps(value, protocol=5)
+        return data + bytes(cloudpickle.dumps(value, protocol=5))
     except Exception:
         return data
 

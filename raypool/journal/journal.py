@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from raypool.errors import JournalError
+from raypool.errors import JournalError, SerializationError
 from raypool.journal.files import Damaged, make_folder, write_file
 from raypool.journal.lock import RunLock
 from raypool.journal.opening import Contents, cannot_write, open_database
@@ -176,15 +176,19 @@ class Journal:
         """Return what an item raised, as itself where that is possible, else as a `TaskError` with its text."""
         return error_of(stored, self.run_dir)
 
-    def write(self, outcomes: Sequence[Outcome]) -> list[tuple[Outcome, OSError]]:
-        """Write outcomes down; when this returns they are on the disk, except for those that it returns with the reason."""
+    def write(self, outcomes: Sequence[Outcome]) -> list[tuple[Outcome, Exception]]:
+        """Write outcomes down; when this returns they are on the disk, except for those that it returns with the reason.
+
+        That is an `OSError` where there is no room (try again later: what is small may still find some), a `SerializationError`
+        where the value cannot be pickled (which will not change).
+        """
         with self._mutex:
             ready: list[tuple[Outcome, tuple[Any, ...]]] = []
-            failed: list[tuple[Outcome, OSError]] = []
+            failed: list[tuple[Outcome, Exception]] = []
             for outcome in outcomes:
                 try:
                     ready.append((outcome, to_row(outcome, self.run, self.run_dir)))
-                except OSError as error:
+                except (OSError, SerializationError) as error:
                     failed.append((outcome, error))
             try:
                 self._write_rows([row for _, row in ready])
@@ -195,9 +199,9 @@ class Journal:
                     failed += self._write_singly(ready)
         return failed
 
-    def _write_singly(self, ready: list[tuple[Outcome, tuple[Any, ...]]]) -> list[tuple[Outcome, OSError]]:
+    def _write_singly(self, ready: list[tuple[Outcome, tuple[Any, ...]]]) -> list[tuple[Outcome, Exception]]:
         """Write what still finds room. Where two do not in a row, the rest need not be tried."""
-        failed: list[tuple[Outcome, OSError]] = []
+        failed: list[tuple[Outcome, Exception]] = []
         for position, (outcome, row) in enumerate(ready):
             if len(failed) >= 2 and len(failed) == position:
                 failed.append((outcome, failed[0][1]))
@@ -275,7 +279,7 @@ def _check_same(folder: Path, contents: Contents, function: str, seed: int | Non
     known_seed = json.loads(known_seed)
     if known_function != function[:MAX_TEXT_BYTES]:
         raise JournalError(
-            f"{folder} holds what became of {known_function}; this call is for {function}. Give each function a folder of its own.",
+            f"{folder} holds what became of {known_function}; this call is for {function}. Give each function its own folder.",
             run_dir=str(folder),
         )
     if known_seed != seed:

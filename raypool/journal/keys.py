@@ -10,6 +10,7 @@ import copyreg
 import dataclasses
 import datetime
 import functools
+import math
 import struct
 import sys
 import uuid
@@ -49,7 +50,7 @@ def content_key(value: Any, what: str) -> str:
         data = _canonical(value, what, [])
     except RecursionError:
         raise InvalidTypeError(
-            f"{what} is nested too deeply to be told from others by what it holds. Give the function a name or number to make it from."
+            f"{what} is nested too deeply to be told from others by what it holds. Give the function something to make it from."
         ) from None
     return blake2b(data, digest_size=KEY_BYTES).hexdigest()
 
@@ -70,8 +71,8 @@ def numbered(keys: Iterable[str]) -> Iterator[str]:
 def function_key(fn: Any) -> str:
     """Return the name by which a function is known from one run to the next: "module.qualname".
 
-    A script's own functions are under the name of its file, a partial under that of what it calls, an object that can be called under
-    that of its type.
+    A script's own functions are under the name of its file, a partial under that of what it calls, an object that can be called
+    under that of its type.
 
     Example:
         >>> function_key(functools.partial(numbered, []))
@@ -113,37 +114,31 @@ def _canonical(value: Any, path: str, outer: list[int]) -> bytes:
         raise InvalidTypeError(f"{path} holds a reference to itself, so it cannot be told from others by what it holds.")
     outer.append(id(value))
     try:
+        if type(value) is dict:
+            return _node("dict", *_sorted_pairs(value.items(), path, outer))
+        if type(value) is list or type(value) is tuple:
+            return _node(type(value).__name__, *_each(value, path, outer))
         return _compound(value, path, outer)
     finally:
         outer.pop()
 
 
 def _compound(value: Any, path: str, outer: list[int]) -> bytes:
-    kind = type(value)
-    if kind is dict:
-        return _node("dict", *_sorted_pairs(value.items(), path, outer))
-    if kind is list or kind is tuple:
-        return _node("list" if kind is list else "tuple", *_each(value, path, outer))
-    if isinstance(value, (set, frozenset)):
-        extra = _canonical(getattr(value, "__dict__", None) or None, path, outer)
-        return _node("set", _name(kind), extra, *sorted(_each(value, path, outer)))
-    if isinstance(value, Enum):
-        return _node("enum", _name(kind), _canonical(value.value if isinstance(value, Flag) else value.name, path, outer))
+    for kind, write in _COMPOUND:
+        if isinstance(value, kind):
+            return write(value, path, outer)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return _node("namedtuple", _name(kind), *_each(value, path, outer))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _node("namedtuple", _name(type(value)), *_each(value, path, outer))
+    if dataclasses.is_dataclass(value):
         fields = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
         parts = [_node("", _text(name), _canonical(getattr(value, name), f"{path}.{name}", outer)) for name in fields]
-        return _node("dataclass", _name(kind), *parts)
-    if isinstance(value, PurePath):
-        return _node("path", _text(str(value)))
-    if isinstance(value, type):
-        return _node("class", _name(value))
-    if isinstance(value, FunctionType):
-        return _function(value, path, outer)
-    if isinstance(value, functools.partial):
-        return _node("partial", _canonical((value.func, value.args, dict(value.keywords)), path, outer))
-    return _foreign(value, path, outer) or _reduced(value, path, outer)
+        return _node("dataclass", _name(type(value)), *parts)
+    return _of_numpy(value, path, outer) or _of_pandas(value, path, outer) or _of_torch(value) or _reduced(value, path, outer)
+
+
+def _set(value: Any, path: str, outer: list[int]) -> bytes:
+    extra = _canonical(getattr(value, "__dict__", None) or None, path, outer)
+    return _node("set", _name(type(value)), extra, *sorted(_each(value, path, outer)))
 
 
 def _each(values: Iterable[Any], path: str, outer: list[int]) -> list[bytes]:
@@ -172,7 +167,7 @@ def _name(cls: Any) -> bytes:
 
 
 def _number(value: float) -> bytes:
-    return b"float8:nannannn" if value != value else b"float8:" + struct.pack(">d", value)
+    return b"float8:nannannn" if math.isnan(value) else b"float8:" + struct.pack(">d", value)
 
 
 _SIMPLE: dict[type, Callable[[Any], bytes]] = {
@@ -214,33 +209,30 @@ def _code(code: CodeType, path: str, outer: list[int]) -> bytes:
 
 
 # --- what other packages make -----------------------------------------------------------------------------------------
+# A package that nobody has imported has made nothing.
 
 
-def _foreign(value: Any, path: str, outer: list[int]) -> bytes | None:
-    """Return the bytes of what belongs to NumPy, pandas or torch; a package that nobody has imported has made nothing."""
-    if (numpy := sys.modules.get("numpy")) is not None:
-        if isinstance(value, numpy.generic):
-            plain = value.item()
-            return _canonical(
-                numpy.asarray(value) if type(plain) not in _SIMPLE or value.dtype.kind in "mM" else plain, path, outer
-            )
-        if type(value) is numpy.ndarray:
-            return _array(value, path, outer)
-    if (pandas := sys.modules.get("pandas")) is not None and hasattr(pandas, "DataFrame"):
-        if isinstance(value, pandas.DataFrame):
-            columns = [_column(value.iloc[:, number], path, outer) for number in range(value.shape[1])]
-            return _node(
-                "frame", _name(type(value)), _column(value.columns, path, outer), _column(value.index, path, outer), *columns
-            )
-        if isinstance(value, pandas.Series):
-            name = _canonical(value.name, f"the name of {path}", outer)
-            return _node("series", name, _column(value, path, outer), _column(value.index, path, outer))
-        if isinstance(value, pandas.Index):
-            return _node("index", _canonical(list(value.names), path, outer), _column(value, path, outer))
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(value, getattr(torch, "Tensor", ())):
-        return _tensor(value, torch)
-    return None
+def _of_numpy(value: Any, path: str, outer: list[int]) -> bytes | None:
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return None
+    if isinstance(value, numpy.generic):
+        plain = None if value.dtype.kind in "mM" else value.item()
+        return _array(numpy.asarray(value), path, outer) if type(plain) not in _NUMBERS else _canonical(plain, path, outer)
+    return _array(value, path, outer) if type(value) is numpy.ndarray else None
+
+
+def _of_pandas(value: Any, path: str, outer: list[int]) -> bytes | None:
+    pandas = sys.modules.get("pandas")
+    if pandas is None or not isinstance(value, (pandas.DataFrame, pandas.Series, pandas.Index)):
+        return None
+    if isinstance(value, pandas.Index):
+        return _node("index", _canonical(list(value.names), path, outer), _column(value, path, outer))
+    labels = _column(value.index, path, outer)
+    if isinstance(value, pandas.Series):
+        return _node("series", _canonical(value.name, f"the name of {path}", outer), _column(value, path, outer), labels)
+    columns = [_column(value.iloc[:, number], path, outer) for number in range(value.shape[1])]
+    return _node("frame", _name(type(value)), _column(value.columns, path, outer), labels, *columns)
 
 
 def _array(array: Any, path: str, outer: list[int]) -> bytes:
@@ -257,12 +249,14 @@ def _column(column: Any, path: str, outer: list[int]) -> bytes:
     return _node("column", _text(str(dtype)), _canonical(categories, path, outer), _array(column.to_numpy(), path, outer))
 
 
-def _tensor(tensor: Any, torch: Any) -> bytes:
-    plain = tensor.detach().as_subclass(torch.Tensor)
+def _of_torch(value: Any) -> bytes | None:
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(value, torch.Tensor):
+        return None
+    plain = value.detach().as_subclass(torch.Tensor)
     plain = (plain.to_dense() if plain.layout is not torch.strided else plain).cpu().resolve_conj().resolve_neg().contiguous()
     data = blake2b(plain.reshape(-1).view(torch.uint8).numpy().tobytes(), digest_size=32).digest()
-    head = f"{tensor.dtype} {tuple(tensor.shape)} {tensor.layout}".encode()
-    return _node("tensor", _name(type(tensor)), head, data)
+    return _node("tensor", _name(type(value)), f"{value.dtype} {tuple(value.shape)} {value.layout}".encode(), data)
 
 
 # --- anything else ----------------------------------------------------------------------------------------------------
@@ -306,3 +300,23 @@ def _as_args(tag: str, take: Callable[[Any], tuple[Any, ...]]) -> Callable[[Any]
 
 _SIMPLE[datetime.time] = _as_args("time", lambda value: (value.isoformat(), value.fold, value.tzinfo))
 _SIMPLE[datetime.datetime] = _as_args("datetime", lambda value: (value.isoformat(), value.fold, value.tzinfo))
+
+_NUMBERS = frozenset({bool, int, float, complex, str, bytes})
+"""What NumPy's numbers and texts are like."""
+
+_COMPOUND: list[tuple[Any, Callable[[Any, str, list[int]], bytes]]] = [
+    (Enum, lambda value, path, outer: _node("enum", _name(type(value)), _canonical(_of_enum(value), path, outer))),
+    ((set, frozenset), _set),
+    (PurePath, lambda value, path, outer: _node("path", _text(str(value)))),
+    (type, lambda value, path, outer: _node("class", _name(value))),
+    (FunctionType, _function),
+    (
+        functools.partial,
+        lambda value, path, outer: _node("partial", _canonical((value.func, value.args, dict(value.keywords)), path, outer)),
+    ),
+]
+"""How to write down what may hold other things, by its class or that of its parents."""
+
+
+def _of_enum(value: Enum) -> Any:
+    return value.value if isinstance(value, Flag) else value.name

@@ -232,7 +232,7 @@ def rescued(folder: Path, data: bytes, rest: bytes) -> Contents:
         newest = version
     if newest is not None and newest > SCHEMA:
         raise JournalError(
-            f"{folder / DATABASE} was made by a newer raypool (its version is {newest}, this one knows {SCHEMA}). Update raypool.",
+            f"{folder / DATABASE} was made by a newer raypool (version {newest}, this one knows {SCHEMA}). Update raypool.",
             run_dir=str(folder),
         )
     if not any(contents.values()) and not is_ours and _is_sound(data, folder):

@@ -8,7 +8,7 @@ import traceback
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from raypool.errors import RemoteTraceback, TaskError
+from raypool.errors import RemoteTraceback, SerializationError, TaskError
 from raypool.journal.files import Damaged, check_owner, digest, dump, load, make_folder, read_file, write_file
 from raypool.journal.plain import decode, encode
 from raypool.journal.schema import MAX_PICKLE_BYTES, MAX_TEXT_BYTES
@@ -132,6 +132,7 @@ def to_row(outcome: Outcome, run: int, run_dir: Path) -> tuple[Any, ...]:
 
     Raises:
         OSError: The file cannot be written.
+        SerializationError: The value cannot be pickled.
     """
     folder = run_dir / "items" / outcome.key
     stem = f"{run}-{outcome.attempt}"
@@ -154,13 +155,11 @@ def _put_value(outcome: Outcome, stem: str, folder: Path) -> Place:
     except OSError:
         raise
     except Exception as error:
-        logger.warning(
-            "The value of item %s cannot be stored, since it cannot be pickled (%s: %s): it runs again when the run is resumed.",
-            outcome.key,
-            type(error).__name__,
-            error,
-        )
-        return NOWHERE
+        kind = type(outcome.value).__name__
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise SerializationError(
+            f"The value cannot be stored: a {kind} cannot be pickled ({reason}). Return what it is made from.", what=f"a {kind}"
+        ) from error
 
 
 def _put_error(error: BaseException, place: Place, stem: str, folder: Path) -> Place:
@@ -180,10 +179,12 @@ def error_of(stored: Stored, run_dir: Path) -> BaseException:
     """Return the exception of an item that failed: as itself where it can be opened, else a `TaskError` with its text."""
     said = _said(stored.body)
     try:
-        error = get_back(Place(None, *stored[6:10]), run_dir, stored.key)
+        opened = get_back(Place(None, *stored[6:10]), run_dir, stored.key)
     except Damaged:
-        error = None
-    if not isinstance(error, BaseException):
+        opened = None
+    if isinstance(opened, BaseException):
+        error = opened
+    else:
         kind = said.get("type")
         error = TaskError(f"{kind}: {said.get('text')}" if kind else str(said.get("text") or "It failed; nothing more is known."))
         for note in said.get("notes", ()):

@@ -52,21 +52,16 @@ def decode(text: str) -> Any:
 
 def _tagged(value: Any, depth: int, count: list[int]) -> Any:
     kind = type(value)
-    if kind is float or kind is bool or value is None:
+    if kind is float or kind is bool or value is None or (kind is int and value.bit_length() <= MAX_BITS):
         return value
     if kind is str:
         return _checked_text(value)
-    if kind is int:
-        if value.bit_length() > MAX_BITS:
-            raise _NotPlainError
-        return value
     count[0] += 1 if kind not in (list, tuple, dict) else 1 + len(value)
     if depth >= MAX_DEPTH or count[0] > MAX_PARTS:
         raise _NotPlainError
-    if kind is list:
-        return [_tagged(entry, depth + 1, count) for entry in value]
-    if kind is tuple:
-        return {"~tuple": [_tagged(entry, depth + 1, count) for entry in value]}
+    if kind is list or kind is tuple:
+        entries = [_tagged(entry, depth + 1, count) for entry in value]
+        return entries if kind is list else {"~tuple": entries}
     if kind is dict:
         return _tagged_dict(value, depth, count)
     return _tagged_number(value)

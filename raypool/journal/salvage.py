@@ -1,7 +1,7 @@
 """Gets the rows of a journal out of whatever is left of its files.
 
-SQLite gives up a table where it finds a page of it damaged. Rows are small, whole and checked, so they can be found without SQLite: by
-what the beginning of each looks like, wherever in the bytes it stands, also in pages that nothing leads to any more.
+SQLite gives up a table where it finds a page of it damaged. Rows are small, whole and checked, so they can be found without
+SQLite: by what the beginning of each looks like, wherever in the bytes it stands, also in pages that nothing leads to any more.
 
 Source:
     SQLite, "Database File Format", sections 1.6 (B-tree pages) and 2.1 (record format).
@@ -25,7 +25,7 @@ BY_WIDTH = {2 + len(table.columns): table for table in TABLES.values()}
 
 
 def carve(data: bytes, known: frozenset[bytes] = frozenset()) -> Iterator[tuple[str, Row]]:
-    """Yield the table and the row for each that is in these bytes and checks out, once each; those with a `known` checksum left out."""
+    """Yield each row that is in these bytes and checks out, once, with its table; without those that have a `known` checksum."""
     seen = set(known)
     position = data.find(BEGINNING, 1)
     while position >= 0:
@@ -97,7 +97,7 @@ def _columns(data: bytes, position: int, types: list[int]) -> tuple[list[Any], i
 
 
 def _numbers_before(data: bytes, start: int, size: int) -> Iterator[int]:
-    """Yield what may be the number of the row whose record of this size begins here: it stands before it, and the size before that."""
+    """Yield what may be the number of the row whose record begins here: that stands before it, and its size before that."""
     written = _varint(size)
     for length in range(1, 9):
         begin = start - length
