@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from raypool.core.policy import LONGEST_RETRY_DELAY_S
 from raypool.errors import InvalidTypeError, InvalidValueError
 
 
@@ -15,11 +18,13 @@ class Options:
 
     retries: int = 2
     retry_on: tuple[type[BaseException], ...] = ()
+    retry_delay_s: float = 0.0
     timeout_s: float | None = None
     fresh_process: bool = False
     priority: int = 0
     worker: int | None = None
     name: str | None = None
+    checkpoints: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         if self.retries is None:
@@ -27,6 +32,7 @@ class Options:
         check_count("retries", self.retries, least=0)
         check_count("worker", self.worker, least=0)
         check_seconds("timeout_s", self.timeout_s)
+        check_delay("retry_delay_s", self.retry_delay_s)
         if not isinstance(self.fresh_process, bool):
             raise InvalidTypeError(f"fresh_process={self.fresh_process!r} is neither True nor False.")
         if not isinstance(self.priority, int):
@@ -37,6 +43,31 @@ class Options:
         if not all(isinstance(kind, type) and issubclass(kind, BaseException) for kind in kinds):
             raise InvalidTypeError(f"retry_on={self.retry_on!r} is not an exception type, or a tuple of them.")
         object.__setattr__(self, "retry_on", kinds)
+        object.__setattr__(self, "checkpoints", checked_home(self.checkpoints))
+
+
+def checked_home(home: Any) -> str | None:
+    """Return where checkpoints are to be kept: the absolute path of a folder, or a URL as it is.
+
+    Raises:
+        InvalidTypeError: It is no text or path.
+        InvalidValueError: It is the path of a file.
+
+    Example:
+        >>> checked_home("gs://bucket/sweep"), checked_home("/data/./sweep")
+        ('gs://bucket/sweep', '/data/sweep')
+    """
+    if home is None:
+        return None
+    if not isinstance(home, (str, os.PathLike)):
+        raise InvalidTypeError(f"checkpoints={home!r} is neither the path of a folder nor a URL.")
+    text = os.fspath(home)
+    if isinstance(home, str) and "://" in text:
+        return text.rstrip("/")
+    folder = Path(text).expanduser().absolute()
+    if folder.exists() and not folder.is_dir():
+        raise InvalidValueError(f"checkpoints={text!r} is a file. Name a folder, which need not be there yet.")
+    return str(folder)
 
 
 def check_callable(fn: Any) -> None:
@@ -53,6 +84,16 @@ def check_seconds(name: str, value: Any) -> None:
         raise InvalidTypeError(f"{name}={value!r} is not a number of seconds.")
     if not value > 0:
         raise InvalidValueError(f"{name}={value!r} leaves no time. Give seconds above 0, or None for no limit.")
+
+
+def check_delay(name: str, value: Any) -> None:
+    """Raise the error for a delay [s] that is no number, below zero, or longer than any delay becomes."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise InvalidTypeError(f"{name}={value!r} is not a number of seconds. Give 0 to wait for nothing.")
+    if not 0 <= value <= LONGEST_RETRY_DELAY_S:
+        raise InvalidValueError(
+            f"{name}={value!r} is not between 0 and {LONGEST_RETRY_DELAY_S:g} s, the longest that anything waits."
+        )
 
 
 def check_count(name: str, value: Any, least: int) -> None:

@@ -136,6 +136,7 @@ class LoopVerbs:
                 places=where.places,
                 timeout_s=options.timeout_s,
                 is_fresh=where.is_fresh,
+                retry_delay_s=options.retry_delay_s,
                 fail_fast=on_error == "raise",
                 chunk_size=chunk_size,
             )

@@ -6,7 +6,7 @@ from collections import deque
 from heapq import heappop, heappush
 
 from raypool.core import policy
-from raypool.core.model import Attempt, Flight, Order, Slice, Task, TaskSpec
+from raypool.core.model import Attempt, Flight, Order, Rest, Slice, Task, TaskSpec
 from raypool.core.policy import Pace
 
 MAX_IDLE_PACES = 256
@@ -93,8 +93,25 @@ class Backlog:
         task.again.extendleft(reversed(pieces))
         task.pace.waiting += sum(piece.stop - piece.start for piece in pieces)
 
+    def rest(self, task: Task, pieces: list[Slice], until: float) -> None:
+        """Keep slices that were in flight until they may run again."""
+        if task.rests is None:
+            task.rests = []
+        heappush(task.rests, Rest(until, task.num_rests, tuple(pieces)))
+        task.num_rests += 1
+        task.items_resting += sum(piece.stop - piece.start for piece in pieces)
+
+    def rouse(self, task: Task) -> None:
+        """Queue the slices of a task that have rested for longest."""
+        if task.rests:
+            pieces = heappop(task.rests).pieces
+            task.items_resting -= sum(piece.stop - piece.start for piece in pieces)
+            self.run_again(task, list(pieces))
+
     def give_up(self, task: Task) -> list[Slice]:
         """Take all that waits of a task out of it."""
+        while task.rests:
+            self.rouse(task)
         task.pace.waiting -= task.waiting
         pieces = list(task.again or ())
         if task.cursor < task.size:

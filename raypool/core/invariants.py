@@ -134,6 +134,10 @@ def _in_flight(scheduler: Scheduler) -> dict[int, list[tuple[int, int, Slice]]]:
 
 def _check_task(task: Task, flights: list[tuple[int, int, Slice]]) -> None:
     name, spec, again = f"task {task.spec.task_id}", task.spec, list(task.again or ())
+    resting = [piece for rest in task.rests or () for piece in rest.pieces]
+    assert task.items_resting == sum(p.stop - p.start for p in resting), f"{name}: wrong count of items that rest"
+    assert all(piece.attempt > 1 for piece in resting), f"{name}: something rests that has never run"
+    again += resting
     flying = [piece for _, _, piece in flights]
     assert task.is_open or task.settled < task.size, f"{name} is complete and has not ended"
     assert (task.flights or {}) == {number: worker for number, worker, _ in flights}, f"{name}: wrong attempts in flight"

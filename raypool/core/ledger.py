@@ -19,6 +19,7 @@ class Ledger:
     def __init__(self, backlog: Backlog, crew: Crew) -> None:
         self.counts = Counts()
         self.out: list[m.Command] = []
+        self.now = 0.0
         self._backlog = backlog
         self._crew = crew
         self.broken_up: dict[int, None] = {}  # gangs whose ranks were told to stop, because one has failed
@@ -71,13 +72,22 @@ class Ledger:
         self.out += [m.SettleItems(attempt_id, run) for run in piece._replace(stop=stop).without(retry)]
         failed -= len(retry)
         self._count_settled(task, done - len(retry), failed)
-        again = [Slice(piece.task_id, index, index + 1, piece.attempt + 1) for index in retry]
+        again = self._after_a_rest(task, [Slice(piece.task_id, index, index + 1, piece.attempt + 1) for index in retry])
         if stop < piece.stop:
             again.append(piece._replace(start=stop))
         if again and task.spec.is_gang:  # the other ranks have begun: it can't follow them
             self._fail_items(task, again.pop(), self._why_not_begun(task))
             failed += 1
         self._after_landing(task, again, failed > 0)
+
+    def _after_a_rest(self, task: Task, pieces: list[Slice]) -> list[Slice]:
+        """Let slices that run again wait first, if their task wants that; return those that need not."""
+        if not pieces or task.spec.retry_delay_s == 0:
+            return pieces
+        until = self.now + policy.retry_delay_s(task.spec.retry_delay_s, pieces[0].attempt)
+        self._backlog.rest(task, pieces, until)
+        self.out.append(m.SetTimer(until, "retry", -1, task_id=task.spec.task_id))
+        return []
 
     def _why_not_begun(self, gang: Task) -> LossReason:
         """Return why a rank of a gang has come back without an outcome."""
@@ -111,7 +121,7 @@ class Ledger:
             self._after_landing(task, [], has_failed=True)
         elif is_charged:
             size = policy.piece_size(piece.stop - piece.start, attempts_left=retries + 1 - piece.attempt)
-            self._after_landing(task, piece.for_next_attempt(size), has_failed=False)
+            self._after_landing(task, self._after_a_rest(task, piece.for_next_attempt(size)), has_failed=False)
         else:
             self._after_landing(task, [piece], has_failed=False)
 

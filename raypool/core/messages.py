@@ -90,6 +90,7 @@ class TimerFired(NamedTuple):
     kind: str
     worker_id: int
     attempt_id: int = -1
+    task_id: int = -1
 
 
 class ResizeRequested(NamedTuple):
@@ -213,16 +214,18 @@ class DropPlace(NamedTuple):
 
 
 class SetTimer(NamedTuple):
-    """Send `TimerFired(kind, worker_id, attempt_id)` at this time [s, the clock of `now`].
+    """Send `TimerFired(kind, worker_id, attempt_id, task_id)` at this time [s, the clock of `now`].
 
-    "start": a worker's delayed start. "ready": it has to have come up. "timeout": the attempt has to have come back. "leave": what
-    still runs on it has to go elsewhere. "idle" (of no worker): the pool may have had no task for long enough.
+    "start": a worker's delayed start. "ready": it has to have come up. "timeout": the attempt has to have come back. "leave":
+    what still runs on the worker has to go elsewhere. Of no worker: "idle": the pool may have had no task for long enough;
+    "retry": something of the task may run again.
     """
 
     at: float
     kind: str
     worker_id: int
     attempt_id: int = -1
+    task_id: int = -1
 
 
 class BreakPool(NamedTuple):

@@ -74,7 +74,7 @@ class TaskSpec(NamedTuple):
     places that it may use, in the order of a gang's ranks. `fail_fast`: the first failure ends the task. `chunk_size`: a
     call takes so many items, whatever they take (None: by their pace). `timeout_s`: an item that runs longer has failed [s];
     such items never share a call. `is_fresh`: each item runs in a process that has run nothing before, and ends after it (but for
-    a gang's ranks, which only begin so).
+    a gang's ranks, which only begin so). `retry_delay_s`: an item that runs again waits so long first, twice as long each time.
     """
 
     task_id: int
@@ -91,6 +91,7 @@ class TaskSpec(NamedTuple):
     chunk_size: int | None = None
     timeout_s: float | None = None
     is_fresh: bool = False
+    retry_delay_s: float = 0.0
 
     @property
     def is_sound(self) -> bool:
@@ -101,7 +102,7 @@ class TaskSpec(NamedTuple):
             return False  # one failure ends a gang anyway, but not before all ranks have come back
         may_start = (self.max_workers is None or self.max_workers > 0) and (self.chunk_size is None or self.chunk_size > 0)
         may_last = self.timeout_s is None or self.timeout_s > 0
-        return may_start and may_last and self.size >= 0 and self.retries >= 0
+        return may_start and may_last and self.size >= 0 and self.retries >= 0 and self.retry_delay_s >= 0
 
     def may_meet(self, other: TaskSpec) -> bool:
         """Whether there could be a place for both, at some time."""
@@ -206,9 +207,17 @@ class Lane:
     lost: LossReason | None = None
 
 
+class Rest(NamedTuple):
+    """Slices of a task that wait until they may run again, in the order in which they may."""
+
+    until: float
+    number: int  # of the task's rests: two may end at the same time
+    pieces: tuple[Slice, ...]
+
+
 @dataclass(slots=True)
 class Task:
-    """A task and how far it is. Every item is queued, in flight or settled: `check_invariants` counts them."""
+    """A task and how far it is. Every item is queued, resting, in flight or settled: `check_invariants` counts them."""
 
     spec: TaskSpec
     pace: Pace  # of its function
@@ -218,7 +227,10 @@ class Task:
     cursor: int = 0  # the first item that was never dispatched
     again: deque[Slice] | None = None  # to run before the cursor goes on; None is much smaller than an empty deque
     flights: dict[int, int] | None = None  # attempt -> worker, of what is in flight and still counts; None is smaller
+    rests: list[Rest] | None = None  # a heap; None is smaller
+    num_rests: int = 0  # so far
     items_in_flight: int = 0
+    items_resting: int = 0
     settled: int = 0
     is_queued: bool = False  # stands in a heap
 
@@ -229,14 +241,15 @@ class Task:
 
     @property
     def waiting(self) -> int:
-        """Items that wait to be dispatched."""
-        return self.size - self.settled - self.items_in_flight
+        """Items that wait to be dispatched, and may be."""
+        return self.size - self.settled - self.items_in_flight - self.items_resting
 
     @property
     def is_ready(self) -> bool:
         """Whether one more slice could be dispatched."""
         limit = self.spec.max_workers
-        return self.settled + self.items_in_flight < self.size and (limit is None or len(self.flights or ()) < limit)
+        is_left = self.settled + self.items_in_flight + self.items_resting < self.size
+        return is_left and (limit is None or len(self.flights or ()) < limit)
 
     @property
     def is_suspect(self) -> bool:

@@ -34,6 +34,9 @@ FORGIVEN = (LossReason.STOPPED, LossReason.PREEMPTED)
 FIRST_DELAY_S = 0.5
 LONGEST_DELAY_S = 30.0
 
+LONGEST_RETRY_DELAY_S = 300.0
+"""Nothing waits longer than this before it runs again [s]."""
+
 
 @dataclass(slots=True)
 class Pace:
@@ -115,3 +118,13 @@ def restart_delay_s(losses: int) -> float:
     if losses <= 1:
         return 0.0
     return float(min(FIRST_DELAY_S * 2 ** min(losses - 2, 10), LONGEST_DELAY_S))
+
+
+def retry_delay_s(first_s: float, attempt: int) -> float:
+    """Return how long an item waits before this attempt, the first again being its second [s].
+
+    Example:
+        >>> [retry_delay_s(10.0, attempt) for attempt in (2, 3, 4, 1000)]
+        [10.0, 20.0, 40.0, 300.0]
+    """
+    return float(min(first_s * 2 ** min(attempt - 2, 64), LONGEST_RETRY_DELAY_S))

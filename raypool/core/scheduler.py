@@ -73,7 +73,7 @@ class Scheduler:
             InternalError: The event cannot happen in this state; the error tells the story.
         """
         self._story.append((now, event))
-        self._now = now
+        self._now = self.ledger.now = now
         self._out.clear()
         self._handlers[type(event)](event)
         work = self._dispatcher.give_out(now)
@@ -194,6 +194,8 @@ class Scheduler:
         if worker is None:
             if event.kind == "idle":
                 self._park_if_idle()
+            elif event.kind == "retry":
+                self._rouse(event.task_id)
         elif event.kind == "timeout":
             self._time_out(worker, event.attempt_id)
         elif event.kind == "leave":
@@ -204,6 +206,13 @@ class Scheduler:
             self._out += self.crew.launch(worker, self._now)
         else:
             self._lose(worker, LossReason.START, was_idle=False)
+
+    def _rouse(self, task_id: int) -> None:
+        """Let something run again that has waited for that, unless its task has ended."""
+        task = self.backlog.tasks.get(task_id)
+        if task is not None:
+            self.backlog.rouse(task)
+            self.ledger.go_on(task)
 
     def _on_worker_lost(self, event: m.WorkerLost) -> None:
         worker = self._worker(event)
@@ -254,6 +263,7 @@ class Scheduler:
         worker = self._worker_in(event.place)
         if worker is None:
             return  # it has gone before
+        # If it is the last one, and nothing waits, the pool is not broken: another may come while there is time.
         if worker.state is not WorkerState.BUSY:
             self._lose_place(worker, LossReason.PREEMPTED)
             return
@@ -267,15 +277,18 @@ class Scheduler:
     def _on_place_lost(self, event: m.PlaceLost) -> None:
         worker = self._worker_in(event.place)
         if worker is not None:
+            has_future = worker.worker_id not in self.crew.retiring
             self.counts.workers_lost += worker.state in (WorkerState.IDLE, WorkerState.BUSY)
             self._lose_place(worker, self._in_the_end(worker, event.reason))
+            if has_future and not self.crew.places:
+                self._break()
 
     def _worker_in(self, place_id: int) -> Worker | None:
         place = self.crew.places.get(place_id)
         return None if place is None else self.crew.workers[place.worker_id]
 
     def _lose_place(self, worker: Worker, reason: LossReason) -> None:
-        """Take a worker out with its place. The pool may have none left then: others may come, if nothing waits for them."""
+        """Take a worker out with its place."""
         was_idle = worker.state is not WorkerState.BUSY
         self._out += self.crew.remove(worker, Leaving(reason))
         self._run_elsewhere(worker, reason, was_idle)
@@ -336,7 +349,8 @@ class Scheduler:
             return
         self.state = PoolState.CLOSING
         for task in list(self.backlog.tasks.values()):
-            if event.cancel_running or (event.cancel_queued and (task.waiting or task.is_open)):
+            is_queued = task.waiting or task.items_resting or task.is_open
+            if event.cancel_running or (event.cancel_queued and is_queued):
                 self.ledger.end(task, TaskState.CANCELLED)
 
     def _close_if_done(self) -> None:

@@ -23,7 +23,7 @@ class Timers:
 
     def set(self, command: SetTimer) -> None:
         """Remember something."""
-        timer = TimerFired(command.kind, command.worker_id, command.attempt_id)
+        timer = TimerFired(*command[1:])
         heappush(self._heap, (command.at, next(self._count), timer))
 
     def next_at(self) -> float | None:

@@ -66,9 +66,9 @@ class Pool:
         """Ask a task to end by itself."""
         return self.tell(m.StopRequested(task_id))
 
-    def fire(self, kind: str, worker_id: int = -1, attempt_id: int = -1) -> list[m.Command]:
+    def fire(self, kind: str, worker_id: int = -1, attempt_id: int = -1, task_id: int = -1) -> list[m.Command]:
         """Let a timer run out."""
-        return self.tell(m.TimerFired(kind, worker_id, attempt_id))
+        return self.tell(m.TimerFired(kind, worker_id, attempt_id, task_id))
 
     def resize(self, add: Any = (), remove: int = 0) -> list[m.Command]:
         """Add places, take away workers."""

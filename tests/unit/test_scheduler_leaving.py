@@ -268,12 +268,12 @@ def test_a_rank_that_is_lost_with_its_place_ends_the_gang(pool_of):
 
 
 @pytest.mark.parametrize("tasks", [0, 1])
-def test_the_loss_of_the_last_place_breaks_a_pool_that_has_work(pool_of, tasks):
+def test_the_loss_of_the_last_place_breaks_the_pool(pool_of, tasks):
     pool = pool_of(1)
     for task_id in range(tasks):
         pool.submit(task_id)
-    assert pool.tell(PlaceLost(0, NODE)) == [*gone(0, NODE), *([BreakPool(), EndTask(0, FAILED)] if tasks else [])]
-    assert pool.scheduler.state is (PoolState.BROKEN if tasks else PoolState.OPEN)
+    assert pool.tell(PlaceLost(0, NODE)) == [*gone(0, NODE), BreakPool(), *([EndTask(0, FAILED)] if tasks else [])]
+    assert pool.scheduler.state is PoolState.BROKEN
 
 
 def test_a_place_that_was_to_go_anyway_may_be_lost(pool_of):
