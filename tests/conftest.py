@@ -5,10 +5,13 @@ Nothing in the tests sleeps to let something happen: a task waits at a `Gate`, a
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -27,6 +30,17 @@ os.environ.update(ENVIRONMENT)  # before anything imports Ray, which reads its s
 
 MARK = "RAYPOOL_TEST_PROCESS"
 """Environment variable by which a test knows what it has started, and what that has started."""
+
+os.environ[MARK] = str(os.getpid())
+
+TEMPORARY = Path(tempfile.mkdtemp(prefix="raypool-tests-"))
+"""Where these tests, and what they start, have their temporary files, so that what is left can be told from what others have."""
+
+os.environ.setdefault("RAY_TMPDIR", tempfile.gettempdir())  # Ray's sockets need short names
+os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+os.environ["TMPDIR"] = str(TEMPORARY)
+tempfile.tempdir = None  # it is asked for anew
+atexit.register(shutil.rmtree, TEMPORARY, ignore_errors=True)
 
 FAREWELL = "raypool-farewell"
 """A thread that closes the connections of groups that have ended, after two seconds: one at most, however many groups."""
@@ -211,6 +225,37 @@ def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     before = Inventory.take()
     yield
     assert poll(lambda: Inventory.take().has_nothing_beyond(before)), f"left behind: {Inventory.take()}, before: {before}"
+
+
+def strays() -> set[int]:
+    """Return what was started here, by whomever, and is neither Ray's own nor a worker: children of tasks, and their orphans."""
+    me = psutil.Process()
+    raylets = {child.pid for child in me.children() if child.name() == "raylet"}  # their children are workers, and Ray's own
+    found = set()
+    for process in psutil.process_iter():
+        try:
+            if process.pid == me.pid or process.ppid() in raylets or process.status() == psutil.STATUS_ZOMBIE:
+                continue
+            if process.environ().get(MARK) == str(me.pid) and not is_helper(process):
+                found.add(process.pid)
+        except psutil.Error:
+            continue
+    return found
+
+
+def is_helper(process: psutil.Process) -> bool:
+    """Whether a process belongs to Ray or to Python's own multiprocessing, and ends with its parent."""
+    words = " ".join(process.cmdline())
+    return any(name in words for name in ("resource_tracker", "/ray/", "raylet", "gcs_server"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_process_or_file_is_left() -> Iterator[None]:
+    """Make sure that the pools of a file leave no process, also none that a worker has started, and no temporary file."""
+    before = strays()
+    yield
+    assert poll(lambda: not strays() - before), [psutil.Process(pid).cmdline() for pid in strays() - before]
+    assert poll(lambda: not list(TEMPORARY.glob("raypool-*"))), list(TEMPORARY.glob("raypool-*"))
 
 
 # --- other processes --------------------------------------------------------------------------------------------------

@@ -370,3 +370,41 @@ def test_a_function_that_uses_more_memory_than_it_may(ray_session: None, pool: P
             assert "smaller batches" in str(error)
         assert results[:] == [0, None, 2]
         assert limited.parfeval(lambda: len(bytearray(200_000_000))).result(60) == 200_000_000
+
+
+@pytest.mark.long
+def test_a_machine_that_runs_out_of_memory(pool: ParallelPool, run_python: Callable[..., Any]) -> None:
+    """Ray ends the worker before the kernel would have to; that is known, and not taken for a crash."""
+    machine = psutil.virtual_memory()
+    if machine.available < 6e9:
+        pytest.skip("needs 6 GB of memory")
+    enough = (machine.total - machine.available + 2.5e9) / machine.total
+    done = run_python(
+        """
+        import time
+        from raypool import parpool
+
+        def fill(i):
+            held = []
+            while i == 1:
+                held.append(bytearray(100_000_000))
+                time.sleep(0.02)
+            return i
+
+        with parpool(1, quiet=True) as pool:
+            once = pool.options(retries=0)
+            error = once.parfeval(fill, 1).exception(100)
+            results = once.parfor(fill, range(3), on_error="collect")
+            for error in (error, results.errors[1]):
+                print(type(error).__name__, error.reason.name, str(error))
+            print(results[:], pool.parfeval(abs, -1).result(60))
+        """,
+        timeout_s=110,
+        RAY_memory_usage_threshold=str(enough),
+        RAY_memory_monitor_refresh_ms="100",
+    )
+    *errors, values = done.stdout.splitlines()
+    assert len(errors) == 2
+    for line in errors:
+        assert re.match("WorkerLostError OUT_OF_MEMORY Worker 0 .*running low on memory.*smaller batches", line), line
+    assert values == "[0, None, 2] 1"
