@@ -121,7 +121,8 @@ class LoopVerbs:
         function = engine.function(fn)
         label = name or self._options.name or function.name
         options, where = self._options, self._where(engine)
-        how = LoopOptions(label, options.retry_on, seed, on_error == "raise", chunk_size is not None, order)
+        home = None if options.checkpoints is None else (str(options.checkpoints), checkpoint_owner(fn))
+        how = LoopOptions(label, options.retry_on, seed, on_error == "raise", chunk_size is not None, order, home)
 
         def make_spec(task_id: int, size: int, is_open: bool) -> TaskSpec:
             return TaskSpec(
@@ -154,6 +155,13 @@ class LoopVerbs:
     def _where(self, engine: Engine) -> Where:
         """Return where work is to run."""
         raise NotImplementedError
+
+
+def checkpoint_owner(fn: Callable[[Any], Any]) -> str:
+    """Return what the names of folders for checkpoints begin with, so that functions do not share those of equal items."""
+    from raypool.journal.keys import content_key, function_key
+
+    return f"{content_key(function_key(fn), 'a function')[:8]}-"
 
 
 def durable_loop(

@@ -37,7 +37,8 @@ class LoopOptions(NamedTuple):
     """How a loop is run.
 
     `is_fixed`: the user has said how many items a call takes. `order`: the numbers of the items in the order in which they are
-    handed out; None: as they are. `checkpoints`: a path or URL for what items keep for their next attempt.
+    handed out; None: as they are. `checkpoints`: a path or URL for what items keep for their next attempt, and
+    what the names there begin with.
     """
 
     label: str
@@ -46,7 +47,7 @@ class LoopOptions(NamedTuple):
     stops_on_error: bool = False
     is_fixed: bool = False
     order: Sequence[int] | None = None
-    checkpoints: str | None = None
+    checkpoints: tuple[str, str] | None = None
 
 
 class LoopWork:
@@ -61,6 +62,10 @@ class LoopWork:
         self.label = options.label
         self._options = options
         self._order = options.order
+        self._home: str | None = None
+        self._owner = ""
+        if options.checkpoints is not None:
+            self._home, self._owner = options.checkpoints
         self._names = ItemNames(options.label)
         self.keys: list[str] = []  # of the items, where something is kept of them
         self.run_dir: Path | None = None  # where what becomes of the items is kept
@@ -96,14 +101,14 @@ class LoopWork:
     def take(self, items: Sequence[Any]) -> int:
         """Take the items, before the loop is handed in; return how many of them are to run."""
         self.items = items
-        if self._options.checkpoints is not None:
+        if self._home is not None:
             self.keys = [self._names.name(item, index) for index, item in enumerate(items)]
         return len(items)
 
     def add(self, item: Any) -> int:
         """Take one more item, of a generator; return how many that are to run this makes: one or none."""
         items = cast("list[Any]", self.items)
-        if self._options.checkpoints is not None:
+        if self._home is not None:
             self.keys.append(self._names.name(item, len(items)))
         items.append(item)
         return 1
@@ -146,8 +151,9 @@ class LoopWork:
 
     def _checkpoints(self, piece: Slice) -> tuple[str, tuple[str, ...]] | None:
         """Return where these items keep what they need for their next attempt."""
-        home = self._options.checkpoints
-        return None if home is None else (home, tuple(checkpoint_name(self.keys[index]) for index in self.numbers(piece)))
+        if self._home is None:
+            return None
+        return self._home, tuple(f"items/{self._owner}{self.keys[index]}/checkpoint" for index in self.numbers(piece))
 
     def wants_retry(self, error: BaseException) -> bool:
         """Whether `retry_on` names this."""
@@ -237,11 +243,6 @@ class ItemNames:
         self._counts[key] += 1
         count = self._counts[key]
         return key if count == 1 else f"{key}-{count}"
-
-
-def checkpoint_name(key: str) -> str:
-    """Return the name of an item's folder for checkpoints, in the folder of its run."""
-    return f"items/{key}/checkpoint"
 
 
 def named(numbers: Sequence[int]) -> str:

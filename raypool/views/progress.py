@@ -122,12 +122,16 @@ class LiveProgress:
         settled, num_failed = work.num_settled, len(work.errors)
         label = Text(self._label, style="bold")
         label.truncate(max(width // 3, MIN_BAR), overflow="ellipsis")
+        num_there = len(work.restored)
         counts = Text(f"{settled:,} done" if total is None else f"{settled:,} of {total:,}")
+        if num_there:
+            counts.append(f", {num_there:,} there already", style="dim")
         if num_failed:
             counts.append(f", {num_failed:,} failed", style="red")
         room = width - label.cell_len - counts.cell_len - 3
         times = duration(elapsed)
-        left_s = elapsed / settled * (total - settled) if total is not None and settled else 0.0
+        num_new = settled - num_there
+        left_s = elapsed / num_new * (total - settled) if total is not None and num_new > 0 else 0.0
         if left_s > max(self._clock() - self._settled_at, 0.0) and not is_over:  # else what runs takes longer than what has ended
             longer = f"{times}, about {duration(left_s)} left"
             times = longer if len(longer) <= room else times
