@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,24 @@ import pytest
 from raypool import ParallelPool, WorkerResources, parpool
 
 PROFILES = ("inline", "threads", "local")
+
+WITH_A_POOL_OF_THEIR_OWN = {"composite", "constants", "corners", "partition", "queues"}
+"""Of these files (test_..._contract.py) the tests that open another pool on Ray, a second or more each, are `long`: the same
+tests run with "threads" and "inline", and other files open and end pools on Ray."""
+
+
+@pytest.hookimpl(tryfirst=True)  # before what is not asked for is left out
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what takes long on Ray only."""
+    for item in items:
+        name = item.path.stem.removeprefix("test_").removesuffix("_contract")
+        if item.path.parent != Path(__file__).parent or name not in WITH_A_POOL_OF_THEIR_OWN:
+            continue
+        assert isinstance(item, pytest.Function)
+        parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
+        direct = item._fixtureinfo.argnames
+        if "local" in parameters and "make_pool" in direct and "pool" not in direct:
+            item.add_marker(pytest.mark.long)
 
 
 @dataclass(frozen=True)

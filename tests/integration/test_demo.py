@@ -74,7 +74,7 @@ def test_trains_all_networks_in_threads(tmp_path: Path, monkeypatch: pytest.Monk
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_trains_all_networks_on_ray(tmp_path: Path) -> None:
     code = "import sys; from pathlib import Path; from raypool.demo import run; run(2, out=Path(sys.argv[1]))"
     done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, check=False, timeout=170)

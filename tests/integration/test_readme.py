@@ -44,6 +44,7 @@ def test_every_worker_at_once(tmp_path: Path) -> None:
     assert losses[1] != losses[2]
 
 
+@pytest.mark.long
 def test_one_model_on_all_workers(tmp_path: Path) -> None:
     printed = run("-c", TRAINING, cwd=tmp_path)
     rows = re.findall(r"^\d+ +0 +(\d+) +(\d\S+)$", printed, re.MULTILINE)

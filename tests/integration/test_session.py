@@ -178,6 +178,7 @@ def test_ray_is_gone_with_the_last_pool_and_comes_again(first: Any) -> None:
 # --- other beginnings -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_ray_imported_first_and_a_token_that_others_can_read(run_python: Run, tmp_path: Path) -> None:
     """What Ray has read from the environment when it was imported is put right; so is the file's mode."""
     token = tmp_path / ".ray" / "auth_token"
@@ -215,6 +216,7 @@ def test_a_ray_that_runs_in_this_process_is_used_and_left(ray_session: None, by_
     assert ray.get_runtime_context().get_node_id() == before
 
 
+@pytest.mark.long
 def test_a_ray_of_the_users_own_with_chosen_gpus(run_python: Run) -> None:
     """Ray's own numbers of GPUs count: with CUDA_VISIBLE_DEVICES=4,6 there are a GPU 4 and a GPU 6."""
     code = """

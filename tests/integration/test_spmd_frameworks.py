@@ -109,7 +109,7 @@ def test_one_group_serves_them_all(pool: ParallelPool, load: Load, monkeypatch: 
     assert list(pool.spmd(identity)) == before
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_script_by_itself(run_python: Any) -> None:
     """As a user runs it: with the Ray that it starts, and warnings are errors."""
     path = ROOT / "examples/spmd_ddp.py"

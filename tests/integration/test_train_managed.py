@@ -174,6 +174,7 @@ def test_guests_are_on_the_workers_gpus(pool: ParallelPool, tmp_path: Path) -> N
     assert is_free(pool)
 
 
+@pytest.mark.long
 def test_an_exception_of_the_loops_ends_it(pool: ParallelPool, tmp_path: Path) -> None:
     """It is raised once, though there are retries left, and what was kept before stays."""
 

@@ -30,13 +30,19 @@ def code_cells(path: Path) -> list[dict[str, Any]]:
     return [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
 
 
+def stem(path: Path) -> str:
+    return path.stem
+
+
 def test_there_are_notebooks() -> None:
     assert NOTEBOOKS
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", [NOTEBOOKS[0], *(pytest.param(path, marks=pytest.mark.long) for path in NOTEBOOKS[1:])], ids=stem
+)
 def test_it_runs(path: Path, run_python: Any, tmp_path: Path) -> None:
     folders = {name: str(tmp_path) for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR")}
     run_python(RUN.format(path=str(path)), timeout_s=180, **folders)
