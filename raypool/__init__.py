@@ -49,6 +49,7 @@ from raypool.waiting import after_all, after_each, fetch_next, fetch_outputs, wa
 
 if typing.TYPE_CHECKING:
     from raypool.checkpoint import load_checkpoint, save_checkpoint
+    from raypool.journal.reading import load_results
     from raypool.spmd.composite import Composite
     from raypool.spmd.context import SpmdContext
     from raypool.train.options import TrainingOptions
@@ -110,6 +111,7 @@ __all__ = [
     "fit",
     "gcp",
     "load_checkpoint",
+    "load_results",
     "parpool",
     "report",
     "save_checkpoint",
@@ -127,6 +129,7 @@ _LAZY = {
     "TrainingResult": "raypool.train.runs",
     "TrainingRun": "raypool.train.run",
     "load_checkpoint": "raypool.checkpoint",
+    "load_results": "raypool.journal.reading",
     "save_checkpoint": "raypool.checkpoint",
     "scaling_report": "raypool.train.scaling",
 }

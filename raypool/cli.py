@@ -1,12 +1,18 @@
-"""The command line: `raypool demo`."""
+"""The command line: `raypool demo` and `raypool replay`."""
 
 from __future__ import annotations
 
+import bdb
+import traceback
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from raypool.errors import RaypoolError
+
+if TYPE_CHECKING:
+    from raypool.journal.replaying import Replay
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -33,3 +39,42 @@ def demo(workers: int | None, profile: str, out: Path) -> None:
         run(num_workers=workers, profile=profile, out=out)
     except RaypoolError as error:
         raise click.ClickException(str(error)) from error
+
+
+@main.command()
+@click.argument("run_dir", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("item")
+@click.option("--debug", is_flag=True, help="Step through it with pdb; where it raises, look round there.")
+def replay(run_dir: Path, item: str, debug: bool) -> None:
+    """Run one item of a durable run again, alone and in this process.
+
+    ITEM is its number in the table of raypool.load_results(RUN_DIR), or the name of its folder in RUN_DIR/items, or how that begins. The
+    function is imported by its name, as it is now. Nothing in RUN_DIR changes. Prints what the item returns (status 0), or the
+    traceback of what it raises (status 1).
+    """
+    from raypool.journal.replaying import replaying
+
+    try:
+        with replaying(run_dir, item) as again:
+            status = _shown(again, debug)
+    except RaypoolError as error:
+        raise click.UsageError(str(error)) from error
+    raise SystemExit(status)
+
+
+def _shown(again: Replay, debug: bool) -> int:
+    """Run an item and print what comes of it."""
+    import pdb
+
+    click.echo(f"Item {again.index} ({again.key}) of {again.name}, attempt {again.attempt}: {again.item!r}", err=True)
+    try:
+        value = again.run(pdb.Pdb().runcall) if debug else again.run()
+    except (KeyboardInterrupt, SystemExit, bdb.BdbQuit):
+        raise
+    except BaseException as error:
+        click.echo("".join(traceback.format_exception(error)).rstrip(), err=True)
+        if debug:
+            pdb.post_mortem(error.__traceback__)
+        return 1
+    click.echo(repr(value))
+    return 0

@@ -174,7 +174,7 @@ def _append_found(connection: sqlite3.Connection, contents: Contents, rest: byte
     connection.execute("COMMIT")
     contents.update(both)
     if sum(lost.values()):
-        logger.warning("The log of the journal is damaged: %s. What they were about runs again.", _said(lost))
+        logger.warning("The log of the journal is damaged: %s. What they were about runs again.", what_is_lost(lost))
 
 
 # --- salvage ----------------------------------------------------------------------------------------------------------
@@ -212,13 +212,14 @@ def renumbered(contents: Contents) -> Contents:
     return renewed
 
 
-def _said(lost: dict[str, int]) -> str:
+def what_is_lost(lost: dict[str, int]) -> str:
+    """Return in words how many rows are missing."""
     counts = {"outcomes": lost["attempts"], "items": lost["items"], "other records": lost["orders"] + lost["runs"]}
     said = " and ".join(f"{count:,} {name}" for name, count in counts.items() if count)
     return f"at least {said} are lost" if said else "no gap is seen in what is left of it"
 
 
-def rescued(folder: Path, data: bytes, rest: bytes) -> Contents:
+def rescued(path: Path, data: bytes, rest: bytes) -> Contents:
     """Return what can be read of a damaged journal.
 
     Raises:
@@ -232,19 +233,19 @@ def rescued(folder: Path, data: bytes, rest: bytes) -> Contents:
         newest = version
     if newest is not None and newest > SCHEMA:
         raise JournalError(
-            f"{folder / DATABASE} was made by a newer raypool (version {newest}, this one knows {SCHEMA}). Update raypool.",
-            run_dir=str(folder),
+            f"{path} was made by a newer raypool (version {newest}, this one knows {SCHEMA}). Update raypool.",
+            run_dir=str(path.parent),
         )
-    if not any(contents.values()) and not is_ours and _is_sound(data, folder):
-        raise JournalError(f"{folder / DATABASE} is not a journal of raypool's. Give another folder.", run_dir=str(folder))
+    if not any(contents.values()) and not is_ours and _is_sound(data, path):
+        raise JournalError(f"{path} is not a journal of raypool's. Give another folder.", run_dir=str(path.parent))
     return contents
 
 
-def _is_sound(data: bytes, folder: Path) -> bool:
+def _is_sound(data: bytes, path: Path) -> bool:
     """Whether this is a database, of somebody else's then."""
     if not data.startswith(b"SQLite format 3\0"):
         return False
-    with contextlib.closing(sqlite3.connect(f"{(folder / DATABASE).absolute().as_uri()}?mode=ro", uri=True)) as connection:
+    with contextlib.closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as connection:
         try:
             (tables,) = connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()
             return bool(tables) and connection.execute("PRAGMA quick_check(1)").fetchone() == ("ok",)
@@ -255,7 +256,7 @@ def _is_sound(data: bytes, folder: Path) -> bool:
 def _salvaged(folder: Path, rest: bytes) -> tuple[sqlite3.Connection, Contents]:
     """Put a journal of all that can be read in the place of a damaged one, which is kept."""
     path = folder / DATABASE
-    found = rescued(folder, path.read_bytes(), rest)
+    found = rescued(path, path.read_bytes(), rest)
     lost, contents = lost_of(found), renumbered(found)
     temporary = folder / "journal.new.sqlite"
     for name in (temporary, folder / f"{temporary.name}-wal", folder / f"{temporary.name}-shm"):
@@ -273,7 +274,7 @@ def _salvaged(folder: Path, rest: bytes) -> tuple[sqlite3.Connection, Contents]:
     logger.warning(
         "%s is damaged: %s; %s outcomes of %s items could be read. What is missing runs again. The damaged file is kept as %s.",
         path,
-        _said(lost),
+        what_is_lost(lost),
         f"{len(contents['attempts']):,}",
         f"{len(contents['items']):,}",
         kept.name,

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from raypool.journal.files import digest
 from raypool.journal.keys import function_key, module_name
 
 
@@ -20,6 +21,7 @@ class Source(NamedTuple):
         qualname: Its name there, None if it cannot be found by it.
         file: The module's file, if it has one.
         is_script: Whether that is a script, which is not to be found by its name only.
+        digest: The hash of `pickled`, in hexadecimal digits.
         pickled: The function, where it has no name to be found by.
     """
 
@@ -28,6 +30,7 @@ class Source(NamedTuple):
     qualname: str | None
     file: str | None
     is_script: bool = False
+    digest: str | None = None
     pickled: bytes | None = None
 
     @staticmethod
@@ -42,7 +45,9 @@ class Source(NamedTuple):
         if not is_found or (is_script and file is None):
             qualname = None
         path = None if file is None else str(Path(file).resolve())
-        return Source(function_key(fn), module_name(named), qualname, path, is_script, None if qualname else _pickled(fn))
+        pickled = None if qualname else _pickled(fn)
+        known = None if pickled is None else digest(pickled).hex()
+        return Source(function_key(fn), module_name(named), qualname, path, is_script, known, pickled)
 
     def to_text(self) -> str:
         """Return it as JSON, without the pickle."""

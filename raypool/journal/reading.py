@@ -1,0 +1,280 @@
+"""Makes `Results` of a run's folder, without changing anything in it: no pool, no Ray, no lock."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import json
+import os
+import pickle
+import shutil
+import sqlite3
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from raypool.errors import JournalError
+from raypool.feed import Feed
+from raypool.feed import Row as Report
+from raypool.journal.files import Damaged
+from raypool.journal.opening import SALVAGED, Contents, gathered, is_damage, lost_of, read_all, rescued, what_is_lost
+from raypool.journal.outcomes import DATABASE, Place, Stored, error_of, get_back, logger
+from raypool.journal.plain import decode
+from raypool.journal.salvage import carve
+from raypool.journal.schema import WrongRowError, checksum, numbers_of
+from raypool.results import Results, Row
+
+
+class Entry(NamedTuple):
+    """What a journal knows of an item: its key, where it is itself, and its newest outcome."""
+
+    key: str
+    item: Place | None
+    stored: Stored | None
+
+
+def load_results(run_dir: str | os.PathLike[str]) -> Results:
+    """Return what became of the items of a durable run: of one that has ended, was ended, or still runs.
+
+    Each item is there once: those of the newest call first, in its order, then those that only older calls had. One that has no
+    outcome (yet), or whose value cannot be had back, is "missing" in the table. Nothing in the folder is changed, it may be
+    read-only, and Ray is not needed. Values that are no plain data are pickles, which can run code when they are opened: they are
+    opened only from files of your own.
+
+    Args:
+        run_dir: The folder that was given to `parfor`.
+
+    Raises:
+        JournalError: There is no run in it, or it cannot be read. A damaged one gives what is left, and a warning is logged.
+
+    Example:
+        >>> import tempfile
+        >>> from raypool import load_results, parpool
+        >>> folder = tempfile.mkdtemp()
+        >>> with parpool(2, profile="threads", quiet=True) as pool:
+        ...     _ = pool.parfor(lambda x: x * x, [1, 2, 3], run_dir=folder)
+        >>> load_results(folder)
+        <Results of 3 items: 3 finished>
+        >>> list(load_results(folder))
+        [1, 4, 9]
+    """
+    with _quiet_collector():
+        return _load(Path(os.path.abspath(run_dir)))  # noqa: PTH100 (links stay what they are)
+
+
+@contextlib.contextmanager
+def _quiet_collector() -> Iterator[None]:
+    """Keep the garbage collector from going through all rows again and again while they are made: that takes half the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _load(folder: Path) -> Results:
+    entries = entries_of(read_contents(folder))
+    items = _opened(folder, [(entry.key, entry.item) for entry in entries])
+    places = [
+        (entry.key, Place(*entry.stored[5:10]) if entry.stored is not None and entry.stored.status == "finished" else None)
+        for entry in entries
+    ]
+    values = _opened(folder, places)
+    unreadable = {index for index, value in enumerate(values) if type(value) is Damaged}
+    if unreadable:
+        first = values[min(unreadable)]
+        logger.warning(
+            "%s of %s values cannot be had back; a call with this run_dir runs them again. %s",
+            len(unreadable),
+            len(values),
+            first,
+        )
+    errors = {
+        index: error_of(entry.stored, folder)
+        for index, entry in enumerate(entries)
+        if entry.stored is not None and entry.stored.status == "failed"
+    }
+    keys = [entry.key for entry in entries]
+    return Results(
+        [None if type(item) is Damaged else item for item in items],
+        [None if type(value) is Damaged else value for value in values],
+        lambda: [_row(entry.stored if index not in unreadable else None) for index, entry in enumerate(entries)],
+        errors,
+        functools.cache(lambda: _feed_of(folder, keys)),
+    )
+
+
+def _row(stored: Stored | None) -> Row:
+    if stored is None:
+        return Row("missing")
+    return Row(stored.status, stored.duration_s, stored.started_at, stored.worker, stored.gpu, stored.attempt)
+
+
+def _opened(folder: Path, places: Sequence[tuple[str, Place | None]]) -> list[Any]:
+    """Return what is in these places: None where there is none, a `Damaged` where it cannot be had."""
+    texts = [place.body for _, place in places if place is not None and place.body is not None]
+    decoded = iter(decode(f"[{','.join(texts)}]"))  # all at once: much faster than one by one
+    return [
+        None if place is None else next(decoded) if place.body is not None else _got_back(place, folder, key)
+        for key, place in places
+    ]
+
+
+def _got_back(place: Place, folder: Path, key: str) -> Any:
+    try:
+        return get_back(place, folder, key)
+    except Damaged as error:
+        return error
+
+
+def entries_of(contents: Contents) -> list[Entry]:
+    """Return the items of the newest call in its order, then the others."""
+    newest: dict[str, Stored] = {}
+    for row in sorted(contents["attempts"], key=lambda row: (row[2], row[0])):
+        if row[4] in ("finished", "failed"):
+            newest[row[1]] = Stored._make(row)
+    items = {row[0]: row for row in contents["items"]}
+    numbers = dict.fromkeys(positions_of(contents, newest_run(contents)).values())
+    ordered = [items[number] for number in [*numbers, *(number for number in items if number not in numbers)] if number in items]
+    known = {row[1]: Place(*row[3:8]) for row in ordered}
+    return [Entry(key, known.get(key), newest.get(key)) for key in dict.fromkeys([*known, *newest])]
+
+
+def newest_run(contents: Contents) -> int:
+    """Return the number of the newest call that has said which items it has, 0 if none has."""
+    return max((row[1] for row in contents["orders"]), default=0)
+
+
+def positions_of(contents: Contents, run: int) -> dict[int, int]:
+    """Return the items of a call: position -> number, in the order of the positions."""
+    positions = {
+        position: number
+        for _, own, first, text in contents["orders"]
+        if own == run
+        for position, number in enumerate(numbers_of(text), first)
+    }
+    return dict(sorted(positions.items()))
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def read_contents(folder: Path) -> Contents:
+    """Return all rows of the journal in a folder, or what is left of them.
+
+    Raises:
+        JournalError: There is none, or it cannot be read.
+    """
+    path = folder / (DATABASE if not (folder / SALVAGED).exists() else SALVAGED)
+    try:
+        return _read(path)
+    except (OSError, sqlite3.Error) as error:
+        if not path.exists():
+            raise JournalError(f"There is no run in {folder}: it has no {DATABASE}.", run_dir=str(folder)) from None
+        reason = getattr(error, "strerror", None) or error
+        raise JournalError(f"The journal in {folder} cannot be read ({reason}).", run_dir=str(folder)) from error
+
+
+def _read(path: Path) -> Contents:
+    rest = _log_of(path)  # first: what is in it is in the tables by the time that they are read, or was never found there
+    failure: Exception | None = None
+    for open_one in (_open_still, _open_beside, _open_copy):
+        try:
+            with open_one(path) as connection:
+                contents = _with_rest(read_all(connection), rest)
+            if not sum(lost_of(contents).values()):
+                return contents
+            break
+        except (sqlite3.Error, WrongRowError) as error:
+            failure = error
+    if failure is not None and not is_damage(failure):
+        raise failure
+    found = rescued(path, path.read_bytes(), rest)
+    logger.warning("%s is damaged: %s. Here is what is left of it.", path, what_is_lost(lost_of(found)))
+    return found
+
+
+def _log_of(path: Path) -> bytes:
+    try:
+        return path.with_name(f"{path.name}-wal").read_bytes()
+    except FileNotFoundError:
+        return b""
+
+
+def _with_rest(contents: Contents, rest: bytes) -> Contents:
+    """Return the rows with those that are in the write-ahead log only: written, but not committed, or behind a damaged page."""
+    if not rest:
+        return contents
+    rows = [(table, row) for table, entries in contents.items() for row in entries]
+    found = list(carve(rest, frozenset(checksum(table, row) for table, row in rows)))
+    return gathered([*rows, *found]) if found else contents
+
+
+@contextlib.contextmanager
+def _connected(uri: str) -> Iterator[sqlite3.Connection]:
+    with contextlib.closing(sqlite3.connect(uri, timeout=10.0, isolation_level=None, uri=True)) as connection:
+        connection.execute("BEGIN")  # all tables as they are at one moment
+        yield connection
+
+
+@contextlib.contextmanager
+def _open_still(path: Path) -> Iterator[sqlite3.Connection]:
+    """Read a journal that nobody writes, without any file beside it."""
+    if _log_of(path):
+        raise sqlite3.OperationalError("somebody writes it")
+    with _connected(f"{path.as_uri()}?immutable=1") as connection:
+        yield connection
+    if _log_of(path):
+        raise sqlite3.OperationalError("somebody has begun to write it")
+
+
+@contextlib.contextmanager
+def _open_beside(path: Path) -> Iterator[sqlite3.Connection]:
+    """Read a journal that somebody may be writing."""
+    with _connected(f"{path.as_uri()}?mode=ro") as connection:
+        yield connection
+
+
+@contextlib.contextmanager
+def _open_copy(path: Path) -> Iterator[sqlite3.Connection]:
+    """Read a journal that was left with a log, where nothing can be written."""
+    with tempfile.TemporaryDirectory(prefix="raypool-") as folder:
+        copy = Path(folder) / path.name
+        shutil.copyfile(path, copy)
+        (copy.with_name(f"{path.name}-wal")).write_bytes(_log_of(path))
+        with _connected(copy.as_uri()) as connection:
+            yield connection
+
+
+# --- what items have reported -----------------------------------------------------------------------------------------
+
+
+def _feed_of(folder: Path, keys: Sequence[str]) -> Feed:
+    feed = Feed()
+    try:
+        there = {path.name for path in (folder / "items").iterdir()}
+    except OSError:
+        return feed
+    for index, key in enumerate(keys):
+        if key in there:
+            reports = list(reports_of(folder / "items" / key, index))
+            if reports:
+                feed.add_rows(pickle.dumps(reports, protocol=5), {})
+    return feed
+
+
+def reports_of(folder: Path, index: int) -> Iterator[Report]:
+    """Yield what an item has reported, under this number; a line that was not written to its end is left out."""
+    try:
+        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8", errors="replace").split("\n")
+    except OSError:
+        return
+    for line in lines:
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            said = json.loads(line)
+            report = (float(said["time"]), index, int(said["attempt"]), dict(said["metrics"]))
+            yield report

@@ -1,0 +1,202 @@
+"""Runs one item of a durable run again, alone and in this process, to see what it does: nothing in the run changes.
+
+The function is imported by its name, as it is now: a mistake that was mended stays mended. A script is loaded from its file under the
+name of that, so that what stands under `if __name__ == "__main__":` does not run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from raypool.engine.runner import seed_everything
+from raypool.errors import JournalError
+from raypool.journal.files import Damaged, check_owner, load, read_file
+from raypool.journal.opening import Contents
+from raypool.journal.outcomes import get_back
+from raypool.journal.reading import Entry, entries_of, newest_run, positions_of, read_contents
+from raypool.journal.source import Source, found
+from raypool.task import Running, item_seed, running
+
+
+class Replay(NamedTuple):
+    """An item of a run, ready to run again: as it ran, its number and attempt were these."""
+
+    run_dir: Path
+    key: str
+    fn: Callable[[Any], Any]
+    item: Any
+    index: int
+    attempt: int
+    seed: int | None
+    name: str
+
+    def run(self, call: Callable[[Callable[[Any], Any], Any], Any] = lambda fn, item: fn(item)) -> Any:
+        """Call the function with the item, in surroundings like those of the loop, and return what it returns.
+
+        Args:
+            call: How to call it: a debugger's, say.
+
+        Raises:
+            Exception: What the function has raised.
+        """
+        note = Running(self.index, self.attempt, self.seed, 0, None, self.name)
+        with tempfile.TemporaryDirectory(prefix="raypool-replay-") as folder:
+            note.folders = _Copies(self.run_dir / "items" / self.key / "checkpoint", Path(folder) / "checkpoint")
+            if self.seed is not None:
+                seed_everything(item_seed(self.seed, self.index))
+            token = running.set(note)
+            try:
+                return call(self.fn, self.item)
+            finally:
+                running.reset(token)
+
+
+class _Copies:
+    """Gives an item that is replayed a copy of its checkpoints."""
+
+    def __init__(self, original: Path, copy: Path) -> None:
+        self._original = original
+        self._copy = copy
+
+    def folder(self, note: Running, index: int) -> Path:
+        if not self._copy.exists():
+            if self._original.is_dir():
+                shutil.copytree(self._original, self._copy)
+            else:
+                self._copy.mkdir(mode=0o700)
+        return self._copy
+
+    def bring_home(self, note: Running, index: int) -> None:
+        """Leave the run as it is."""
+
+    def end(self, note: Running, index: int) -> None:
+        """Leave the run as it is."""
+
+
+@contextlib.contextmanager
+def replaying(run_dir: Path, item: str) -> Iterator[Replay]:
+    """Find an item of a run and its function; within this, the run's script takes the place of this process's own.
+
+    Args:
+        run_dir: The folder of the run.
+        item: The number in the table of `load_results`, or the key (or how it begins).
+
+    Raises:
+        JournalError: There is no such run or item, or it cannot be had back; or its function cannot.
+    """
+    folder = run_dir.absolute()
+    contents = read_contents(folder)
+    entry = _entry(folder, entries_of(contents), item)
+    run = newest_run(contents) if entry.stored is None else entry.stored.run
+    source, seed = _about(folder, contents, run)
+    with _as_script(source):
+        try:
+            fn = _function(folder, source)
+            if entry.item is None:
+                raise Damaged(f"item {entry.key} itself is lost")
+            value = get_back(entry.item, folder, entry.key)
+        except Damaged as error:
+            raise JournalError(f"Item {item} of {folder} cannot run again: {error}.", run_dir=str(folder)) from error
+        index = _index(contents, run, entry.key)
+        yield Replay(
+            folder, entry.key, fn, value, index, 1 if entry.stored is None else entry.stored.attempt, seed, source.function
+        )
+
+
+def _entry(folder: Path, entries: list[Entry], item: str) -> Entry:
+    if item.isdecimal() and int(item) < len(entries):
+        return entries[int(item)]
+    exact = [entry for entry in entries if entry.key == item]
+    matches = exact or [entry for entry in entries if entry.key.startswith(item)]
+    if len(matches) == 1:
+        return matches[0]
+    said = f"{len(matches)} items have keys that begin with {item}" if matches else f"It has no item {item}"
+    last = f"the numbers 0 to {len(entries) - 1}" if entries else "no items"
+    raise JournalError(f"{said} in {folder}, which has {last}. Give a number or a longer key.", run_dir=str(folder))
+
+
+def _about(folder: Path, contents: Contents, run: int) -> tuple[Source, int | None]:
+    """Return the function and the seed of a call; of the newest that is known, if there is no record of it."""
+    runs = {row[0]: row for row in contents["runs"] if row[3]}
+    if not runs:
+        raise JournalError(f"The journal in {folder} does not say where its function stands.", run_dir=str(folder))
+    _, _, seed, source, *_ = runs.get(run) or runs[max(runs)]
+    return Source.from_text(source), json.loads(seed)
+
+
+def _index(contents: Contents, run: int, key: str) -> int:
+    """Return the number that an item had in a call, or in the newest one that it was in."""
+    numbers = {row[0] for row in contents["items"] if row[1] == key}
+    for one in dict.fromkeys([run, *sorted({row[1] for row in contents["orders"]}, reverse=True)]):
+        for position, number in positions_of(contents, one).items():
+            if number in numbers:
+                return position
+    return 0
+
+
+# --- the function -----------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _as_script(source: Source) -> Iterator[None]:
+    """Let modules be found where the run has found them; give back `__main__`, which a script takes the place of."""
+    path, main = list(sys.path), sys.modules["__main__"]
+    sys.path[:0] = [str(_root(source)), str(Path.cwd())] if source.file else [str(Path.cwd())]
+    try:
+        yield
+    finally:
+        sys.path[:] = path
+        sys.modules["__main__"] = main
+
+
+def _root(source: Source) -> Path:
+    """Return the folder from which the module can be imported."""
+    file = Path(source.file or "")
+    parts = 1 if source.is_script else len(source.module.split(".")) + (file.name == "__init__.py")
+    return file.parents[min(parts, len(file.parents)) - 1]
+
+
+def _function(folder: Path, source: Source) -> Callable[[Any], Any]:
+    """Return the function of a run.
+
+    Raises:
+        Damaged: It cannot be had back.
+    """
+    if source.qualname is None:
+        if source.digest is None:
+            raise Damaged(f"{source.function} has no name to be found by, and could not be pickled")
+        path = folder / "function.pkl"
+        check_owner(path)
+        fn = load(read_file(path, path.stat().st_size, bytes.fromhex(source.digest)))
+    else:
+        try:
+            module = _script(source) if source.is_script else importlib.import_module(source.module)
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt):
+                raise
+            where = f" ({source.file})" if source.file else ""
+            raise Damaged(f"{source.module}{where} cannot be imported ({type(error).__name__}: {error})") from error
+        fn = found(module, source.qualname)
+    if not callable(fn):
+        raise Damaged(f"{source.module} has no function {source.qualname} any more")
+    return fn  # type: ignore[no-any-return]
+
+
+def _script(source: Source) -> ModuleType:
+    """Load a script under the name of its file; what was pickled in it finds its classes there."""
+    spec = importlib.util.spec_from_file_location(source.module, source.file or "")
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{source.file} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[source.module] = sys.modules["__main__"] = module
+    spec.loader.exec_module(module)
+    return module
