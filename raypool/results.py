@@ -16,10 +16,16 @@ if TYPE_CHECKING:
 RUN_COLUMNS = ("status", "duration_s", "started_at", "worker", "gpu", "attempts", "error")
 """Columns of `Results.to_frame` that raypool adds."""
 
+STATUSES = ("finished", "failed", "cancelled", "missing")
+
 
 @dataclasses.dataclass(slots=True)
 class Row:
-    """What is known of one item. `status` is "finished", "failed", or "cancelled" where it never got an outcome."""
+    """What is known of one item.
+
+    `status` is "finished", "failed", or "cancelled" where it never got an outcome; "missing" where a journal knows the item, and has
+    no outcome of it that can be had back.
+    """
 
     status: str = "cancelled"
     duration_s: float | None = None
@@ -85,7 +91,7 @@ class Results(Sequence[Any]):
         return _restored, (list(self._items), self._values, self._rows, self._errors, self._get_feed())
 
     def __repr__(self) -> str:
-        counts = {status: sum(row.status == status for row in self._rows) for status in ("finished", "failed", "cancelled")}
+        counts = {status: sum(row.status == status for row in self._rows) for status in STATUSES}
         said = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
         return f"<Results of {len(self)} items: {said or 'none'}>"
 
