@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from raypool.core.messages import ResizeRequested
 from raypool.engine.engine import Engine, open_engine, serial_engine
 from raypool.errors import InvalidTypeError, InvalidValueError
 from raypool.options import Options, check_count
@@ -92,12 +91,7 @@ class ParallelPool(StaffedView):
             raise InvalidTypeError("num_workers=None is not a whole number.")
         check_count("num_workers", num_workers, least=1)
         self._engine.check_open()
-        more = num_workers - self.num_workers
-        if more > 0:
-            self._engine.add_workers(more, more)
-        elif more < 0:
-            self._engine.driver.post(ResizeRequested(remove=-more))
-            self._engine.driver.barrier()
+        self._engine.resize(num_workers)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Take no more work, and give everything back when what is left is done.

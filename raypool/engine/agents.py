@@ -20,6 +20,7 @@ from raypool.core.messages import Signal
 from raypool.engine.exchange import POOL_ENDED
 from raypool.engine.hub import Hub
 from raypool.engine.node_agent import OFFERED, NodeAgent
+from raypool.engine.nodes import LOOK_S
 from raypool.engine.packing import snapshot
 from raypool.engine.ray_calls import ask, when_done
 from raypool.engine.worker import Introduction
@@ -75,10 +76,12 @@ class Agents:
     Args:
         hub: Where what workers say comes together.
         cancel_grace_s: How long a cancelled task has to end [s].
+        stays: Whether a node is there, and not about to go.
     """
 
-    def __init__(self, hub: Hub, cancel_grace_s: float) -> None:
+    def __init__(self, hub: Hub, cancel_grace_s: float, stays: Callable[[str], bool]) -> None:
         self._hub = hub
+        self._stays = stays
         self._cancel_grace_s = cancel_grace_s
         self._agents: dict[str, Any] = {}  # by node
         self._by_worker: dict[int, tuple[Any, Any]] = {}  # the agent of its node, and the reference of its answer to `watch`
@@ -203,9 +206,18 @@ class Agents:
             nodes = [node_id for node_id, agent in self._agents.items() if agent is lost]  # none, at the end of the pool
             for node_id in nodes:
                 del self._agents[node_id]
-        if nodes and ray.is_initialized():
-            logger.warning("The agent of a node has died, and another takes its place. What was in pool.store may be lost.")
-            for worker_id, worker in list(self._workers.items()):
+        for node_id in nodes:  # whether the node goes too, the next looks at the nodes will show
+            timer = threading.Timer(2 * LOOK_S, self.later, [functools.partial(self._attach_again, node_id)])
+            timer.daemon = True
+            timer.start()
+
+    def _attach_again(self, node_id: str) -> None:
+        """Let workers have another agent, unless the node has gone with it, or is about to go, where no actor can start."""
+        if not ray.is_initialized() or self._is_closed or not self._stays(node_id):
+            return
+        logger.warning("The agent of a node has died, and another takes its place. What was in pool.store may be lost.")
+        for worker_id, worker in list(self._workers.items()):
+            if self._stays(worker[0].node_id):
                 self.attach(worker_id, *worker)
 
     # --- stopping -----------------------------------------------------------------------------------------------------

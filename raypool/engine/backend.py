@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -164,6 +165,12 @@ class Backend(Protocol):
 
         Raises:
             ResourceError: There are fewer than `least`, even after `start_timeout_s`. Nothing is kept then.
+        """
+
+    def sizing(self) -> AbstractContextManager[None]:
+        """Held by whoever sets the size of the pool, which the backend does not change meanwhile.
+
+        What it has lost before with nodes is not made up for after that.
         """
 
     def start_worker(self, worker_id: int, place: int, setups: Sequence[Function]) -> None:

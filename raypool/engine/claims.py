@@ -44,6 +44,7 @@ class Claim:
     demand: Demand
     num_workers: int = 0
     gpu: int | None = None  # its index, where that was asked
+    node_id: str | None = None  # where it was when somebody looked last
     is_released: bool = False
 
     def strategy(self) -> PlacementGroupSchedulingStrategy:
@@ -239,7 +240,14 @@ def _request(demand: Demand, node_id: str | None = None) -> Claim:
 
 
 def _is_ready(claim: Claim) -> bool:
-    return bool(placement_group_table(claim.group)["state"] == "CREATED")
+    return locate(claim) is not None
+
+
+def locate(claim: Claim) -> str | None:
+    """Return which node a claim is on, None if it is on none: Ray looks for another where its node has died."""
+    entry = placement_group_table(claim.group)
+    claim.node_id = str(entry["bundles_to_node_id"][0]) if entry["state"] == "CREATED" else None
+    return claim.node_id
 
 
 def _total(demand: Demand) -> int:

@@ -165,6 +165,22 @@ class Engine:
             logger.warning("Worker %d did not start: %s. The pool has %d.", place, why, self.driver.scheduler.crew.size)
         self._check_devices()
 
+    def resize(self, num_workers: int) -> None:
+        """Give the pool this many workers; return when they are up.
+
+        Raises:
+            ResourceError: There are not so many.
+            StartupError: One did not come up.
+        """
+        with self.backend.sizing():
+            self.driver.barrier()
+            more = num_workers - self.driver.scheduler.crew.size
+            if more > 0:
+                self.add_workers(more, more)
+            elif more < 0:
+                self.driver.post(ResizeRequested(remove=-more))
+                self.driver.barrier()
+
     def _check_devices(self) -> None:
         """Make sure that no two workers that should have a whole GPU see the same one.
 

@@ -20,11 +20,13 @@ from raypool.core.messages import AttemptFinished, Signal, WorkerLost, WorkerRea
 from raypool.engine import packing
 from raypool.engine.agents import Agents, Chore, MemoryLimit
 from raypool.engine.backend import Failure, Function, Part, Post, SliceResult, WorkerInfo
-from raypool.engine.claims import Claim
+from raypool.engine.claims import Claim, locate
 from raypool.engine.hub import Hub
+from raypool.engine.nodes import Nodes, NodeWatch
 from raypool.engine.ray_calls import when_done
 from raypool.engine.ray_failures import loss_reason, loss_text
-from raypool.engine.ray_session import leave_ray
+from raypool.engine.ray_nodes import look, why_cut_off
+from raypool.engine.ray_session import connection, give_up_ray, leave_ray
 from raypool.engine.ray_values import MessageValues, StoredValues, bring_home
 from raypool.engine.seating import Seating
 from raypool.engine.traffic import Traffic
@@ -84,11 +86,16 @@ class RayBackend:
         self._seats: dict[int, Seat] = {}
         self._by_worker: dict[int, Seat] = {}
         self._actor_class = ray.remote(PoolWorker)
-        self._agents = Agents(hub, profile.cancel_grace_s)
+        self._nodes = NodeWatch(self, post, profile.cancel_grace_s)
+        self.sizing = self._nodes.sizing
+        self._agents = Agents(hub, profile.cancel_grace_s, self._nodes.stays)
         add_source(self._agents)
         self._teardown = packing.pack(profile.teardown, "the teardown") if profile.teardown is not None else None
         self._retiring = 0  # workers that have not quite ended
         self._retired = threading.Condition()
+        self._nodes.start()
+        self._joined = connection()
+        self._ending = RAY_ENDED  # what to say of an end of Ray
         self._closed = threading.Event()
         threading.Thread(target=self._watch, name="raypool-watch", daemon=True).start()
 
@@ -103,6 +110,23 @@ class RayBackend:
         claims = self._seating.claim(least, most)
         self._seats.update((place, Seat(place, claim)) for place, claim in claims.items())
         return list(claims)
+
+    def look(self) -> Nodes:
+        """Ask for the nodes of the cluster."""
+        return look()
+
+    def places(self) -> dict[int, str | None]:
+        """Return which node each place is on."""
+        return {place: seat.claim.node_id for place, seat in list(self._seats.items())}
+
+    def find(self, place: int) -> str | None:
+        """Ask where a place is now."""
+        seat = self._seats.get(place)
+        return locate(seat.claim) if seat is not None else None
+
+    def grow(self, most: int) -> list[int]:
+        """Claim up to so many places; chosen GPUs are those of this machine, where none can come."""
+        return self.claim(0, most) if self._profile.gpus is None else []
 
     def vacate(self, place: int, *, keep: bool = False) -> None:
         """End the worker in a place, in good order if it is free; the last one to leave a claim gives it back."""
@@ -159,7 +183,7 @@ class RayBackend:
         seat = self._seats[place]
         self._retire(seat, functools.partial(self._give_back, None))
         if not ray.is_initialized():  # asking anything of it would start a new one
-            self._post(WorkerLost(worker_id, LossReason.START), RAY_ENDED)
+            self._post(WorkerLost(worker_id, LossReason.START), self._ending)
             return
         demand = seat.claim.demand
         options: dict[str, Any] = {
@@ -206,6 +230,7 @@ class RayBackend:
             return  # it is not wanted any more
         limit = seat.claim.demand.worker_memory_bytes
         memory = MemoryLimit(limit, functools.partial(self._on_memory, worker_id, limit)) if limit else None
+        seat.claim.node_id = introduction.node_id
         self._agents.attach(worker_id, introduction, seat.actor, memory)
         self._post(WorkerReady(worker_id), introduction.info)
 
@@ -275,13 +300,23 @@ class RayBackend:
     def _watch(self) -> None:
         """Report workers that die while nothing runs in them, and an end of Ray: no call comes back to tell of these."""
         while not self._closed.wait(WATCH_S):
+            why = why_cut_off(self._nodes.silent_s(), self._nodes.is_adrift)
+            if why is not None:
+                self._cut_off(why)
             for worker_id, seat in list(self._by_worker.items()):
                 with contextlib.suppress(Exception):  # the seat may change hands meanwhile; the next look sees
                     self._look_after(worker_id, seat)
 
+    def _cut_off(self, why: str) -> None:
+        """Let go of a Ray that will answer nobody any more: whoever asked it something would wait, and in the end it ends us."""
+        self._ending = why
+        logger.error("%s; the pool ends.", why)
+        give_up_ray(bring_home)
+        self._nodes.lose_all(why)
+
     def _look_after(self, worker_id: int, seat: Seat) -> None:
         if not ray.is_initialized():
-            self._lose(worker_id, LossReason.NODE, RAY_ENDED)
+            self._lose(worker_id, LossReason.NODE, self._ending)
         elif seat.calls == 0 and seat.actor is not None and self._is_dead(seat):
             self._lose(worker_id, LossReason.EXIT, "its process ended while it was idle", was_idle=True)
 
@@ -316,6 +351,7 @@ class RayBackend:
         if self._closed.is_set():
             return
         self._closed.set()
+        self._nodes.close()
         try:
             self._seating.stop_claiming()
             for place in list(self._seats):
@@ -328,7 +364,7 @@ class RayBackend:
             self._agents.close()
             self._hub.close()
             drop_source(self._agents)
-            leave_ray(bring_home)
+            leave_ray(bring_home, self._joined)
 
 
 def _lives(process: psutil.Process) -> bool:

@@ -24,6 +24,9 @@ LOOPBACK_ONLY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
 CONNECT_TIMEOUT_S = 5.0
 
+GIVE_UP_S = 5.0
+"""How long to try to fetch what is in a Ray that is beyond help [s]."""
+
 ENVIRONMENT = {
     # A stranger on this machine or network can't use the cluster: it asks for a token, and listens on the loopback only.
     "RAY_AUTH_MODE": "token",
@@ -57,7 +60,7 @@ def join_ray(address: str | None) -> None:
         if not ray.is_initialized():
             with _own_sigterm():
                 _connect(ray, address)
-            _ours = ray.get_runtime_context().get_worker_id()
+            _ours = connection()
             _users = 0  # of a Ray that somebody has ended meanwhile
         _users += 1
 
@@ -82,10 +85,24 @@ def _exit_terminated(number: int, frame: FrameType | None) -> NoReturn:
     sys.exit(128 + number)
 
 
-def leave_ray(before_end: Callable[[], None]) -> None:
-    """End Ray if it was started here and nobody uses it any more; `before_end` is called then, while nobody can join."""
+def connection() -> str:
+    """Return what tells this process's connection to Ray from any other."""
+    import ray
+
+    return str(ray.get_runtime_context().get_worker_id())
+
+
+def leave_ray(before_end: Callable[[], None], joined: str | None = None) -> None:
+    """End Ray if it was started here and nobody uses it any more; `before_end` is called then, while nobody can join.
+
+    Args:
+        before_end: Called before Ray is ended.
+        joined: The `connection` that was joined; nothing is done if that has ended meanwhile, whoever uses the next.
+    """
     global _users
     with _lock:
+        if joined is not None and (not _is_initialized() or joined != connection()):
+            return
         _users -= 1
         if _users <= 0 and is_ours():
             import ray
@@ -97,13 +114,29 @@ def leave_ray(before_end: Callable[[], None]) -> None:
                 _ended.set()
 
 
+def give_up_ray(before_end: Callable[[], None]) -> None:
+    """End this process's part in a Ray that is beyond help, whoever has started it: else Ray ends this process.
+
+    Args:
+        before_end: Called before; it may take `GIVE_UP_S`.
+    """
+    with _lock:
+        if not _is_initialized():
+            return
+        import ray
+
+        last = threading.Thread(target=before_end, name="raypool-last", daemon=True)
+        last.start()
+        last.join(GIVE_UP_S)
+        ray.shutdown()
+        _ended.set()
+
+
 def is_ours() -> bool:
     """Whether the Ray that runs in this process was started by us."""
     if not _is_initialized():
         return False
-    import ray
-
-    return bool(_ours == ray.get_runtime_context().get_worker_id())
+    return _ours == connection()
 
 
 def _prepare(address: str | None) -> None:

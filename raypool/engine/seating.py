@@ -54,7 +54,7 @@ class Seating:
                 entries = self._next_entries(least, most)
                 seats: Iterable[tuple[WorkerResources, int]] = [(self._profile.listed[entry], entry) for entry in entries]
                 numbers = Counter(kind for kind, _ in seats)
-                found = self._claim_more({kind: (number, number) for kind, number in numbers.items()}, wanted)
+                found = self._claim_more({kind: (number if least else 0, number) for kind, number in numbers.items()}, wanted)
             elif least is None or most is None:
                 (kind,) = self._profile.kinds
                 found, seats = self._claim_all(kind, wanted), itertools.repeat((kind, -1))
@@ -137,6 +137,8 @@ class Seating:
                 share = self._demands[kind].workers_per_claim
                 free = [claim for claim in found[kind] if claim.num_workers < share and not claim.is_released]
                 if not free:
+                    if entry >= 0:
+                        continue  # there may be room for the next, which is of another kind
                     break
                 claim = min(free, key=lambda claim: claim.num_workers)
                 claim.num_workers += 1

@@ -1,0 +1,218 @@
+"""What becomes of a pool whose nodes come and go: it leaves a node that is about to go, and makes up later for what was lost.
+
+Knows of nodes, places and time; `ray_nodes` is where Ray is asked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple, Protocol
+
+from raypool.core.messages import PlaceLeaving, PlaceLost, ResizeRequested
+from raypool.engine.backend import Post
+from raypool.errors import LossReason, RaypoolError
+
+LOOK_S = 1.0
+"""How often to look at the nodes [s]."""
+
+MARGIN_S = 2.0
+"""What runs on a node that is about to go is interrupted so long before there is need to [s]: it runs again elsewhere."""
+
+GROW_S = 5.0
+"""How often to see whether there is room again for workers that were lost, beside whenever a node comes [s]."""
+
+logger = logging.getLogger("raypool")
+
+
+class Nodes(NamedTuple):
+    """The nodes of a cluster at one moment.
+
+    Attributes:
+        alive: What to call those that are there, by id.
+        draining: When those of them that are about to go will be gone [s, `time.monotonic`]; infinity: nobody has said.
+        here: That of this process.
+        taken: Those that were taken away, with notice.
+    """
+
+    alive: Mapping[str, str]
+    draining: Mapping[str, float]
+    here: str = ""
+    taken: frozenset[str] = frozenset()
+
+    def stays(self, node: str | None) -> bool:
+        """Whether a node is there, and will be as far as is known."""
+        return node in self.alive and node not in self.draining
+
+
+class Ground(Protocol):
+    """What a pool stands on."""
+
+    def look(self) -> Nodes:
+        """Ask for the nodes of the cluster."""
+
+    def places(self) -> dict[int, str | None]:
+        """Return which node each place is on; None if it is on none yet."""
+
+    def find(self, place: int) -> str | None:
+        """Ask where a place is now; None: nowhere."""
+
+    def grow(self, most: int) -> list[int]:
+        """Claim up to so many places more, as many as there is room for."""
+
+
+class NodeWatch:
+    """Watches over the nodes that a pool stands on, in a thread of its own.
+
+    Args:
+        ground: What the pool stands on.
+        post: Tells the driver.
+        grace_s: How long a task that is interrupted may take to end [s].
+    """
+
+    def __init__(self, ground: Ground, post: Post, grace_s: float) -> None:
+        self._ground = ground
+        self._post = post
+        self._grace_s = grace_s
+        self._leaving: set[int] = set()  # places that the driver knows to be about to go
+        self._lost: set[int] = set()  # those that it knows to be gone
+        self._owed = 0  # workers that were lost with nodes, and not made up for
+        self._names: dict[str, str] = {}  # of all nodes that were seen
+        self._preempted: set[str] = set()  # those that had said that they would go
+        self._grow_at = 0.0  # when to try next
+        self._alive: set[str] = set()  # the nodes at the last look
+        self._num_sizing = 0  # so many set the size of the pool just now
+        self._growing = threading.Lock()
+        self._closed = threading.Event()
+        self._heard_at = time.monotonic()
+        self.is_adrift = False  # whether the node of this process counts as dead
+        self._going: frozenset[str] = frozenset()  # nodes that have gone, or are about to
+
+    def start(self) -> None:
+        """Look again and again from now on."""
+        threading.Thread(target=self._live, name="raypool-nodes", daemon=True).start()
+
+    def silent_s(self) -> float:
+        """Return for how long nobody has answered the question for the nodes [s]."""
+        return time.monotonic() - self._heard_at
+
+    @contextlib.contextmanager
+    def sizing(self) -> Iterator[None]:
+        """Let somebody set the size of the pool: what was lost before is not made up for any more, unless that fails."""
+        with self._growing:  # if the pool is growing by itself just now, that takes a moment
+            before = self._owed
+            self._num_sizing += 1
+        try:
+            yield
+            with self._growing:
+                self._owed = max(self._owed - before, 0)
+        finally:
+            with self._growing:
+                self._num_sizing -= 1
+
+    def close(self) -> None:
+        """Look no more."""
+        self._closed.set()
+
+    def _live(self) -> None:
+        while not self._closed.wait(LOOK_S):
+            try:
+                self.check()
+            except Exception:  # Ray is at its end, or between two; whoever finds the silence too long acts
+                logger.debug("The nodes could not be looked at.", exc_info=True)
+
+    def check(self) -> None:
+        """Look once, and tell the driver what has changed for its places."""
+        nodes = self._ground.look()
+        self._heard_at = time.monotonic()
+        self.is_adrift = nodes.here not in nodes.alive
+        self._names.update(nodes.alive)
+        self._going = frozenset(node for node in self._names if not nodes.stays(node))
+        self._preempted.update(nodes.draining, nodes.taken)
+        where = self._where_now(nodes)
+        if any(map(nodes.stays, where.values())):  # else they keep their claims, and start again where Ray finds room for these
+            self._leave_those_that_go(nodes, where)
+            self._make_up(nodes)
+
+    def stays(self, node: str) -> bool:
+        """Whether a node is there and not about to go, by the last look."""
+        return node not in self._going
+
+    # --- fewer of them ------------------------------------------------------------------------------------------------
+
+    def _where_now(self, nodes: Nodes) -> dict[int, str | None]:
+        """Return where each place is; Ray may have moved the claims of those whose node has died."""
+        where = self._ground.places()
+        self._leaving &= where.keys()
+        self._lost &= where.keys()
+        for place, node in where.items():
+            if node is not None and node not in nodes.alive and place not in self._lost:
+                where[place] = self._ground.find(place) or node
+        return where
+
+    def _leave_those_that_go(self, nodes: Nodes, where: Mapping[int, str | None]) -> None:
+        for place, node in where.items():
+            if node is None or nodes.stays(node) or place in self._lost:
+                continue
+            if node not in nodes.alive:
+                self._lose(place, node)
+            elif place not in self._leaving:
+                self._leave(place, node, nodes.draining[node])
+
+    def _leave(self, place: int, node: str, gone_at: float) -> None:
+        self._leaving.add(place)
+        self._owed += 1
+        now = time.monotonic()
+        at = max(gone_at - self._grace_s - MARGIN_S, now) if math.isfinite(gone_at) else None
+        until = f", in {gone_at - now:.0f} s" if at is not None else ""
+        self._post(PlaceLeaving(place, at), f"its node {self._names[node]} is about to go{until}")
+
+    def _lose(self, place: int, node: str) -> None:
+        self._lost.add(place)
+        self._owed += place not in self._leaving
+        reason = LossReason.PREEMPTED if node in self._preempted else LossReason.NODE
+        name = self._names.get(node, node[:8])
+        self._post(PlaceLost(place, reason), f"its node {name} is {'gone' if reason is LossReason.PREEMPTED else 'lost'}")
+
+    def lose_all(self, words: str) -> None:
+        """Tell the driver that nothing is left to stand on."""
+        for place in self._ground.places():
+            self._post(PlaceLost(place, LossReason.NODE), words)
+
+    # --- more of them -------------------------------------------------------------------------------------------------
+
+    def _make_up(self, nodes: Nodes) -> None:
+        """Try to grow if a node has come, and otherwise now and then: somebody else may have given something back."""
+        has_news, self._alive = nodes.alive.keys() != self._alive, set(nodes.alive)
+        if self._owed and (has_news or time.monotonic() > self._grow_at):
+            self._grow_at = time.monotonic() + GROW_S
+            threading.Thread(target=self._grow, name="raypool-grow", daemon=True).start()
+
+    def _grow(self) -> None:
+        """Claim what was lost, as far as there is room for it now."""
+        try:
+            with self._growing:
+                if not self._owed or self._num_sizing or self._closed.is_set():
+                    return
+                places = self._ground.grow(self._owed)
+                self._owed -= len(places)
+            if places:
+                self._post(ResizeRequested(add=tuple(places)), None)
+                logger.warning("The pool grows again: %s on %s.", _workers(len(places)), self._on(places))
+        except RaypoolError:
+            pass  # the pool ends
+        except Exception:
+            logger.debug("The pool could not grow.", exc_info=True)
+
+    def _on(self, places: Iterable[int]) -> str:
+        where = self._ground.places()
+        nodes = dict.fromkeys(node for place in places if (node := where.get(place)) is not None)
+        return ", ".join(dict.fromkeys(self._names.get(node, node[:8]) for node in nodes)) or "the cluster"
+
+
+def _workers(count: int) -> str:
+    return f"{count} more worker" + ("s" if count != 1 else "")

@@ -1,0 +1,77 @@
+"""What Ray says of the nodes of its cluster, and how to find out that it will say nothing any more."""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import time
+
+import ray
+from ray._private import state
+
+from raypool.engine.nodes import Nodes
+from raypool.engine.ray_session import host_and_port
+
+REFUSED_S = 3.0
+"""When nothing was heard for so long, it is looked whether anybody listens at all [s]."""
+
+CONNECT_TIMEOUT_S = 1.0
+
+AUTOSCALER_DRAIN_PREEMPTED = 3  # ray.core.generated.common_pb2.NodeDeathInfo
+
+
+def look() -> Nodes:
+    """Ask for the nodes of the cluster; where its control store is gone, this does not return for long.
+
+    Which nodes drain is in a private name of Ray's, checked on Ray 2.60.
+    """
+    table, draining = ray.nodes(), state.state.get_draining_nodes()
+    to_monotonic = time.monotonic() - time.time()
+    return Nodes(
+        here=ray.get_runtime_context().get_node_id(),
+        alive={node["NodeID"]: node["NodeManagerHostname"] for node in table if node["Alive"]},
+        draining={node: at_ms / 1000 + to_monotonic if at_ms else math.inf for node, at_ms in draining.items()},
+        taken=frozenset(node["NodeID"] for node in table if node.get("DeathReason") == AUTOSCALER_DRAIN_PREEMPTED),
+    )
+
+
+def why_cut_off(silent_s: float, is_adrift: bool) -> str | None:
+    """Return why this process can do nothing with Ray any more, None if it can, or Ray was ended in good order.
+
+    Asks nobody but the operating system. A control store that was killed may be started again somewhere; Ray gives it a minute,
+    then it ends this process, so half of that is what we give it. Private names, checked on Ray 2.60.
+
+    Args:
+        silent_s: For how long the control store has not answered [s].
+        is_adrift: Whether it says that the node of this process is dead.
+    """
+    node = ray._private.worker.global_worker.node if ray.is_initialized() else None
+    if node is None:
+        return None
+    if any(raylet.process.poll() is not None for raylet in node.all_processes.get("raylet", ())):
+        return "Ray's process on this machine (the raylet) has died"
+    if is_adrift:
+        return "Ray takes this machine for dead: its process here (the raylet) has ended, or cannot be reached"
+    address = node.gcs_address
+    if silent_s > REFUSED_S and node.is_head() and _is_refused(address):
+        return f"Ray's control store (GCS) at {address} has died"
+    if silent_s > patience_s():
+        return f"Ray's control store (GCS) at {address} has not answered for {silent_s:.0f} s"
+    return None
+
+
+def patience_s() -> float:
+    """Return for how long the control store may be silent [s]."""
+    return float(os.environ.get("RAY_gcs_rpc_server_reconnect_timeout_s", "60")) / 2  # noqa: SIM112 - so Ray calls it
+
+
+def _is_refused(address: str) -> bool:
+    host, port = host_and_port(address)
+    try:
+        socket.create_connection((host, port or 0), CONNECT_TIMEOUT_S).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False

@@ -1,0 +1,360 @@
+"""Nodes that are killed, drained and added under an open pool, and Ray itself killed (scenario 46).
+
+Each cluster here is Ray's own for tests: nodes are processes of one machine, in a session of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import textwrap
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.timeout(240)
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+PREAMBLE = """
+import json, logging, os, signal, sys, threading, time
+from pathlib import Path
+
+logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+folder = Path(FOLDER)
+facts = {}
+
+def eventually(condition, timeout_s=60):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it has not come"
+        time.sleep(0.02)
+    return True
+
+def mark(text):
+    (folder / text).touch()
+
+def marked(text):
+    return (folder / text).exists()
+
+def sizes(pool, number):
+    return eventually(lambda: pool.num_workers == number and all(w.state == "idle" for w in pool.workers))
+"""
+
+CLUSTER = (
+    PREAMBLE
+    + """
+from raypool.engine.ray_session import ENVIRONMENT, make_token
+os.environ.update(ENVIRONMENT)
+make_token()
+import ray
+from ray._raylet import GcsClient
+from ray.cluster_utils import Cluster
+from ray.core.generated import autoscaler_pb2
+from raypool import parpool, PoolBrokenError, WorkerResources
+
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": CORES, "include_dashboard": False})
+
+def add(**resources):
+    return cluster.add_node(include_dashboard=False, **resources)
+
+def drain(node, seconds):
+    deadline_ms = int((time.time() + seconds) * 1000) if seconds else 2**63 - 1
+    reason = autoscaler_pb2.DRAIN_NODE_REASON_PREEMPTION
+    assert GcsClient(address=cluster.address).drain_node(node.node_id, reason, "the machine is wanted", deadline_ms)[0]
+
+def kill(node):
+    cluster.remove_node(node, allow_graceful=False)
+
+def node_of():
+    return ray.get_runtime_context().get_node_id()
+
+def stay(number):
+    '''Run until the door opens, or somebody interrupts it.'''
+    mark(f"{number} on {node_of()}")
+    try:
+        eventually(lambda: marked("door"))
+    finally:
+        mark(f"{number} left {node_of()}")
+    return number
+
+def end():
+    print(json.dumps(facts), flush=True)
+    ray.shutdown()
+    threading.Timer(10, os._exit, [0]).start()
+    cluster.shutdown()
+    os._exit(0)
+"""
+)
+
+
+@pytest.fixture
+def on_cluster(run_python: Run, tmp_path: Any) -> Callable[..., tuple[dict[str, Any], str]]:
+    """Run a script beside a cluster; return its facts, and what it has said."""
+
+    def run(code: str, cores: int = 1, preamble: str = CLUSTER, **env: str) -> tuple[dict[str, Any], str]:
+        folder = tmp_path / "marks"
+        folder.mkdir()
+        code = preamble.replace("FOLDER", repr(str(folder))).replace("CORES", str(cores)) + textwrap.dedent(code)
+        done = run_python(code, timeout_s=200, PYTHONWARNINGS="ignore", **env)
+        facts = [line for line in done.stdout.splitlines() if line.startswith("{")]
+        assert facts, done.stdout + done.stderr
+        return json.loads(facts[-1]), done.stderr
+
+    return run
+
+
+# --- with notice ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_tasks_leave_a_node_that_is_about_to_go_and_the_pool_grows_again(on_cluster: Any) -> None:
+    """What ran there is interrupted in time, runs again elsewhere, and no attempt is charged for it."""
+    facts, words = on_cluster("""
+    node = add(num_cpus=1)
+    with parpool(2, address=cluster.address, quiet=True, retries=0, cancel_grace_s=1) as pool:
+        futures = [pool.parfeval(stay, number) for number in range(2)]
+        eventually(lambda: len(list(folder.glob(f"* on {node.node_id}"))) == 1 and len(list(folder.iterdir())) == 2)
+        drain(node, 6)
+        eventually(lambda: list(folder.glob(f"* left {node.node_id}")))
+        facts["was there"] = any(n["NodeID"] == node.node_id and n["Alive"] for n in ray.nodes())
+        mark("door")
+        facts["values"] = [future.result(60) for future in futures]
+        sizes(pool, 1)
+        kill(node)
+        facts["alone"] = set(pool.parfor(lambda i: node_of(), range(3))) == {node_of()}
+        new = add(num_cpus=2)
+        sizes(pool, 2)
+        facts["again"] = set(pool.parfeval_on_all(node_of).result(60)) == {node_of(), new.node_id}
+        facts["lost"] = pool.statistics().workers_lost
+    facts["groups"] = [group["state"] for group in ray.util.placement_group_table().values() if group["state"] != "REMOVED"]
+    end()
+    """)
+    assert facts["was there"], "it was interrupted only when the node was gone"
+    assert facts["values"] == [0, 1]
+    assert facts["alone"]
+    assert facts["again"]
+    assert facts["groups"] == []
+    assert "is about to go, in" in words
+    assert "The pool grows again: 1 more worker on" in words
+
+
+@pytest.mark.long
+def test_without_a_deadline_what_runs_is_left_to_its_end(on_cluster: Any) -> None:
+    facts, _ = on_cluster("""
+    node = add(num_cpus=1)
+    with parpool(2, address=cluster.address, quiet=True, retries=0) as pool:
+        futures = [pool.parfeval(stay, number) for number in range(2)]
+        eventually(lambda: len(list(folder.iterdir())) == 2)
+        drain(node, None)
+        eventually(lambda: pool.num_workers == 1)
+        facts["later"] = pool.parfeval(node_of)
+        mark("door")
+        facts["values"] = [future.result(60) for future in futures]
+        facts["later"] = facts["later"].result(60) == node_of()
+        facts["runs"] = len(list(folder.glob("* on *")))
+        sizes(pool, 1)
+    end()
+    """)
+    assert facts == {"values": [0, 1], "later": True, "runs": 2}
+
+
+# --- without ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.long
+def test_a_node_that_is_killed_under_a_loop(on_cluster: Any) -> None:
+    """Items that were there run again; the pool is smaller, says so, and grows when a node comes; never beyond what it was."""
+    facts, words = on_cluster("""
+    node = add(num_cpus=2)
+    with parpool(3, address=cluster.address, quiet=True, retries=1) as pool:
+        def fn(i):
+            mark(f"{i} begins")
+            time.sleep(0.2 if marked("killed") else 1)
+            return i * i
+        def strike():
+            eventually(lambda: len(list(folder.glob("* begins"))) >= 5)
+            kill(node)
+            mark("killed")
+        thread = threading.Thread(target=strike)
+        thread.start()
+        facts["values"] = pool.parfor(fn, range(20), chunk_size=1) == [i * i for i in range(20)]
+        thread.join()
+        sizes(pool, 1)
+        add(num_cpus=1)
+        sizes(pool, 2)
+        add(num_cpus=4)
+        sizes(pool, 3)
+        facts["nodes"] = len(set(pool.parfeval_on_all(node_of).result(60)))
+        facts["more"] = pool.parfor(fn, range(9), chunk_size=1) == [i * i for i in range(9)]
+        time.sleep(7)  # it could try to grow once more
+        facts["size"] = pool.num_workers
+    end()
+    """)
+    assert facts == {"values": True, "nodes": 3, "more": True, "size": 3}
+    assert "is lost" in words
+    assert words.count("The pool grows again") == 2
+
+
+@pytest.mark.long
+def test_where_another_node_has_room_the_workers_go_there(on_cluster: Any) -> None:
+    facts, _ = on_cluster("""
+    first = add(num_cpus=1)
+    with parpool(2, address=cluster.address, quiet=True) as pool:
+        spare = add(num_cpus=1)
+        kill(first)
+        sizes(pool, 2)
+        facts["there"] = set(pool.parfeval_on_all(node_of).result(60)) == {node_of(), spare.node_id}
+    end()
+    """)
+    assert facts == {"there": True}
+
+
+@pytest.mark.long
+def test_a_pool_that_was_made_smaller_does_not_grow(on_cluster: Any) -> None:
+    facts, words = on_cluster("""
+    node = add(num_cpus=2)
+    with parpool(3, address=cluster.address, quiet=True) as pool:
+        kill(node)
+        sizes(pool, 1)
+        pool.resize(1)
+        add(num_cpus=2)
+        time.sleep(7)
+        facts["size"] = pool.num_workers
+        pool.resize(2)
+        facts["larger"] = len(pool.parfeval_on_all(node_of).result(60))
+    end()
+    """)
+    assert facts == {"size": 1, "larger": 2}
+    assert "grows again" not in words
+
+
+@pytest.mark.long
+def test_a_pool_that_loses_its_only_node_waits_for_another(on_cluster: Any) -> None:
+    facts, _ = on_cluster(
+        """
+    node = add(num_cpus=2)
+    with parpool(2, address=cluster.address, quiet=True, start_timeout_s=30) as pool:
+        futures = [pool.parfeval(stay, number) for number in range(4)]
+        eventually(lambda: len(list(folder.iterdir())) == 2)
+        kill(node)
+        time.sleep(3)
+        mark("door")
+        new = add(num_cpus=2)
+        facts["values"] = [future.result(90) for future in futures]
+        facts["there"] = pool.parfeval(node_of).result(60) == new.node_id
+        sizes(pool, 2)
+    end()
+    """,
+        cores=0,
+    )
+    assert facts == {"values": [0, 1, 2, 3], "there": True}
+
+
+@pytest.mark.long
+def test_workers_of_several_kinds_are_each_made_up_for(on_cluster: Any) -> None:
+    """A list of resources, two workers on one GPU: what was lost of them comes again."""
+    facts, _ = on_cluster("""
+    kinds = [WorkerResources(gpus=0)] + [WorkerResources(gpus=0.5)] * 2
+    node = add(num_cpus=0, num_gpus=1)
+    with parpool(resources=kinds, address=cluster.address, quiet=True) as pool:
+        kill(node)
+        sizes(pool, 1)
+        add(num_cpus=0, num_gpus=1)
+        sizes(pool, 3)
+        facts["gpus"] = sorted(len(worker.gpus) for worker in pool.workers)
+    end()
+    """)
+    assert facts == {"gpus": [0, 1, 1]}
+
+
+# --- Ray itself -------------------------------------------------------------------------------------------------------
+
+LOCAL = (
+    PREAMBLE
+    + """
+import psutil
+import numpy as np
+from raypool import parpool, PoolBrokenError, WorkerLostError
+
+def rays(name):
+    return [child for child in psutil.Process().children(recursive=True) if child.name() == name]
+
+def stay(number):
+    mark(f"{number} runs")
+    eventually(lambda: marked("door"))
+    return number
+
+def what_becomes_of(futures):
+    return sorted({type(future.exception(60)).__name__ for future in futures})
+"""
+)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "words"), [("gcs_server", "control store (GCS)"), ("raylet", "(the raylet) has died")])
+def test_ray_on_this_machine_is_killed(on_cluster: Any, name: str, words: str) -> None:
+    """Everything that is pending fails within seconds, with words that say so; another pool can be opened."""
+    facts, said = on_cluster(
+        f"""
+    pool = parpool(2, quiet=True)
+    large = pool.parfeval(np.ones, 1_000_000)
+    eventually(large.done)
+    futures = [pool.parfeval(stay, number) for number in range(4)]
+    eventually(lambda: len(list(folder.iterdir())) == 2)
+    started = time.monotonic()
+    for process in rays("{name}"):
+        process.kill()
+    facts["ends"] = what_becomes_of(futures)
+    facts["words"] = str(futures[0].exception())
+    try:
+        pool.parfor(stay, range(3))
+    except Exception as error:
+        facts["later"] = type(error).__name__
+    pool.delete()
+    facts["seconds"] = time.monotonic() - started
+    try:
+        facts["large"] = large.result(10).sum()
+    except Exception as error:
+        facts["large"] = type(error).__name__
+    with parpool(1, quiet=True) as other:
+        facts["other"] = other.parfeval(abs, -1).result(60)
+        del pool
+        facts["other again"] = other.parfeval(abs, -2).result(60)
+    facts["left"] = [child.name() for child in psutil.Process().children(recursive=True) if child.status() != "zombie"]
+    print(json.dumps(facts))
+    """,
+        preamble=LOCAL,
+    )
+    assert facts["ends"] == ["PoolBrokenError"]
+    assert words in facts["words"]
+    assert "parpool()" in facts["words"]
+    assert facts["later"] == "PoolBrokenError"
+    assert facts["seconds"] < 40
+    assert facts["large"] == (1_000_000 if name == "gcs_server" else "TaskError")
+    assert (facts["other"], facts["other again"]) == (1, 2)
+    assert facts["left"] == []
+    assert "the pool ends" in said
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("end", "words"), [("gcs_server", "has not answered"), ("raylet", "takes this machine for dead")])
+def test_ray_of_a_cluster_is_killed_under_the_driver(on_cluster: Any, end: str, words: str) -> None:
+    """A control store could come again: it is waited for, but not until Ray ends this process."""
+    facts, _ = on_cluster(
+        f"""
+    add(num_cpus=1)
+    pool = parpool(2, address=cluster.address, quiet=True)
+    futures = [pool.parfeval(stay, number) for number in range(4)]
+    eventually(lambda: len(list(folder.iterdir())) == 2)
+    cluster.head_node.kill_{end}()
+    facts["ends"] = sorted({{type(future.exception(90)).__name__ for future in futures}})
+    facts["words"] = str(futures[0].exception())
+    pool.delete()
+    end()
+    """,
+        RAY_gcs_rpc_server_reconnect_timeout_s="20",
+    )
+    assert facts["ends"] == ["PoolBrokenError"]
+    assert words in facts["words"]

@@ -1,0 +1,188 @@
+"""What a pool does when nodes go and come, without Ray: the driver is told in time, and what was lost is made up for."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import pytest
+
+from raypool.core.messages import PlaceLeaving, PlaceLost, ResizeRequested
+from raypool.engine.nodes import MARGIN_S, Nodes, NodeWatch
+from raypool.errors import LossReason, ResourceError
+
+GRACE_S = 3.0
+
+
+class Land:
+    """Nodes, and the places of a pool on them."""
+
+    def __init__(self, *homes: str) -> None:
+        self.where: dict[int, str | None] = dict(enumerate(homes))
+        self.alive = {"here": "laptop", **{home: f"host-{home}" for home in homes}}
+        self.draining: dict[str, float] = {}
+        self.moved: dict[int, str] = {}
+        self.room: list[str] = []
+
+    def look(self) -> Nodes:
+        return Nodes(dict(self.alive), {node: at for node, at in self.draining.items() if node in self.alive}, "here")
+
+    def places(self) -> dict[int, str | None]:
+        return dict(self.where)
+
+    def find(self, place: int) -> str | None:
+        return self.moved.get(place)
+
+    def grow(self, most: int) -> list[int]:
+        places = [max(self.where, default=0) + 1 + number for number in range(min(most, len(self.room)))]
+        self.where.update((place, self.room.pop(0)) for place in places)
+        return places
+
+
+class Told(list[Any]):
+    """What the driver was told: a list of (event, words), each looked at once."""
+
+    def post(self, event: Any, words: Any) -> None:
+        self.append((event, words))
+
+    def news(self) -> list[Any]:
+        events = [event for event, _ in self]
+        self.clear()
+        return events
+
+
+def watch_over(land: Land) -> tuple[NodeWatch, Told]:
+    told = Told()
+    watch = NodeWatch(land, told.post, GRACE_S)
+    watch.check()
+    return watch, told
+
+
+def is_soon(told: Told, eventually: Any, *places: int) -> bool:
+    return bool(eventually(lambda: [event for event, _ in told] == [ResizeRequested(add=places)], 5))
+
+
+def test_nothing_is_said_while_nothing_happens() -> None:
+    watch, told = watch_over(Land("a", "b"))
+    watch.check()
+    assert told.news() == []
+
+
+def test_a_node_that_goes_is_left_before_it_does() -> None:
+    land = Land("a", "b", "b")
+    watch, told = watch_over(land)
+    gone_at = land.draining["b"] = time.monotonic() + 60
+
+    watch.check()
+    watch.check()
+
+    assert [words for _, words in told] == ["its node host-b is about to go, in 60 s"] * 2
+    assert told.news() == [PlaceLeaving(place, pytest.approx(gone_at - GRACE_S - MARGIN_S)) for place in (1, 2)]
+    assert not watch.stays("b")
+    del land.alive["b"]
+    watch.check()
+    assert told.news() == [PlaceLost(place, LossReason.PREEMPTED) for place in (1, 2)]
+
+
+def test_a_node_that_goes_some_day_is_left_when_what_runs_has_ended() -> None:
+    land = Land("a", "b")
+    watch, told = watch_over(land)
+    land.draining["b"] = math.inf
+    watch.check()
+    assert told == [(PlaceLeaving(1, None), "its node host-b is about to go")]
+
+
+def test_a_deadline_that_is_too_close_is_now() -> None:
+    land = Land("a", "b")
+    watch, told = watch_over(land)
+    land.draining["b"] = time.monotonic() + 1
+    before = time.monotonic()
+    watch.check()
+    assert before <= told[0][0].at <= time.monotonic()
+
+
+def test_a_node_that_is_lost_is_told_of_once() -> None:
+    land = Land("a", "b")
+    watch, told = watch_over(land)
+    del land.alive["b"]
+    watch.check()
+    watch.check()
+    assert told == [(PlaceLost(1, LossReason.NODE), "its node host-b is lost")]
+
+
+def test_a_claim_that_ray_has_moved_is_not_lost() -> None:
+    land = Land("a", "b")
+    watch, told = watch_over(land)
+    land.alive["c"] = "host-c"
+    del land.alive["b"]
+    land.moved[1] = "c"
+    watch.check()
+    assert told.news() == []
+
+
+def test_the_last_places_are_not_given_up(eventually: Any) -> None:
+    """They start again where Ray finds room for them; what else was lost is made up for then."""
+    land = Land("a", "b")
+    watch, told = watch_over(land)
+    del land.alive["a"], land.alive["b"]
+    watch.check()
+    assert told.news() == []
+
+    land.alive["c"] = "host-c"
+    land.moved[0], land.room = "c", ["c"]
+    watch.check()
+    assert told[0][0] == PlaceLost(1, LossReason.NODE)
+    assert eventually(lambda: ResizeRequested(add=(2,)) in [event for event, _ in told], 5)
+
+
+def test_what_was_lost_is_made_up_for_when_a_node_comes(eventually: Any, caplog: Any) -> None:
+    land = Land("a", "b", "b")
+    watch, told = watch_over(land)
+    del land.alive["b"]
+    watch.check()
+    assert len(told.news()) == 2
+    del land.where[1], land.where[2]
+
+    land.alive["c"] = "host-c"
+    land.room = ["c"] * 5
+    watch.check()
+
+    assert is_soon(told, eventually, 1, 2)
+    assert eventually(lambda: "2 more workers on host-c" in caplog.text)
+    told.clear()
+    land.alive["d"] = "host-d"
+    watch.check()
+    assert told.news() == [], "it grew beyond what it had"
+
+
+def test_who_sets_the_size_is_content_with_it(eventually: Any) -> None:
+    land = Land("a", "b", "b")
+    watch, told = watch_over(land)
+    del land.alive["b"]
+    watch.check()
+    told.clear()
+    del land.where[1], land.where[2]
+
+    with pytest.raises(ResourceError), watch.sizing():
+        raise ResourceError("there is no room", requested=3, available=1, holders=())
+    land.alive["c"] = "host-c"
+    land.room = ["c"]
+    watch.check()
+    assert is_soon(told, eventually, 1), "a size that could not be had has changed something"
+
+    with watch.sizing():
+        pass
+    land.alive["d"] = "host-d"
+    land.room = ["d"]
+    watch.check()
+    assert told[1:] == []
+
+
+def test_a_machine_that_ray_takes_for_dead() -> None:
+    land = Land("a")
+    watch, _ = watch_over(land)
+    assert not watch.is_adrift
+    del land.alive["here"]
+    watch.check()
+    assert watch.is_adrift
