@@ -346,8 +346,7 @@ def fill_memory(size: int) -> None:
 def fill_in_a_child(size: int) -> None:
     import subprocess
 
-    subprocess.run([sys.executable, "-c", f"held = bytearray({size}); input()"], stdin=subprocess.PIPE, check=False)
-    time.sleep(600)
+    subprocess.run([sys.executable, "-c", f"import time; held = bytearray({size}); time.sleep(600)"], check=False)
 
 
 @pytest.mark.parametrize(
