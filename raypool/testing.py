@@ -17,6 +17,7 @@ from array import array
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf
@@ -169,6 +170,8 @@ class _Call(NamedTuple):
 
 class SimBackend:
     """A backend whose workers exist in simulated time only."""
+
+    sizing = nullcontext
 
     def __init__(self, clock: VirtualClock, plan: FaultPlan, say: Say) -> None:
         self._clock = clock

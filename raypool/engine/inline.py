@@ -88,6 +88,8 @@ class InlineBackend:
                     self._exchange.close()
             return self._exchange
 
+    sizing = contextlib.nullcontext  # nobody else changes the size of the pool
+
     def claim(self, least: int | None, most: int | None) -> list[int]:
         """Claim as many places as wanted: there is no limit to workers in one process."""
         if least is None or most is None:
