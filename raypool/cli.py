@@ -48,9 +48,9 @@ def demo(workers: int | None, profile: str, out: Path) -> None:
 def replay(run_dir: Path, item: str, debug: bool) -> None:
     """Run one item of a durable run again, alone and in this process.
 
-    ITEM is its number in the table of raypool.load_results(RUN_DIR), or the name of its folder in RUN_DIR/items, or how that begins. The
-    function is imported by its name, as it is now. Nothing in RUN_DIR changes. Prints what the item returns (status 0), or the
-    traceback of what it raises (status 1).
+    ITEM is its number in the table of raypool.load_results(RUN_DIR), or the name of its folder in RUN_DIR/items, or how that
+    begins. The function is imported by its name, as it is now. Nothing in RUN_DIR changes. Prints what the item returns
+    (status 0), or the traceback of what it raises (status 1).
     """
     from raypool.journal.replaying import replaying
 
@@ -66,13 +66,18 @@ def _shown(again: Replay, debug: bool) -> int:
     """Run an item and print what comes of it."""
     import pdb
 
-    click.echo(f"Item {again.index} ({again.key}) of {again.name}, attempt {again.attempt}: {again.item!r}", err=True)
+    click.echo(f"Item {again.number} ({again.key}) of {again.name}, attempt {again.attempt}: {again.item!r}", err=True)
     try:
         value = again.run(pdb.Pdb().runcall) if debug else again.run()
-    except (KeyboardInterrupt, SystemExit, bdb.BdbQuit):
+    except (KeyboardInterrupt, SystemExit):
         raise
+    except bdb.BdbQuit:
+        return 1
     except BaseException as error:
-        click.echo("".join(traceback.format_exception(error)).rstrip(), err=True)
+        place = error.__traceback__
+        while place is not None and place.tb_frame.f_globals.get("__name__", "").split(".")[0] in ("raypool", "bdb"):
+            place = place.tb_next
+        click.echo("".join(traceback.format_exception(error.with_traceback(place))).rstrip(), err=True)
         if debug:
             pdb.post_mortem(error.__traceback__)
         return 1

@@ -148,8 +148,24 @@ def _checked(connection: sqlite3.Connection, rest: bytes) -> Contents:
     if connection.execute("PRAGMA quick_check(1)").fetchone() != ("ok",):
         raise DamagedError("its pages contradict each other")
     if rest:
+        _, num_frames, _ = connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
         _append_found(connection, contents, rest)
+        if is_cut(rest, num_frames):
+            logger.warning("The log of the journal is damaged near its end: what was written last may be lost, and runs again.")
     return contents
+
+
+def is_cut(log: bytes, num_frames: int) -> bool:
+    """Whether a whole transaction stands behind the frames of a write-ahead log that SQLite has found good.
+
+    Source:
+        SQLite, "Database File Format", section 4.1 (WAL file format).
+    """
+    frame = 24 + int.from_bytes(log[8:12], "big")
+    for start in range(32 + num_frames * frame, len(log) - frame + 1, frame):
+        if log[start + 8 : start + 16] == log[16:24] and any(log[start + 4 : start + 8]):
+            return True
+    return False
 
 
 def read_all(connection: sqlite3.Connection) -> Contents:

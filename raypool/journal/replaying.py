@@ -1,7 +1,7 @@
 """Runs one item of a durable run again, alone and in this process, to see what it does: nothing in the run changes.
 
-The function is imported by its name, as it is now: a mistake that was mended stays mended. A script is loaded from its file under the
-name of that, so that what stands under `if __name__ == "__main__":` does not run.
+The function is imported by its name, as it is now: a mistake that was mended stays mended. A script is loaded from its file under
+the name of that, so that what stands under `if __name__ == "__main__":` does not run.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Replay(NamedTuple):
     key: str
     fn: Callable[[Any], Any]
     item: Any
-    index: int
+    number: int
     attempt: int
     seed: int | None
     name: str
@@ -48,11 +48,11 @@ class Replay(NamedTuple):
         Raises:
             Exception: What the function has raised.
         """
-        note = Running(self.index, self.attempt, self.seed, 0, None, self.name)
+        note = Running(self.number, self.attempt, self.seed, 0, None, self.name)
         with tempfile.TemporaryDirectory(prefix="raypool-replay-") as folder:
             note.folders = _Copies(self.run_dir / "items" / self.key / "checkpoint", Path(folder) / "checkpoint")
             if self.seed is not None:
-                seed_everything(item_seed(self.seed, self.index))
+                seed_everything(item_seed(self.seed, self.number))
             token = running.set(note)
             try:
                 return call(self.fn, self.item)
@@ -119,7 +119,7 @@ def _entry(folder: Path, entries: list[Entry], item: str) -> Entry:
     matches = exact or [entry for entry in entries if entry.key.startswith(item)]
     if len(matches) == 1:
         return matches[0]
-    said = f"{len(matches)} items have keys that begin with {item}" if matches else f"It has no item {item}"
+    said = f"{len(matches)} items have keys that begin with {item}" if matches else f"There is no item {item}"
     last = f"the numbers 0 to {len(entries) - 1}" if entries else "no items"
     raise JournalError(f"{said} in {folder}, which has {last}. Give a number or a longer key.", run_dir=str(folder))
 
