@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from raypool.errors import InvalidTypeError, InvalidValueError
+from raypool.folders import sync_folder
 from raypool.task import current_task, note_here, unbroken
 
 FILE = "checkpoint.pt"
@@ -173,12 +174,3 @@ def _removed(spare: Path) -> Iterator[None]:
     except BaseException:
         spare.unlink(missing_ok=True)
         raise
-
-
-def sync_folder(folder: Path) -> None:
-    """See to it that what was renamed in a folder is so on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -39,6 +39,15 @@ def make_private(folder: Path) -> Path:
     return folder
 
 
+def sync_folder(folder: Path) -> None:
+    """See to it that what was made or renamed in a folder is so on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 class TemporaryFolder:
     """A folder for temporary files, made when somebody asks for it; it goes with this object, at the latest with the process.
 

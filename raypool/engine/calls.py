@@ -33,7 +33,13 @@ def submit_call(
         SerializationError: The function or an argument cannot be sent; it names the variable.
         PoolClosedError: The pool was shut down.
     """
-    return submit_function(engine, engine.function(fn), args, kwargs, options, where)
+    work = _call_work(engine, engine.function(fn), args, kwargs, options)
+    if options.checkpoints is not None:
+        from raypool.journal.keys import content_key  # which those who keep nothing need not wait for
+
+        key = content_key((fn, args, kwargs), f"the call of {work.function.name}")
+        work.checkpoints = str(options.checkpoints), (f"calls/{key}/checkpoint",)
+    return _hand_in(engine, work, options, where)
 
 
 def submit_function(
@@ -45,9 +51,16 @@ def submit_function(
         SerializationError: An argument cannot be sent; it names the variable.
         PoolClosedError: The pool was shut down.
     """
+    return _hand_in(engine, _call_work(engine, function, args, kwargs, options), options, where)
+
+
+def _call_work(engine: Engine, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> CallWork:
     call = _packed_call(engine, function.name, args, kwargs)
-    future: Future[Any] = Future(options.name or function.name)
-    work = CallWork(function, call, future, options.retry_on)
+    return CallWork(function, call, Future(options.name or function.name), options.retry_on)
+
+
+def _hand_in(engine: Engine, work: CallWork, options: Options, where: Where) -> Future[Any]:
+    future, function = work.future, work.function
     driver = engine.driver
 
     def make_spec(task_id: int) -> TaskSpec:
@@ -61,6 +74,7 @@ def submit_function(
             places=where.places,
             timeout_s=options.timeout_s,
             is_fresh=where.is_fresh,
+            retry_delay_s=options.retry_delay_s,
             fail_fast=True,
         )
 

@@ -22,6 +22,7 @@ import ray
 from raypool.devices.inventory import gpu_memory_used
 from raypool.engine.exchange import Exchange
 from raypool.engine.guard import AT_HAND, STOP_SIGNAL, WISH
+from raypool.engine.homes import FolderHome
 from raypool.engine.memory import is_over, memory_used
 from raypool.folders import TemporaryFolder
 
@@ -241,6 +242,13 @@ class NodeAgent:
     async def temporary(self) -> str:
         """Return the pool's folder for temporary files on this node, which goes when its processes here have ended."""
         return str(self._temporary.path())
+
+    async def keep(self, home: str, verb: str, *args: Any) -> tuple[Any, OSError | None]:
+        """Do something in a folder of this node for a worker that does not see it: a method of `FolderHome`, what came of it."""
+        try:
+            return await asyncio.to_thread(getattr(FolderHome(home), verb), *args), None
+        except OSError as error:
+            return None, error
 
     # --- what workers say ---------------------------------------------------------------------------------------------
 

@@ -26,7 +26,12 @@ def when_done(ref: Any, callback: Callable[[Any], None]) -> None:
 
 
 def ask(agent: Any, method: str, *args: Any) -> Any:
-    """Call a method of the exchange in an agent, and wait for its answer, at which signals can interrupt this.
+    """Call a method of the exchange in an agent, and wait for its answer; see `answer_to`."""
+    return answer_to(agent.exchange.remote(method, *args))
+
+
+def answer_to(ref: Any) -> Any:
+    """Wait for the answer of an agent, at which signals can interrupt this.
 
     (Ray's own `get` looks for signals once a second.)
 
@@ -34,7 +39,7 @@ def ask(agent: Any, method: str, *args: Any) -> Any:
         PoolClosedError: The agent has gone, and the pool with it.
     """
     answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    when_done(agent.exchange.remote(method, *args), answers.put)
+    when_done(ref, answers.put)
     while True:
         try:
             answer = answers.get(timeout=LOOK_AGAIN_S)

@@ -78,6 +78,7 @@ class CallWork:
     def __init__(self, function: Function, call: Any, future: Future[Any], retry_on: tuple[type[BaseException], ...]) -> None:
         self.function = function
         self.future = future
+        self.checkpoints: tuple[str, tuple[str, ...]] | None = None  # see `Part`
         self._call = call
         self._retry_on = retry_on
 
@@ -109,6 +110,7 @@ class CallWork:
             is_call=True,
             name=future.name,
             should_stop=future.stop_requested,
+            checkpoints=self.checkpoints,
         )
 
     def wants_retry(self, error: BaseException) -> bool:

@@ -21,12 +21,14 @@ from raypool.devices.links import prefer_fast_links
 from raypool.engine import diary
 from raypool.engine.backend import Part, Refusal, WorkerInfo
 from raypool.engine.guard import ProcessGuard
+from raypool.engine.homes import FarHome, Home, sees
 from raypool.engine.mirrors import ItemFolders, home_here
 from raypool.engine.node_agent import WorkerProcess
 from raypool.engine.outbox import Outbox
 from raypool.engine.packing import Fetched, Packed, Parcel, dump, join, keep, load, snapshot, unpack
-from raypool.engine.ray_calls import ask
+from raypool.engine.ray_calls import answer_to, ask
 from raypool.engine.runner import Surroundings, run_parts, set_up
+from raypool.errors import InvalidValueError
 from raypool.folders import hold
 from raypool.results import Results
 from raypool.shared import discard_all
@@ -78,7 +80,8 @@ class PoolWorker:
         self._worker_id = worker_id
         self._guard = ProcessGuard()
         self._agent: Any = None
-        self._folders = ItemFolders(self._temporary, home_here)
+        self._rooms = Rooms()
+        self._folders = ItemFolders(self._rooms.temporary, self._rooms.find_home)
         self._outbox = Outbox(self._push)
         self._packed: dict[int, Packed] = {}  # functions that were not called yet
         self._functions: dict[int, Callable[..., Any]] = {}
@@ -109,14 +112,8 @@ class PoolWorker:
     def attach(self, agent: Any, home: Any) -> None:
         """Take note of the agent of this node, and of the one where the pool's exchange is; of others, when they have died."""
         self._agent = agent
+        self._rooms.attach(agent, home)
         set_link(WorkerLink(self._worker_id, self._outbox, agent, home))
-
-    @functools.cache  # noqa: B019 - the process ends with it
-    def _temporary(self) -> Path:
-        """Return the pool's folder for temporary files on this machine."""
-        folder = Path(ray.get(self._agent.temporary.remote()))
-        hold(folder)
-        return folder
 
     def _push(self, number: int, batch: bytes) -> None:
         ray.get(self._agent.push.remote(self._worker_id, number, batch))
@@ -175,6 +172,55 @@ class PoolWorker:
         finally:
             self._outbox.drain(DRAIN_TIMEOUT_S)
         return None
+
+
+class Rooms:
+    """Knows the folders of this worker's machine, and who keeps what is not on it."""
+
+    def __init__(self) -> None:
+        self._agent: Any = None
+        self._home: Any = None
+        self._temporary: Path | None = None
+        self._pid = os.getpid()
+
+    def attach(self, agent: Any, home: Any) -> None:
+        """Take note of the agent of this node, and of the one of the driver's."""
+        self._agent, self._home = agent, home
+
+    def temporary(self) -> Path:
+        """Return the pool's folder for temporary files on this machine; it is there as long as this process."""
+        if self._temporary is None:
+            self._check_may_ask()
+            self._temporary = Path(answer_to(self._agent.temporary.remote()))
+            hold(self._temporary)
+        return self._temporary
+
+    def find_home(self, place: str) -> Home | None:
+        """Return who brings files to and from a place; None if it is a folder that this machine sees as the driver's does.
+
+        Raises:
+            OSError: The driver's machine cannot make the folder.
+        """
+        if "://" in place:
+            return home_here(place)
+        if self._agent == self._home:  # the same machine
+            return None
+        self._check_may_ask()
+
+        def ask(verb: str, *args: Any) -> Any:
+            value, error = answer_to(self._home.keep.remote(place, verb, *args))
+            if error is not None:
+                raise error
+            return value
+
+        return None if sees(place, ask("token")) else FarHome(ask)
+
+    def _check_may_ask(self) -> None:
+        if os.getpid() != self._pid:
+            raise InvalidValueError(
+                "A forked child process (of a DataLoader, say) cannot find out where the checkpoints of its task are. Ask for "
+                "current_task().checkpoint_dir in the task itself first."
+            )
 
 
 class WorkerLink:

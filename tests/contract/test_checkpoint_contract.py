@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from raypool import ParallelPool, current_task, load_checkpoint, save_checkpoint
+from raypool import InvalidTypeError, InvalidValueError, ParallelPool, current_task, load_checkpoint, save_checkpoint
 
 
 class NotYetError(Exception):
@@ -72,14 +72,46 @@ def test_loops_in_a_task_have_folders_that_are_not_those_of_other_loops(pool: Pa
     assert len(set(folders)) == len(folders) == 10
 
 
-def test_outside_a_pool_there_is_a_folder_too() -> None:
-    assert current_task().checkpoint_dir.is_dir()
-    assert current_task().checkpoint_dir == current_task().checkpoint_dir
+def test_a_call_goes_on_from_where_an_equal_one_was_in_another_pool(make_pool: Any, tmp_path: Path) -> None:
+    def train(name: str, *, rate: float) -> int:
+        state = load_checkpoint() or {"step": 0}
+        save_checkpoint({"step": state["step"] + 1})
+        (current_task().checkpoint_dir / "log.txt").write_text(f"{name} {rate} {state['step']}")
+        return int(state["step"])
+
+    for step in range(2):
+        with make_pool(1) as pool:
+            for where in (str(tmp_path / "folder"), (tmp_path / "url").as_uri()):
+                view = pool.options(checkpoints=where)
+                assert view.parfeval(train, "a", rate=0.1).result(60) == step
+                assert view.parfeval(train, "b", rate=0.1).result(60) == step
+    for kind in ("folder", "url"):
+        assert sorted(file.read_text() for file in (tmp_path / kind).rglob("log.txt")) == ["a 0.1 1", "b 0.1 1"]
+    assert not list(tmp_path.rglob("*.partial"))
 
 
-@pytest.fixture(autouse=True)
-def no_file_of_this_process() -> Any:
-    """Let each test find this process's own folder empty."""
-    yield
-    for file in current_task().checkpoint_dir.iterdir():
-        file.unlink()
+def test_what_is_saved_counts_although_the_task_fails_and_what_it_writes_last_too(make_pool: Any, tmp_path: Path) -> None:
+    def train() -> None:
+        (current_task().checkpoint_dir / "last.txt").write_text("here")
+        raise NotYetError
+
+    with make_pool(1) as pool, pytest.raises(NotYetError):
+        pool.options(checkpoints=(tmp_path / "kept").as_uri()).parfeval(train).result(60)
+    assert [file.read_text() for file in (tmp_path / "kept").rglob("last.txt")] == ["here"]
+
+
+def test_a_place_that_cannot_be_written_is_the_error_of_the_item(make_pool: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with make_pool(1) as pool:
+        future = pool.options(checkpoints=f"{tmp_path.as_uri()}/file/kept").parfeval(lambda: save_checkpoint(1))
+        with pytest.raises(OSError, match="file"):
+            future.result(60)
+        assert pool.parfeval(lambda: 1).result(60) == 1
+
+
+def test_where_checkpoints_are_kept_is_a_folder_or_a_url(pool: ParallelPool, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(InvalidValueError, match="is a file"):
+        pool.options(checkpoints=tmp_path / "file")
+    with pytest.raises(InvalidTypeError, match="checkpoints=3 is neither"):
+        pool.options(checkpoints=3)
