@@ -59,6 +59,10 @@ class DamagedError(Exception):
     """A journal is not what was written."""
 
 
+UNREADABLE = (sqlite3.Error, WrongRowError, DamagedError, UnicodeDecodeError)
+"""What comes of reading a damaged journal, also in the text of a message; `is_damage` tells it from a disk that is full, say."""
+
+
 def is_damage(error: Exception) -> bool:
     """Whether this says that the file is damaged, rather than that the disk is full, say."""
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)
@@ -78,13 +82,13 @@ def open_database(folder: Path) -> tuple[sqlite3.Connection, Contents]:
             os.close(os.open(folder / DATABASE, os.O_CREAT | os.O_EXCL, 0o600))
         try:
             connection = connect(folder / DATABASE)
-        except sqlite3.DatabaseError as error:
+        except UNREADABLE as error:
             if not is_damage(error):
                 raise
             return _salvaged(folder, rest)
         try:
             return connection, _checked(connection, rest)
-        except (sqlite3.DatabaseError, WrongRowError, DamagedError) as error:
+        except UNREADABLE as error:
             connection.close()
             if not is_damage(error):
                 raise
@@ -265,7 +269,7 @@ def _is_sound(data: bytes, path: Path) -> bool:
         try:
             (tables,) = connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()
             return bool(tables) and connection.execute("PRAGMA quick_check(1)").fetchone() == ("ok",)
-        except sqlite3.Error:
+        except UNREADABLE:
             return False
 
 

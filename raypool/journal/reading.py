@@ -19,11 +19,11 @@ from raypool.errors import JournalError
 from raypool.feed import Feed
 from raypool.feed import Row as Report
 from raypool.journal.files import Damaged
-from raypool.journal.opening import SALVAGED, Contents, gathered, is_damage, lost_of, read_all, rescued, what_is_lost
+from raypool.journal.opening import SALVAGED, UNREADABLE, Contents, gathered, is_damage, lost_of, read_all, rescued, what_is_lost
 from raypool.journal.outcomes import DATABASE, Place, Stored, error_of, get_back, logger
 from raypool.journal.plain import decode
 from raypool.journal.salvage import carve
-from raypool.journal.schema import WrongRowError, checksum, numbers_of
+from raypool.journal.schema import checksum, numbers_of
 from raypool.results import Results, Row
 
 
@@ -189,7 +189,7 @@ def _read(path: Path) -> Contents:
             if not sum(lost_of(contents).values()):
                 return contents
             break
-        except (sqlite3.Error, WrongRowError) as error:
+        except UNREADABLE as error:
             failure = error
     if failure is not None and not is_damage(failure):
         raise failure
