@@ -25,7 +25,7 @@ from raypool.engine.hub import Hub
 from raypool.engine.nodes import Nodes, NodeWatch
 from raypool.engine.ray_calls import when_done
 from raypool.engine.ray_failures import loss_reason, loss_text
-from raypool.engine.ray_nodes import look, why_cut_off
+from raypool.engine.ray_nodes import CutOff, look, why_cut_off
 from raypool.engine.ray_session import connection, give_up_ray, leave_ray
 from raypool.engine.ray_values import MessageValues, StoredValues, bring_home
 from raypool.engine.seating import Seating
@@ -97,6 +97,7 @@ class RayBackend:
         self._joined = connection()
         self._ending = RAY_ENDED  # what to say of an end of Ray
         self._closed = threading.Event()
+        self._left = threading.Event()  # the Ray that was joined
         threading.Thread(target=self._watch, name="raypool-watch", daemon=True).start()
 
     def find_way(self) -> Way:
@@ -299,20 +300,20 @@ class RayBackend:
 
     def _watch(self) -> None:
         """Report workers that die while nothing runs in them, and an end of Ray: no call comes back to tell of these."""
-        while not self._closed.wait(WATCH_S):
-            why = why_cut_off(self._nodes.silent_s(), self._nodes.is_adrift)
-            if why is not None:
-                self._cut_off(why)
-            for worker_id, seat in list(self._by_worker.items()):
+        while not self._left.wait(WATCH_S):
+            cut_off = why_cut_off(self._nodes.silent_s(), self._nodes.is_adrift)
+            if cut_off is not None:
+                self._let_go(cut_off)
+            for worker_id, seat in list(self._by_worker.items()) if not self._closed.is_set() else ():
                 with contextlib.suppress(Exception):  # the seat may change hands meanwhile; the next look sees
                     self._look_after(worker_id, seat)
 
-    def _cut_off(self, why: str) -> None:
+    def _let_go(self, cut_off: CutOff) -> None:
         """Let go of a Ray that will answer nobody any more: whoever asked it something would wait, and in the end it ends us."""
-        self._ending = why
-        logger.error("%s; the pool ends.", why)
-        give_up_ray(bring_home)
-        self._nodes.lose_all(why)
+        self._ending = cut_off.why
+        logger.error("%s; the pool ends.", cut_off.why)
+        give_up_ray(bring_home if cut_off.has_values else None)  # asking a dead raylet for a value ends the process
+        self._nodes.lose_all(cut_off.why)
 
     def _look_after(self, worker_id: int, seat: Seat) -> None:
         if not ray.is_initialized():
@@ -351,7 +352,6 @@ class RayBackend:
         if self._closed.is_set():
             return
         self._closed.set()
-        self._nodes.close()
         try:
             self._seating.stop_claiming()
             for place in list(self._seats):
@@ -361,10 +361,14 @@ class RayBackend:
             if ray.is_initialized():
                 self._seating.close(CLOSE_TIMEOUT_S)
         finally:
+            self._nodes.close()
             self._agents.close()
             self._hub.close()
             drop_source(self._agents)
-            leave_ray(bring_home, self._joined)
+            try:
+                leave_ray(bring_home, self._joined)
+            finally:
+                self._left.set()
 
 
 def _lives(process: psutil.Process) -> bool:

@@ -6,6 +6,7 @@ import math
 import os
 import socket
 import time
+from typing import NamedTuple
 
 import ray
 from ray._private import state
@@ -36,7 +37,14 @@ def look() -> Nodes:
     )
 
 
-def why_cut_off(silent_s: float, is_adrift: bool) -> str | None:
+class CutOff(NamedTuple):
+    """Why nothing can be done with Ray any more; `has_values`: what is in the object store of this machine can still be had."""
+
+    why: str
+    has_values: bool
+
+
+def why_cut_off(silent_s: float, is_adrift: bool) -> CutOff | None:
     """Return why this process can do nothing with Ray any more, None if it can, or Ray was ended in good order.
 
     Asks nobody but the operating system. A control store that was killed may be started again somewhere; Ray gives it a minute,
@@ -50,14 +58,14 @@ def why_cut_off(silent_s: float, is_adrift: bool) -> str | None:
     if node is None:
         return None
     if any(raylet.process.poll() is not None for raylet in node.all_processes.get("raylet", ())):
-        return "Ray's process on this machine (the raylet) has died"
+        return CutOff("Ray's process on this machine (the raylet) has died", has_values=False)
     if is_adrift:
-        return "Ray takes this machine for dead: its process here (the raylet) has ended, or cannot be reached"
+        return CutOff("Ray takes this machine for dead: its process here (the raylet) has ended, or cannot be reached", False)
     address = node.gcs_address
     if silent_s > REFUSED_S and node.is_head() and _is_refused(address):
-        return f"Ray's control store (GCS) at {address} has died"
+        return CutOff(f"Ray's control store (GCS) at {address} has died", has_values=True)
     if silent_s > patience_s():
-        return f"Ray's control store (GCS) at {address} has not answered for {silent_s:.0f} s"
+        return CutOff(f"Ray's control store (GCS) at {address} has not answered for {silent_s:.0f} s", has_values=True)
     return None
 
 

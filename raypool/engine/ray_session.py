@@ -114,7 +114,7 @@ def leave_ray(before_end: Callable[[], None], joined: str | None = None) -> None
                 _ended.set()
 
 
-def give_up_ray(before_end: Callable[[], None]) -> None:
+def give_up_ray(before_end: Callable[[], None] | None) -> None:
     """End this process's part in a Ray that is beyond help, whoever has started it: else Ray ends this process.
 
     Args:
@@ -125,9 +125,10 @@ def give_up_ray(before_end: Callable[[], None]) -> None:
             return
         import ray
 
-        last = threading.Thread(target=before_end, name="raypool-last", daemon=True)
-        last.start()
-        last.join(GIVE_UP_S)
+        if before_end is not None:
+            last = threading.Thread(target=before_end, name="raypool-last", daemon=True)
+            last.start()
+            last.join(GIVE_UP_S)
         ray.shutdown()
         _ended.set()
 
