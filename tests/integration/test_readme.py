@@ -6,13 +6,15 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-TEN_LINES, SWEEP, SPMD, TRAINING, *_ = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+TEN_LINES, SWEEP, DURABLE, SPMD, TRAINING, *_ = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -34,6 +36,21 @@ def test_the_ten_lines_at_a_prompt(tmp_path: Path) -> None:
     losses = [float(row[3]) for row in rows]
     assert losses == sorted(losses)
     assert losses[0] < 0.1
+
+
+def test_the_sweep_that_survives(tmp_path: Path, start_python: Callable[..., Any], eventually: Callable[..., bool]) -> None:
+    """It is killed when the first checkpoints are there, started again, and one of its trainings is replayed."""
+    (tmp_path / "sweep.py").write_text(DURABLE)
+    run_it = f"import os, runpy; os.chdir({str(tmp_path)!r}); runpy.run_path('sweep.py', run_name='__main__')"
+    process = start_python(run_it)
+    assert eventually(lambda: list(tmp_path.glob("runs/widths/items/*/checkpoint/checkpoint.pt")), 90)
+    process.process.kill()
+    printed = run("sweep.py", cwd=tmp_path)
+    rows = re.findall(r"^(\d) +(\d+) +(0\.\d+) +finished$", printed, re.MULTILINE)
+    assert [(int(index), int(width)) for index, width, _ in rows] == list(enumerate((4, 8, 16, 32, 64, 128)))
+    assert len(re.findall(r"^\d +0\.\d+$", printed, re.MULTILINE)) == 6, "the best of each"
+    again = run("-m", "raypool.cli", "replay", "runs/widths", "3", cwd=tmp_path)
+    assert float(eval(again)["loss"]) == pytest.approx(float(rows[3][2]), abs=1e-6)
 
 
 def test_every_worker_at_once(tmp_path: Path) -> None:
@@ -81,6 +98,7 @@ def tell_story(printed: str) -> dict[str, str]:
     return states
 
 
+@pytest.mark.long
 def test_the_sweep_goes_as_it_is_told(tmp_path: Path) -> None:
     states = tell_story(run("-c", SWEEP, cwd=tmp_path))
     recorded = re.findall(r"```\n(raypool: .*?)```", README, re.DOTALL)
