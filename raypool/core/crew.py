@@ -6,7 +6,7 @@ from collections import OrderedDict
 
 from raypool.core import policy
 from raypool.core.messages import Command, DropPlace, ParkWorker, SetTimer, StartWorker, Vacate
-from raypool.core.model import Attempt, Bench, Gathering, Lane, Leaving, Place, Task, TaskSpec, Worker, WorkerState
+from raypool.core.model import Attempt, Bench, Gathering, Lane, Leaving, Place, Streak, Task, TaskSpec, Worker, WorkerState
 from raypool.errors import LossReason
 
 IDLE = WorkerState.IDLE  # Python 3.11 takes its time to look these up
@@ -33,6 +33,7 @@ class Crew:
         self.calling: dict[tuple[int, ...] | int, Lane] = {}  # those that may have work for somebody idle
         self.deserted: list[Lane] = []  # those that have lost their last place, until somebody looks after their tasks
         self.bench = Bench()  # of all idle workers
+        self.streaks: dict[int, list[Streak]] = {}  # by place: what has failed there since anything went well
         self.next_worker_id = 0
         self.next_attempt_id = 0
         self._start_timeout_s = start_timeout_s
@@ -138,6 +139,7 @@ class Crew:
         """Give a place back, and say so if nobody has wished for that."""
         self._withdraw(place, reason)
         del self.places[place.place]
+        self.streaks.pop(place.place, None)
         commands: list[Command] = [Vacate(place.place)]
         if place.leaving is not None:
             commands.append(DropPlace(place.place, place.leaving.reason, place.leaving.failed, place.leaving.finished))
@@ -207,6 +209,7 @@ class Crew:
 
     def engage(self, worker: Worker, attempt: Attempt) -> None:
         """Note that a worker has a call, under the next number."""
+        attempt.pace.running += 1
         worker.attempts[self.next_attempt_id] = attempt
         self.next_attempt_id += 1
         self.idle.pop(worker.worker_id, None)

@@ -174,6 +174,7 @@ class Dispatcher:
             self._out += [self._call(worker, attempt_id, attempt), *self._timer(worker, attempt_id, attempt)]
         else:
             del worker.attempts[attempt_id]
+            attempt.pace.running -= 1
         return self._out
 
     def _call(self, worker: Worker, attempt_id: int, attempt: Attempt) -> m.RunTasks:

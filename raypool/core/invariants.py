@@ -6,7 +6,7 @@ from collections import Counter
 from itertools import pairwise
 
 from raypool.core.model import Lane, PoolState, Slice, Task, Worker, WorkerState
-from raypool.core.policy import MAX_IN_FLIGHT
+from raypool.core.policy import MAX_IN_FLIGHT, Pace
 from raypool.core.scheduler import Scheduler
 
 
@@ -50,6 +50,7 @@ def _check_groups(scheduler: Scheduler) -> None:
     assert occupied == {w.worker_id: w.place for w in crew.workers.values()}, "not one live worker in each place"
     for group in (crew.idle, crew.barred, crew.ahead, _members(scheduler), crew.retiring, crew.parked):
         assert group.keys() <= crew.workers.keys(), "a group names a worker that is gone"
+    assert crew.streaks.keys() <= crew.places.keys(), "failures are remembered of a place that is gone"
     assert not crew.torn, "a free worker whose lanes may have work was not asked"
     assert not crew.calling, "a lane that may have work for somebody was not asked"
     assert not crew.deserted, "nobody has looked after the tasks of a lane without places"
@@ -205,7 +206,12 @@ def _check_paces(scheduler: Scheduler) -> None:
     for fn_id, pace in backlog.paces.items():
         assert pace.waiting == waiting[fn_id], f"function {fn_id}: wrong count of what waits"
         assert pace.num_tasks == num_tasks[fn_id], f"function {fn_id}: wrong count of tasks"
+        assert pace.running == _num_running(scheduler, pace), f"function {fn_id}: wrong count of calls in flight"
     assert all(pace.waiting == 0 for pace in backlog.idle_paces.values()), "something waits for a function not in use"
+
+
+def _num_running(scheduler: Scheduler, pace: Pace) -> int:
+    return sum(attempt.pace is pace for worker in scheduler.crew.workers.values() for attempt in worker.attempts.values())
 
 
 def _check_work_conserving(scheduler: Scheduler) -> None:

@@ -301,6 +301,19 @@ class Leaving(NamedTuple):
     finished: int = 0
 
 
+@dataclass(slots=True, eq=False)
+class Streak:
+    """Calls of one function that have failed in a place, one after the other, and what was known of it when that began."""
+
+    pace: Pace
+    good: int
+    bad: int
+    finished: int
+    calls: int = 0  # first attempts
+    repeats: int = 0  # later ones
+    items: int = 0  # in all of these
+
+
 @dataclass(slots=True)
 class Place:
     """A claim on a device and the worker in it."""

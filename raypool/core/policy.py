@@ -31,6 +31,9 @@ MAX_FAILED_STARTS = 3
 FORGIVEN = (LossReason.STOPPED, LossReason.PREEMPTED)
 """A worker that is lost for this is held against nobody: neither what it ran nor its place has done it."""
 
+FAULTY_BELOW = 1e-5
+"""A place is taken out if so many failures in a row are less likely than this there, by what the same does elsewhere."""
+
 FIRST_DELAY_S = 0.5
 LONGEST_DELAY_S = 30.0
 
@@ -40,18 +43,38 @@ LONGEST_RETRY_DELAY_S = 300.0
 
 @dataclass(slots=True)
 class Pace:
-    """How long the items of one function take, and how many of them wait."""
+    """How long the items of one function take, how many of them wait, and how many of its calls fail."""
 
     mean_s: float = math.inf  # of one item; unknown is taken for long
     items: int = 0
     calls: int = 0
     waiting: int = 0
     num_tasks: int = 0
+    running: int = 0  # calls in flight
+    failed: int = 0  # of the items, with an error
+    spoilt: int = 0  # of the calls: nothing in them has finished
+    lost: int = 0  # calls that have taken their worker with them, or too long
+    blamed: int = 0  # of these two, calls for which their place was taken out
 
     @property
     def is_short(self) -> bool:
         """Whether its items should share calls."""
         return self.mean_s < SHORT_S
+
+    @property
+    def good(self) -> int:
+        """Calls in which something has finished."""
+        return self.calls - self.spoilt
+
+    @property
+    def bad(self) -> int:
+        """Calls in which nothing has finished."""
+        return self.spoilt + self.lost
+
+    @property
+    def finished(self) -> int:
+        """Items that have come back without an error."""
+        return self.items - self.failed
 
     def observe(self, items: int, busy_s: float) -> None:
         """Take in a call that ran `items` items in `busy_s` seconds."""
@@ -128,3 +151,15 @@ def retry_delay_s(first_s: float, attempt: int) -> float:
         [10.0, 20.0, 40.0, 300.0]
     """
     return float(min(first_s * 2 ** min(attempt - 2, 64), LONGEST_RETRY_DELAY_S))
+
+
+def failure_rate(good: int, bad: int) -> float:
+    """Return how likely a call is to fail, of which so many others went well and so many did not.
+
+    With nothing known it is one in four: a failure is less likely than not, but no surprise.
+
+    Example:
+        >>> failure_rate(0, 0), failure_rate(96, 0), failure_rate(0, 96)
+        (0.25, 0.01, 0.97)
+    """
+    return (bad + 1) / (good + bad + 4)

@@ -10,16 +10,17 @@ The `Backlog` knows what waits, the `Crew` who is there; this class lets the one
 from __future__ import annotations
 
 from collections import deque
-from math import inf
 from typing import Any, NoReturn
 
 from raypool.core import messages as m
 from raypool.core.backlog import Backlog
 from raypool.core.crew import Crew
 from raypool.core.dispatch import Dispatcher
+from raypool.core.faults import Faults
 from raypool.core.idleness import Idleness
 from raypool.core.ledger import Ledger
-from raypool.core.model import Leaving, PoolState, Report, Task, TaskState, Worker, WorkerState
+from raypool.core.losses import Losses
+from raypool.core.model import PoolState, Report, Task, TaskState, Worker, WorkerState
 from raypool.errors import InternalError, LossReason
 
 STORY_LENGTH = 200
@@ -44,6 +45,8 @@ class Scheduler:
         self.crew = Crew(start_timeout_s)
         self.ledger = Ledger(self.backlog, self.crew)
         self.counts = self.ledger.counts
+        self._faults = Faults(self.crew)
+        self._losses = Losses(self.backlog, self.crew, self.ledger, self._faults)
         self._dispatcher = Dispatcher(self.backlog, self.crew, self.ledger)
         self._idleness = Idleness(idle_timeout_s) if idle_timeout_s is not None else None
         self._last_task_id = -1
@@ -148,20 +151,26 @@ class Scheduler:
         worker = crew.workers.get(worker_id)
         if worker is None or attempt_id not in worker.attempts:
             return  # an answer from a worker that was given up
-        slices, pace, _, is_fresh = worker.attempts[attempt_id]
+        attempt = worker.attempts[attempt_id]
+        slices, pace, _, is_fresh = attempt
         if len(reports) != len(slices) or not all(map(Report.is_about, reports, slices)):
             self._impossible(event, worker_id=worker_id)
         del worker.attempts[attempt_id]
         worker.has_delivered = True
-        done, busy_s = 0, 0.0
+        pace.running -= 1
+        done, failed, busy_s, wanted = 0, 0, 0.0, None
         for piece, report in zip(slices, reports, strict=True):
             done += report.done
+            failed += report.failed
             busy_s += report.busy_s
             task = self.backlog.land(piece, attempt_id)
             if task is not None:
+                wanted = task
                 self.ledger.settle(task, piece, report, attempt_id)
         if done:
             pace.observe(done, busy_s)
+            if wanted is not None and (failed or crew.streaks):
+                self._losses.take_out(worker, self._faults.note_answer(worker, attempt, wanted, done, failed))
         self._freed(worker, is_spent=is_fresh)
 
     def _freed(self, worker: Worker, is_spent: bool) -> None:
@@ -197,9 +206,9 @@ class Scheduler:
             elif event.kind == "retry":
                 self._rouse(event.task_id)
         elif event.kind == "timeout":
-            self._time_out(worker, event.attempt_id)
+            self._losses.time_out(worker, event.attempt_id)
         elif event.kind == "leave":
-            self._leave(worker)
+            self._losses.interrupt_if_due(worker)
         elif worker.state is not WorkerState.STARTING:
             pass  # ready in time
         elif event.kind == "start":
@@ -226,84 +235,30 @@ class Scheduler:
             self._impossible(event, worker_id=event.worker_id)
         return self.crew.workers.get(event.worker_id)
 
-    def _time_out(self, worker: Worker, attempt_id: int) -> None:
-        """Fail what has run for too long. Its worker stays busy until the call has come back."""
-        attempt = worker.attempts.get(attempt_id)
-        for piece in attempt.slices if attempt is not None else ():
-            task = self.backlog.tasks.get(piece.task_id)
-            if task is not None and task.spec.is_gang:
-                self.ledger.time_out_gang(task)
-            elif self.backlog.land(piece, attempt_id) is not None:
-                assert task is not None
-                self.ledger.time_out(task, piece, attempt_id, worker.worker_id)
-
     def _lose(self, worker: Worker, reason: LossReason, was_idle: bool) -> None:
-        """Replace a worker, and see to what it was running and to what was bound to it."""
         has_future = worker.worker_id not in self.crew.retiring
-        reason = self._in_the_end(worker, reason)
-        was_idle = was_idle or worker.state is WorkerState.STARTING
-        self._out += self.crew.replace(worker, reason, self._now)
-        self._run_elsewhere(worker, reason, was_idle)
+        self._losses.lose(worker, reason, was_idle)
         if has_future and not self.crew.places:
             self._break()
 
-    def _run_elsewhere(self, worker: Worker, reason: LossReason, was_idle: bool) -> None:
-        """See to what a worker was running that is no more."""
-        # The first attempt was running, or it had ended, its answer died with the process, and the one behind it was running.
-        # So both are charged: an innocent item has attempts left, alone, but a culprit never runs once too often.
-        for attempt_id, attempt in worker.attempts.items():
-            for piece in attempt.slices:
-                task = self.backlog.land(piece, attempt_id)
-                if task is not None:
-                    self.ledger.lose(task, piece, reason, was_idle)
-
-    # --- places that go -----------------------------------------------------------------------------------------------
-
     def _on_place_leaving(self, event: m.PlaceLeaving) -> None:
         worker = self._worker_in(event.place)
-        if worker is None:
-            return  # it has gone before
-        # If it is the last one, and nothing waits, the pool is not broken: another may come while there is time.
-        if worker.state is not WorkerState.BUSY:
-            self._lose_place(worker, LossReason.PREEMPTED)
-            return
-        at = inf if event.at is None else event.at
-        self.crew.retire(worker, Leaving(LossReason.PREEMPTED, at))
-        if at <= self._now:
-            self.ledger.interrupt(worker)
-        elif event.at is not None:
-            self._out.append(m.SetTimer(at, "leave", worker.worker_id))
+        if worker is not None:  # else it has gone before
+            self._losses.announce(worker, event.at)
 
     def _on_place_lost(self, event: m.PlaceLost) -> None:
         worker = self._worker_in(event.place)
-        if worker is not None:
-            has_future = worker.worker_id not in self.crew.retiring
-            self.counts.workers_lost += worker.state in (WorkerState.IDLE, WorkerState.BUSY)
-            self._lose_place(worker, self._in_the_end(worker, event.reason))
-            if has_future and not self.crew.places:
-                self._break()
+        if worker is None:
+            return
+        has_future = worker.worker_id not in self.crew.retiring
+        self.counts.workers_lost += worker.state in (WorkerState.IDLE, WorkerState.BUSY)
+        self._losses.lose_place(worker, event.reason)
+        if has_future and not self.crew.places:
+            self._break()
 
     def _worker_in(self, place_id: int) -> Worker | None:
         place = self.crew.places.get(place_id)
         return None if place is None else self.crew.workers[place.worker_id]
-
-    def _lose_place(self, worker: Worker, reason: LossReason) -> None:
-        """Take a worker out with its place."""
-        was_idle = worker.state is not WorkerState.BUSY
-        self._out += self.crew.remove(worker, Leaving(reason))
-        self._run_elsewhere(worker, reason, was_idle)
-
-    def _leave(self, worker: Worker) -> None:
-        """Interrupt what still runs where a machine is about to go, unless it was given more time meanwhile."""
-        leaving = self.crew.places[worker.place].leaving
-        if leaving is not None and leaving.at <= self._now:
-            self.ledger.interrupt(worker)
-
-    def _in_the_end(self, worker: Worker, reason: LossReason) -> LossReason:
-        """Return why a worker is lost: the end of a machine that was announced is nobody's fault."""
-        leaving = self.crew.places[worker.place].leaving
-        is_announced = leaving is not None and leaving.reason is LossReason.PREEMPTED
-        return LossReason.PREEMPTED if is_announced and reason is LossReason.NODE else reason
 
     def _fail_deserted(self) -> None:
         """See to the tasks of which nobody is left who may run them."""

@@ -1,0 +1,83 @@
+"""Places that fail every task while others do well: a broken GPU, a full disk, a machine that lacks a library.
+
+Such a place is free again at once, and so eats up the queue. It is told from tasks that fail everywhere by what the same function
+does elsewhere, since the failures here began and ever since. What it does nowhere else says nothing.
+"""
+
+from __future__ import annotations
+
+from raypool.core import policy
+from raypool.core.crew import Crew
+from raypool.core.model import Attempt, Leaving, Streak, Task, Worker
+from raypool.core.policy import Pace
+from raypool.errors import LossReason
+
+MOST_STREAKS = 8
+"""Of so many functions the failures in a place are remembered; those of the oldest are forgotten."""
+
+
+class Faults:
+    """Counts failures in a row, by place and function: the first failure of each item, whatever runs together as one."""
+
+    def __init__(self, crew: Crew) -> None:
+        self._crew = crew
+
+    def note_answer(self, worker: Worker, attempt: Attempt, task: Task, done: int, failed: int) -> Leaving | None:
+        """Take in what has come back of a task; return why the place has to go, if it has to."""
+        attempt.pace.failed += failed
+        if failed < done:
+            if _is_telling(task):
+                self._crew.streaks.pop(worker.place, None)
+            return None
+        attempt.pace.spoilt += 1
+        return self._note_failure(worker, attempt) if _is_telling(task) else None
+
+    def note_loss(self, worker: Worker, attempt: Attempt, task: Task | None) -> Leaving | None:
+        """Take in that a call has taken its worker with it, or too long; return why the place has to go, if it has to."""
+        attempt.pace.lost += 1
+        return self._note_failure(worker, attempt) if task is not None and _is_telling(task) else None
+
+    def _note_failure(self, worker: Worker, attempt: Attempt) -> Leaving | None:
+        streak = self._streak(worker, attempt.pace)
+        if attempt.slices[0].attempt == 1:
+            streak.calls += 1
+        else:
+            streak.repeats += 1  # it may be the item
+        streak.items += sum(piece.stop - piece.start for piece in attempt.slices)
+        is_leaving = worker.worker_id in self._crew.retiring
+        if is_leaving or self._crew.size < 2 or self._chance(worker) >= policy.FAULTY_BELOW:
+            return None
+        streaks = self._crew.streaks.pop(worker.place)
+        for streak in streaks:
+            streak.pace.blamed += streak.calls
+        finished = sum(streak.pace.finished - streak.finished for streak in streaks)
+        return Leaving(LossReason.FAULTY, failed=sum(streak.items for streak in streaks), finished=finished)
+
+    def _streak(self, worker: Worker, pace: Pace) -> Streak:
+        """Return what has failed in a row of a function where a worker is; the newest failure is in the books already."""
+        streaks = self._crew.streaks.setdefault(worker.place, [])
+        for streak in streaks:
+            if streak.pace is pace:
+                return streak
+        if len(streaks) == MOST_STREAKS:
+            del streaks[0]
+        streaks.append(Streak(pace, pace.good, pace.bad - 1, pace.finished))
+        return streaks[-1]
+
+    def _chance(self, worker: Worker) -> float:
+        """Return how likely it is that all this has failed here by chance."""
+        chance = 1.0
+        for streak in self._crew.streaks[worker.place]:
+            pace, here = streak.pace, streak.calls + streak.repeats
+            running_here = sum(attempt.pace is pace for attempt in worker.attempts.values())
+            good = pace.good - streak.good
+            if good or pace.running > running_here:  # else nobody else shows that it can be done
+                lately = policy.failure_rate(good, pace.bad - streak.bad - here + pace.blamed)
+                ever = policy.failure_rate(pace.good, pace.bad - here)
+                chance *= max(lately, ever) ** streak.calls
+        return chance
+
+
+def _is_telling(task: Task) -> bool:
+    """Whether an outcome says something of the place: ranks fail with each other, and what is bound has no choice."""
+    return not task.spec.is_gang and task.spec.place is None

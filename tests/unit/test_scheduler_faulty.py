@@ -1,0 +1,233 @@
+"""Places that fail every task while others do well are taken out; tasks that fail everywhere take out none."""
+
+import pytest
+
+from raypool.core.messages import DropPlace, RunTasks, Vacate
+from raypool.core.model import PoolState, Report
+from raypool.errors import LossReason
+
+FAULTY = LossReason.FAULTY
+FAILED = Report(1, failed=1, busy_s=1.0)
+
+
+def call_of(pool, place):
+    """Return the attempt that the worker in a place is at; None: it has none."""
+    crew = pool.scheduler.crew
+    return next(iter(crew.workers[crew.places[place].worker_id].attempts), None) if place in crew.places else None
+
+
+def fail_all(pool, place, most=100):
+    """Let a place fail whatever it gets; return how often, until it is taken out, and what was said of that."""
+    for number in range(most):
+        attempt_id = call_of(pool, place)
+        if attempt_id is None:
+            return number, None
+        commands = pool.finish(attempt_id, FAILED)
+        for command in commands:
+            if isinstance(command, DropPlace):
+                assert Vacate(command.place) in commands
+                return number + 1, command
+    return most, None
+
+
+@pytest.fixture
+def busy(pool_of):
+    """Return a pool of four workers in a loop of many long items, each at its first."""
+    pool = pool_of(4)
+    pool.submit(0, size=1000)
+    return pool
+
+
+def test_a_place_that_fails_item_after_item_is_taken_out_while_others_work(busy):
+    assert fail_all(busy, 2) == (9, DropPlace(2, FAULTY, failed=9, finished=0))
+    assert busy.scheduler.crew.size == 3
+    assert busy.scheduler.state is PoolState.OPEN
+
+
+def test_the_better_others_do_the_sooner(busy):
+    for _ in range(5):
+        busy.finish(call_of(busy, 2), FAILED)
+        for place in (0, 1, 3):
+            busy.finish(call_of(busy, place))
+    assert call_of(busy, 2) is None
+    assert busy.scheduler.crew.size == 3
+
+
+def test_one_success_makes_up_for_all_failures(busy):
+    for _ in range(5):
+        assert fail_all(busy, 2, most=8) == (8, None)
+        busy.finish(call_of(busy, 2))
+    assert busy.scheduler.crew.size == 4
+
+
+def test_what_was_handed_back_says_nothing(busy):
+    assert fail_all(busy, 2, most=8) == (8, None)
+    busy.finish(call_of(busy, 2), Report(0))
+    assert fail_all(busy, 2) == (1, DropPlace(2, FAULTY, failed=9, finished=0))
+
+
+def test_a_function_that_fails_everywhere_takes_out_nobody(busy):
+    for _ in range(50):
+        for place in range(4):
+            busy.finish(call_of(busy, place), FAILED)
+    assert busy.scheduler.crew.size == 4
+
+
+def test_nor_does_one_that_fails_everywhere_from_some_item_on(busy):
+    for is_good in [True] * 50 + [False] * 50:
+        for place in range(4):
+            busy.finish(call_of(busy, place), *(() if is_good else (FAILED,)))
+    assert busy.scheduler.crew.size == 4
+
+
+def test_nor_one_that_often_fails(busy):
+    for number in range(100):
+        for place in range(4):
+            if number % 10 == place:
+                busy.finish(call_of(busy, place))
+            else:
+                busy.finish(call_of(busy, place), FAILED)
+    assert busy.scheduler.crew.size == 4
+
+
+def test_a_function_that_nobody_else_runs_says_nothing(pool_of):
+    pool = pool_of(2)
+    pool.submit(0, fn_id=1)
+    for task_id in range(1, 60):
+        pool.submit(task_id, fn_id=2)
+        pool.finish(call_of(pool, 1), FAILED)
+    assert pool.scheduler.crew.size == 2
+
+
+def test_what_a_function_does_in_other_hands_counts_by_function(pool_of):
+    """A part of the pool works on something that fails, and the other part on something that does not."""
+    pool = pool_of(4)
+    pool.submit(0, fn_id=1, size=1000, places=(0, 1))
+    pool.submit(1, fn_id=2, size=1000, places=(2, 3))
+    for _ in range(60):
+        for place in range(4):
+            pool.finish(call_of(pool, place), *(() if place < 2 else (FAILED,)))
+    assert pool.scheduler.crew.size == 4
+
+
+def test_calls_count_as_items_of_a_loop_do(pool_of):
+    pool = pool_of(3)
+    for task_id in range(50):
+        pool.submit(task_id)
+    assert fail_all(pool, 1) == (9, DropPlace(1, FAULTY, failed=9, finished=0))
+
+
+def test_the_last_place_is_never_taken_out(pool_of):
+    pool = pool_of(2)
+    pool.submit(0, size=1000)
+    assert fail_all(pool, 0)[0] == 9
+    for _ in range(20):
+        pool.finish(call_of(pool, 1))
+    assert fail_all(pool, 1, most=200) == (200, None)
+
+
+def test_items_that_fail_one_after_the_other_do_not_take_out_place_after_place(busy):
+    """A failing stretch of a loop looks like a broken place, once."""
+    assert fail_all(busy, 2)[0] == 9
+    assert fail_all(busy, 1, most=30) == (30, None)
+
+
+def test_a_place_where_workers_die_is_taken_out_and_no_worker_follows(pool_of):
+    pool = pool_of(3)
+    pool.submit(0, size=1000, retry_delay_s=300.0)
+    for _ in range(8):
+        pool.lose(pool.scheduler.crew.places[1].worker_id)
+        pool.fire("start", pool.scheduler.crew.places[1].worker_id)
+        pool.ready(pool.scheduler.crew.places[1].worker_id)
+    commands = pool.lose(pool.scheduler.crew.places[1].worker_id)
+    assert commands[:2] == [Vacate(1), DropPlace(1, FAULTY, failed=9, finished=0)]
+    assert [command.kind for command in commands[2:]] == ["retry"], "what it lost runs elsewhere"
+    assert pool.scheduler.counts.failed == 0
+
+
+def test_an_item_that_fails_again_and_again_counts_once(pool_of):
+    pool = pool_of(2)
+    pool.submit(0, size=2, retries=50)
+    for _ in range(50):
+        pool.finish(call_of(pool, 0), Report(1, failed=1, retry=(0,), busy_s=1.0))
+    assert pool.scheduler.crew.size == 2
+
+
+def test_items_that_share_a_call_count_as_one(pool_of):
+    pool = pool_of(2)
+    pool.submit(0, size=1000, chunk_size=10)
+    for _ in range(8):
+        pool.finish(call_of(pool, 0), Report(10, failed=10, busy_s=10.0))
+    assert pool.scheduler.crew.size == 2
+    commands = pool.finish(call_of(pool, 0), Report(10, failed=10, busy_s=10.0))
+    assert DropPlace(0, FAULTY, failed=90, finished=0) in commands
+
+
+def test_items_that_time_out_count(pool_of):
+    pool = pool_of(3)
+    pool.submit(0, size=1000, timeout_s=5.0)
+    for number in range(9):
+        attempt_id = call_of(pool, 1)
+        pool.fire("timeout", 1, attempt_id)
+        commands = pool.finish(attempt_id, Report(0))
+        assert (DropPlace(1, FAULTY, failed=9, finished=0) in commands) == (number == 8)
+
+
+def test_ranks_do_not_count(pool_of):
+    pool = pool_of(2)
+    for number in range(30):
+        pool.submit(number, fn_id=3, is_gang=True, places=(0,), size=1)
+        pool.finish(call_of(pool, 0), FAILED)
+    pool.submit(30, fn_id=3, places=(1,), size=2)
+    for number in range(31, 60):
+        pool.submit(number, fn_id=3, is_gang=True, places=(0,), size=1)
+        pool.finish(call_of(pool, 0), FAILED)
+    assert pool.scheduler.crew.size == 2
+
+
+def test_what_is_bound_to_a_worker_does_not_count(pool_of):
+    pool = pool_of(2)
+    pool.submit(0, fn_id=3)
+    for number in range(1, 30):
+        pool.submit(number, fn_id=3, place=1)
+        pool.finish(call_of(pool, 1), FAILED)
+    assert pool.scheduler.crew.size == 2
+
+
+@pytest.mark.parametrize("reason", [LossReason.STOPPED, LossReason.PREEMPTED])
+def test_losses_that_are_nobodys_fault_do_not_count(pool_of, reason):
+    pool = pool_of(2)
+    pool.submit(0, size=1000)
+    for _ in range(30):
+        worker_id = pool.scheduler.crew.places[1].worker_id
+        pool.lose(worker_id, reason)
+        pool.ready(pool.scheduler.crew.places[1].worker_id)
+    assert pool.scheduler.crew.size == 2
+
+
+def test_what_is_bound_to_a_faulty_place_fails_with_it(busy):
+    busy.submit(1, place=2)
+    fail_all(busy, 2, most=8)
+    commands = busy.finish(call_of(busy, 2), FAILED)
+    assert busy.fails((1, 0, 1), FAULTY) in commands
+
+
+def test_a_call_sent_ahead_ends_first(pool_of):
+    pool = pool_of(3)
+    pool.get_used_to(0, task_id=0)
+    pool.submit(1, size=100_000)
+    commands = []
+    for _ in range(12):
+        if (attempt_id := call_of(pool, 0)) is None:
+            break
+        count = sum(piece.stop - piece.start for piece in pool.calls[attempt_id].slices)
+        commands = pool.finish(attempt_id, Report(count, failed=count, busy_s=0.001 * count))
+    assert [type(command) for command in commands if not isinstance(command, RunTasks)][-2:] == [Vacate, DropPlace]
+    assert pool.scheduler.crew.size == 2
+
+
+def test_a_place_that_comes_anew_begins_anew(busy):
+    fail_all(busy, 2)
+    busy.resize(add=[2])
+    busy.ready(4)
+    assert fail_all(busy, 2, most=8) == (8, None)
