@@ -1,4 +1,7 @@
-"""Functions, arguments and results that do their worst. Each gets its error, and the pool goes on with the same devices."""
+"""Corners of the catalogue (test_catalogue.py): functions, arguments and results that do their worst, many of them at once.
+
+Each gets its error, and the pool goes on with the same devices.
+"""
 
 from __future__ import annotations
 
@@ -9,32 +12,15 @@ import random
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
-from raypool import LossReason, ParallelPool, RemoteTraceback, SerializationError, TaskError, WorkerLostError, parpool
+from raypool import LossReason, ParallelPool, RemoteTraceback, SerializationError, TaskError, WorkerLostError
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.long]
-
-
-@pytest.fixture(scope="module")
-def pool(ray_session: None, by_value: None) -> Iterator[ParallelPool]:
-    with parpool(2, quiet=True) as pool:
-        yield pool
-
-
-@pytest.fixture(autouse=True)
-def pool_is_as_good_as_new(pool: ParallelPool, eventually: Callable[..., bool]) -> Iterator[None]:
-    """After whatever it was, all workers answer, on the GPUs that they had."""
-    gpus = [worker.gpu for worker in pool.workers]
-    yield
-    seen = pool.parfeval_on_all(lambda: os.environ["CUDA_VISIBLE_DEVICES"]).result(60)
-    assert seen == [str(gpu) for gpu in gpus]
-    assert [worker.gpu for worker in pool.workers] == gpus
-    assert eventually(lambda: not pool.busy)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.long, pytest.mark.usefixtures("as_good_as_new")]
 
 
 def die(how: str) -> None:
@@ -43,24 +29,6 @@ def die(how: str) -> None:
     if how == "os._exit":
         os._exit(4)
     os.kill(os.getpid(), getattr(signal, how))
-
-
-class Unpicklable(Exception):
-    def __init__(self) -> None:
-        super().__init__("holds a lock")
-        self.lock = threading.Lock()
-
-
-class NeedsTwo(Exception):
-    """Pickles, and fails to unpickle: its arguments are not those of its constructor."""
-
-    def __init__(self, first: int, second: int) -> None:
-        super().__init__(f"{first} and {second}")
-
-
-class BadReduce(Exception):
-    def __reduce__(self) -> Any:
-        raise RuntimeError("no")
 
 
 class FailsToOpen:
@@ -95,24 +63,6 @@ def test_an_exception_of_the_users_is_raised_as_itself(pool: ParallelPool) -> No
     assert isinstance(caught.value.__cause__, RemoteTraceback)
     assert "in fn" in str(caught.value.__cause__)
     assert "GPU" in caught.value.__notes__[0]
-
-
-@pytest.mark.parametrize("cls", [Unpicklable, BadReduce])
-def test_an_exception_that_cannot_travel_arrives_as_text(pool: ParallelPool, cls: type[Exception]) -> None:
-    def fn() -> None:
-        raise cls
-
-    with pytest.raises(TaskError, match=cls.__name__) as caught:
-        pool.parfeval(fn).result(30)
-    assert "in fn" in str(caught.value.__cause__)
-
-
-def test_an_exception_that_cannot_be_rebuilt_arrives_as_text(pool: ParallelPool) -> None:
-    def fn() -> None:
-        raise NeedsTwo(1, 2)
-
-    with pytest.raises(TaskError, match="NeedsTwo: 1 and 2"):
-        pool.parfeval(fn).result(30)
 
 
 def test_keyboard_interrupt_raised_by_a_function_is_its_error(pool: ParallelPool) -> None:
@@ -233,20 +183,6 @@ def test_what_happens_while_a_value_is_let_go_harms_nothing(pool: ParallelPool) 
 # --- what cannot be opened --------------------------------------------------------------------------------------------
 
 
-def test_a_result_that_cannot_be_pickled_fails_its_item_only(pool: ParallelPool) -> None:
-    results = pool.parfor(lambda i: threading.Lock() if i == 2 else i, range(5), on_error="collect")
-    assert results[:] == [0, 1, None, 3, 4]
-    assert list(results.errors) == [2]
-    assert isinstance(results.errors[2], SerializationError)
-    assert "a result" in str(results.errors[2])
-    assert "lock" in str(results.errors[2])
-
-
-def test_a_result_that_cannot_be_unpickled_here(pool: ParallelPool) -> None:
-    with pytest.raises(SerializationError, match="cannot be unpickled here"):
-        pool.parfeval(lambda: FailsToOpen(only_away=True)).result(30)
-
-
 def test_a_result_that_cannot_be_unpickled_here_fails_its_item_only(pool: ParallelPool) -> None:
     """Also when it came in one message with others."""
 
@@ -277,11 +213,6 @@ def test_a_result_that_cannot_be_unpickled_here_fails_its_future_only(pool: Para
     assert isinstance(futures[50].exception(30), SerializationError)
     assert futures[50].state == "failed"
     assert [future.result(30) for i, future in enumerate(futures) if i != 50] == [i for i in range(100) if i != 50]
-
-
-def test_an_argument_that_cannot_be_unpickled_there(pool: ParallelPool) -> None:
-    with pytest.raises(OSError, match="cannot be opened here"):
-        pool.parfeval(print, FailsToOpen(only_away=True)).result(30)
 
 
 def test_a_function_that_cannot_be_unpickled_there(pool: ParallelPool) -> None:
@@ -386,17 +317,6 @@ def test_an_item_that_fails_its_first_attempt_only(pool: ParallelPool) -> None:
     results = pool.parfor(fn, range(6))
     assert results[3] == 2
     assert results.to_frame().loc[3, "attempts"] == 2
-
-
-def test_a_worker_killed_while_it_is_idle_costs_nothing(pool: ParallelPool, eventually: Callable[..., bool]) -> None:
-    """The next task simply runs, even if it must not run twice."""
-    import psutil
-
-    victim = pool.workers[0]
-    os.kill(victim.pid, signal.SIGKILL)
-    assert eventually(lambda: not psutil.pid_exists(victim.pid) or psutil.Process(victim.pid).status() == "zombie")
-    results = pool.options(retries=0).parfor(lambda i: i, range(8))
-    assert results == list(range(8))
 
 
 def test_a_worker_killed_while_it_is_idle_is_replaced_unasked(pool: ParallelPool, eventually: Callable[..., bool]) -> None:

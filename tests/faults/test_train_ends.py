@@ -21,8 +21,8 @@ from raypool import (
     TaskTimeoutError,
     TrainingOptions,
     current_task,
-    parpool,
 )
+from tests.faults.conftest import add_up, count_ranks
 
 torch = pytest.importorskip("torch")
 
@@ -33,11 +33,8 @@ WITHIN_S = 10.0
 
 
 @pytest.fixture(scope="module")
-def pool(ray_session: None, by_value: None) -> Iterator[ParallelPool]:
-    """Two workers, each with a GPU that does not exist."""
-    with parpool(2, quiet=True) as pool:
-        pool.train(lambda: None).result(120)  # what a first training starts stays as long as the pool
-        yield pool
+def pool(training_pool: ParallelPool) -> ParallelPool:
+    return training_pool
 
 
 @pytest.fixture
@@ -52,40 +49,6 @@ def next_training_works(pool: ParallelPool, eventually: Callable[..., bool]) -> 
 
 
 on_shared_pool = pytest.mark.usefixtures("next_training_works")
-
-
-def count_ranks() -> int:
-    import ray.train
-
-    return ray.train.get_context().get_world_size()
-
-
-def add_up(config: dict[str, Any]) -> list[float]:
-    """Add 1 to a number with each epoch, on all ranks together; the number is all the state that there is."""
-    import tempfile
-    from pathlib import Path
-
-    import ray.train
-    import torch
-    import torch.distributed as dist
-
-    total = torch.zeros(1)
-    if (checkpoint := ray.train.get_checkpoint()) is not None:
-        total += float((Path(checkpoint.path) / "total").read_text())
-    start = int(total)
-    hold = config.get("hold") or (lambda epoch: None)
-    for epoch in range(start, config["epochs"]):
-        one = torch.ones(1)
-        dist.all_reduce(one)
-        total += one / dist.get_world_size()
-        hold(epoch)
-        with tempfile.TemporaryDirectory() as folder:
-            checkpoint = None
-            if dist.get_rank() == 0:
-                (Path(folder) / "total").write_text(str(total.item()))
-                checkpoint = ray.train.Checkpoint.from_directory(folder)
-            ray.train.report({"epoch": epoch, "total": total.item()}, checkpoint)
-    return [start, total.item()]
 
 
 def kept_epochs(run: Any) -> list[int]:

@@ -20,7 +20,6 @@ from raypool import (
     SerializationError,
     TrainingError,
     TrainingOptions,
-    parpool,
 )
 
 torch = pytest.importorskip("torch")
@@ -31,11 +30,8 @@ mse_loss = torch.nn.functional.mse_loss
 
 
 @pytest.fixture(scope="module")
-def pool(ray_session: None, by_value: None) -> Iterator[ParallelPool]:
-    """Two workers, each with a GPU that does not exist."""
-    with parpool(2, quiet=True) as pool:
-        pool.train(lambda: None).result(120)  # what a first training starts stays as long as the pool
-        yield pool
+def pool(training_pool: ParallelPool) -> ParallelPool:
+    return training_pool
 
 
 @pytest.fixture(autouse=True)

@@ -18,44 +18,11 @@ from raypool import (
     current_task,
     parpool,
 )
+from tests.faults.conftest import add_up, count_ranks
 
 torch = pytest.importorskip("torch")
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.long, pytest.mark.usefixtures("ray_session", "by_value")]
-
-
-def count_ranks() -> int:
-    import ray.train
-
-    return ray.train.get_context().get_world_size()
-
-
-def add_up(config: dict[str, Any]) -> list[float]:
-    """Add 1 to a number with each epoch, on all ranks together; the number is all the state that there is."""
-    import tempfile
-    from pathlib import Path
-
-    import ray.train
-    import torch
-    import torch.distributed as dist
-
-    total = torch.zeros(1)
-    if (checkpoint := ray.train.get_checkpoint()) is not None:
-        total += float((Path(checkpoint.path) / "total").read_text())
-    start = int(total)
-    hold = config.get("hold") or (lambda epoch: None)
-    for epoch in range(start, config["epochs"]):
-        one = torch.ones(1)
-        dist.all_reduce(one)
-        total += one / dist.get_world_size()
-        hold(epoch)
-        with tempfile.TemporaryDirectory() as folder:
-            checkpoint = None
-            if dist.get_rank() == 0:
-                (Path(folder) / "total").write_text(str(total.item()))
-                checkpoint = ray.train.Checkpoint.from_directory(folder)
-            ray.train.report({"epoch": epoch, "total": total.item()}, checkpoint)
-    return [start, total.item()]
 
 
 # --- its pool ends ----------------------------------------------------------------------------------------------------

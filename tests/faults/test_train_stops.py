@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from raypool import LossReason, ParallelPool, RunOptions, TrainingError, TrainingOptions, WorkerLostError, parpool
+from raypool import LossReason, ParallelPool, RunOptions, TrainingError, TrainingOptions, WorkerLostError
+from tests.faults.conftest import count_ranks
 
 torch = pytest.importorskip("torch")
 
@@ -28,11 +29,8 @@ EPOCHS = 5
 
 
 @pytest.fixture(scope="module")
-def pool(ray_session: None, by_value: None) -> Iterator[ParallelPool]:
-    """Two workers, each with a GPU that does not exist."""
-    with parpool(2, quiet=True) as pool:
-        pool.train(lambda: None).result(120)  # what a first training starts stays as long as the pool
-        yield pool
+def pool(training_pool: ParallelPool) -> ParallelPool:
+    return training_pool
 
 
 @pytest.fixture(autouse=True)
@@ -49,12 +47,6 @@ def whole(pool: ParallelPool, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The state at the end of a training that nothing has happened to."""
     kept = RunOptions(run_dir=tmp_path_factory.mktemp("whole"))
     return state_of(pool.train(descend, {"epochs": EPOCHS}, options=kept).result(120))
-
-
-def count_ranks() -> int:
-    import ray.train
-
-    return ray.train.get_context().get_world_size()
 
 
 def descend(config: dict[str, Any]) -> int:
