@@ -42,13 +42,24 @@ def python_blocks(path: Path) -> list[str]:
 
 
 def test_the_readme_code_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    """The first three run with Ray, by tests of their own (tests/integration/test_readme.py)."""
-    _, _, _, *others = python_blocks(ROOT / "README.md")
+    """The first five run with Ray, by tests of their own (tests/integration/test_readme.py)."""
+    _, _, _, _, _, *others = python_blocks(ROOT / "README.md")
     for block in others:
         exec(compile(block, "README.md", "exec"), {"__name__": "__main__"})
     printed = capsys.readouterr().out
     assert "1024" in printed
     assert "ZeroDivisionError" in printed
+
+
+def test_the_code_about_durable_sweeps_runs(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for block in python_blocks(ROOT / "docs/durable.md"):
+        exec(compile(block, "durable.md", "exec"), {"__name__": "durable"})
+    printed = capsys.readouterr().out
+    assert re.search(r"^3 +0.4 +0.216 +finished$", printed, re.MULTILINE)
+    assert len(re.findall(r"^\d+ .* (0|1|2) +0\.\d+$", printed, re.MULTILINE)) == 12, "three steps of each of four"
 
 
 def test_names_in_the_readme_exist() -> None:
