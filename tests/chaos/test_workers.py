@@ -72,7 +72,8 @@ def test_loops_survive_any_number_of_lost_workers(
         with make_killer(chance, busy_and_idle(pool)) as killer:
             while len(killer.killed) < ENOUGH:
                 items = (item for item in range(MANY)) if chance.random() < 0.3 else range(MANY)
-                check(pool.parfor(fn, items, on_error="collect", seed=seed))
+                view = pool.options(retry_delay_s=chance.choice([0, 0, 0.05]))
+                check(view.parfor(fn, items, on_error="collect", seed=seed))
         check_all_workers(pool, gpus)
         assert pool.statistics().workers_lost <= len(killer.killed)
 
@@ -92,6 +93,8 @@ def test_futures_survive_any_number_of_lost_processes(
 
     def play(pool: ParallelPool) -> None:
         futures = [pool.options(priority=item % 3).parfeval(fn, item) for item in range(FEW)]
+        if chance.random() < 0.5:
+            pool.resize(chance.choice([2, 3]))
         chosen = [item for item in range(FEW) if chance.random() < 0.15]
         cancelled = {item for item in chosen if futures[item].cancel()}
         for item, future in enumerate(futures):
@@ -102,12 +105,11 @@ def test_futures_survive_any_number_of_lost_processes(
                 assert future.result(60) == fn(item)
 
     with parpool(chance.choice([2, 3]), retries=RETRIES, quiet=True, trace=make_trace()) as pool:
-        gpus = [worker.gpu for worker in pool.workers]
         workers = busy_and_idle(pool)
         with make_killer(chance, lambda: workers() + (agents() if also_agents else [])) as killer:
             while len(killer.killed) < ENOUGH:
                 play(pool)
-        check_all_workers(pool, gpus)
+        check_all_workers(pool, [worker.gpu for worker in pool.workers])
 
 
 def agents() -> list[int]:

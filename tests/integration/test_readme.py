@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -38,9 +39,13 @@ def test_the_ten_lines_at_a_prompt(tmp_path: Path) -> None:
     assert losses[0] < 0.1
 
 
-def test_the_sweep_that_survives(tmp_path: Path, start_python: Callable[..., Any], eventually: Callable[..., bool]) -> None:
+@pytest.mark.parametrize("opened", ['parpool(2, profile="threads")', pytest.param("parpool()", marks=pytest.mark.long)])
+def test_the_sweep_that_survives(
+    opened: str, tmp_path: Path, start_python: Callable[..., Any], eventually: Callable[..., bool]
+) -> None:
     """It is killed when the first checkpoints are there, started again, and one of its trainings is replayed."""
-    (tmp_path / "sweep.py").write_text(DURABLE)
+    assert "with parpool() as pool" in DURABLE
+    (tmp_path / "sweep.py").write_text(DURABLE.replace("parpool()", opened))
     run_it = f"import os, runpy; os.chdir({str(tmp_path)!r}); runpy.run_path('sweep.py', run_name='__main__')"
     process = start_python(run_it)
     assert eventually(lambda: list(tmp_path.glob("runs/widths/items/*/checkpoint/checkpoint.pt")), 90)
@@ -49,8 +54,8 @@ def test_the_sweep_that_survives(tmp_path: Path, start_python: Callable[..., Any
     rows = re.findall(r"^(\d) +(\d+) +(0\.\d+) +finished$", printed, re.MULTILINE)
     assert [(int(index), int(width)) for index, width, _ in rows] == list(enumerate((4, 8, 16, 32, 64, 128)))
     assert len(re.findall(r"^\d +0\.\d+$", printed, re.MULTILINE)) == 6, "the best of each"
-    again = run("-m", "raypool.cli", "replay", "runs/widths", "3", cwd=tmp_path)
-    assert float(eval(again)["loss"]) == pytest.approx(float(rows[3][2]), abs=1e-6)
+    again = run("-c", "from raypool.cli import main; main()", "replay", "runs/widths", "3", cwd=tmp_path)
+    assert float(ast.literal_eval(again.strip())["loss"]) == pytest.approx(float(rows[3][2]), abs=1e-6)
 
 
 def test_every_worker_at_once(tmp_path: Path) -> None:
