@@ -81,6 +81,7 @@ def open_database(folder: Path) -> tuple[sqlite3.Connection, Contents]:
         with contextlib.suppress(FileExistsError):
             os.close(os.open(folder / DATABASE, os.O_CREAT | os.O_EXCL, 0o600))
         try:
+            check_beginning(folder / DATABASE, rest)
             connection = connect(folder / DATABASE)
         except UNREADABLE as error:
             if not is_damage(error):
@@ -95,6 +96,19 @@ def open_database(folder: Path) -> tuple[sqlite3.Connection, Contents]:
             return _salvaged(folder, rest)
     except (OSError, sqlite3.Error) as error:
         raise cannot_write(folder, error) from error
+
+
+def check_beginning(path: Path, rest: bytes) -> None:
+    """Make sure that SQLite may see this file: without a first page it deletes the log, of an unknown format it only reads.
+
+    Raises:
+        DamagedError: Better not.
+    """
+    with path.open("rb") as file:
+        head = file.read(512)
+    is_new = not head and not rest
+    if not is_new and (len(head) < 512 or not {head[18], head[19]} <= {1, 2}):
+        raise DamagedError("its first page is damaged")
 
 
 def cannot_write(folder: Path, error: Exception) -> JournalError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import traceback
@@ -187,10 +188,13 @@ def error_of(stored: Stored, run_dir: Path) -> BaseException:
     else:
         kind = said.get("type")
         error = TaskError(f"{kind}: {said.get('text')}" if kind else str(said.get("text") or "It failed; nothing more is known."))
+    with contextlib.suppress(Exception):  # it may be the user's class, and refuse attributes
+        known = getattr(error, "__notes__", ())
         for note in said.get("notes", ()):
-            error.add_note(note)
-    if said.get("traceback") and error.__cause__ is None:
-        error.__cause__ = RemoteTraceback(said["traceback"])
+            if note not in known:
+                error.add_note(note)
+        if said.get("traceback") and error.__cause__ is None:
+            error.__cause__ = RemoteTraceback(said["traceback"])
     return error
 
 

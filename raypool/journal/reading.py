@@ -19,7 +19,19 @@ from raypool.errors import JournalError
 from raypool.feed import Feed
 from raypool.feed import Row as Report
 from raypool.journal.files import Damaged
-from raypool.journal.opening import SALVAGED, UNREADABLE, Contents, gathered, is_damage, lost_of, read_all, rescued, what_is_lost
+from raypool.journal.opening import (
+    SALVAGED,
+    UNREADABLE,
+    Contents,
+    DamagedError,
+    check_beginning,
+    gathered,
+    is_damage,
+    lost_of,
+    read_all,
+    rescued,
+    what_is_lost,
+)
 from raypool.journal.outcomes import DATABASE, Place, Stored, error_of, get_back, logger
 from raypool.journal.plain import decode
 from raypool.journal.salvage import carve
@@ -170,11 +182,11 @@ def read_contents(folder: Path) -> Contents:
         JournalError: There is none, or it cannot be read.
     """
     path = folder / (DATABASE if not (folder / SALVAGED).exists() else SALVAGED)
+    if not path.exists() or not (path.stat().st_size or _log_of(path)):
+        raise JournalError(f"There is no run in {folder}: it has no {DATABASE}, or an empty one.", run_dir=str(folder))
     try:
         return _read(path)
     except (OSError, sqlite3.Error) as error:
-        if not path.exists():
-            raise JournalError(f"There is no run in {folder}: it has no {DATABASE}.", run_dir=str(folder)) from None
         reason = getattr(error, "strerror", None) or error
         raise JournalError(f"The journal in {folder} cannot be read ({reason}).", run_dir=str(folder)) from error
 
@@ -182,6 +194,10 @@ def read_contents(folder: Path) -> Contents:
 def _read(path: Path) -> Contents:
     rest = _log_of(path)  # first: what is in it is in the tables by the time that they are read, or was never found there
     failure: Exception | None = None
+    try:
+        check_beginning(path, rest)
+    except DamagedError:
+        return _left(path, rest)
     for open_one in (_open_still, _open_beside, _open_copy):
         try:
             with open_one(path) as connection:
@@ -193,6 +209,11 @@ def _read(path: Path) -> Contents:
             failure = error
     if failure is not None and not is_damage(failure):
         raise failure
+    return _left(path, rest)
+
+
+def _left(path: Path, rest: bytes) -> Contents:
+    """Return what is left of a damaged journal, and say so."""
     found = rescued(path, path.read_bytes(), rest)
     logger.warning("%s is damaged: %s. Here is what is left of it.", path, what_is_lost(lost_of(found)))
     return found

@@ -67,7 +67,12 @@ class _Copies:
         self._original = original
         self._copy = copy
 
+    def temporary(self) -> Path:
+        """Return a folder that goes with the replay."""
+        return self._copy.parent
+
     def folder(self, note: Running, index: int) -> Path:
+        """Return the copy."""
         if not self._copy.exists():
             if self._original.is_dir():
                 shutil.copytree(self._original, self._copy)

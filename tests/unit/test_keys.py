@@ -1,0 +1,319 @@
+"""What is the same has the same key, what differs another one."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import datetime
+import decimal
+import enum
+import fractions
+import functools
+import operator
+import pathlib
+import threading
+import uuid
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from raypool.errors import InvalidTypeError
+from raypool.journal.keys import content_key, function_key, numbered
+
+
+def key(value: Any) -> str:
+    return content_key(value, "item 3")
+
+
+class Colour(enum.Enum):
+    RED = 1
+    BLUE = 2
+
+
+class Point(NamedTuple):
+    x: int
+    y: int
+
+
+@dataclasses.dataclass
+class Config:
+    lr: float
+    layers: tuple[int, ...] = ()
+    name: str = "a"
+
+
+@dataclasses.dataclass
+class OtherConfig:
+    lr: float
+    layers: tuple[int, ...] = ()
+    name: str = "a"
+
+
+class Plain:
+    def __init__(self, **attributes: Any) -> None:
+        self.__dict__.update(attributes)
+
+
+class Slotted:
+    __slots__ = ("x",)
+
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+
+class Text(str):
+    __slots__ = ()
+
+
+class Names(list):
+    pass
+
+
+def scale(x: float, by: float = 1.0) -> float:
+    return x * by
+
+
+def adder(n: int) -> Any:
+    return lambda x: x + n
+
+
+DIFFERENT: list[Any] = [
+    None,
+    ...,
+    True,
+    False,
+    1,
+    1.0,
+    1 + 0j,
+    "1",
+    b"1",
+    bytearray(b"1"),
+    0,
+    0.0,
+    -0.0,
+    float("nan"),
+    float("inf"),
+    2**70,
+    "",
+    "é",
+    "\ud800",
+    [],
+    [1],
+    (),
+    (1,),
+    [[1], 2],
+    [[1, 2]],
+    ["ab", "c"],
+    ["a", "bc"],
+    {},
+    {1: 2},
+    {"1": 2},
+    {"a": 1, "b": 2},
+    {"a": 2, "b": 1},
+    set(),
+    {1},
+    frozenset({1}),
+    {"x", "y"},
+    Colour.RED,
+    Colour.BLUE,
+    Point(1, 2),
+    (1, 2),
+    Config(0.1),
+    Config(0.2),
+    OtherConfig(0.1),
+    {"lr": 0.1, "layers": (), "name": "a"},
+    pathlib.Path("a"),
+    "a",
+    datetime.date(2026, 1, 1),
+    datetime.datetime(2026, 1, 1),
+    datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC),
+    datetime.time(1),
+    datetime.timedelta(1),
+    decimal.Decimal("0.1"),
+    fractions.Fraction(1, 10),
+    uuid.UUID(int=1),
+    range(3),
+    range(1, 3),
+    slice(3),
+    slice(0, 3),
+    Plain(x=1),
+    Plain(x=2),
+    Plain(y=1),
+    Slotted(1),
+    Slotted(2),
+    Text("a"),
+    Names([1]),
+    collections.OrderedDict(a=1, b=2),
+    collections.OrderedDict(b=2, a=1),
+    collections.defaultdict(int, a=1),
+    collections.Counter("a"),
+    collections.deque([1]),
+    scale,
+    adder,
+    adder(1),
+    adder(2),
+    lambda x: x,
+    lambda x: -x,
+    functools.partial(scale, by=2),
+    functools.partial(scale, by=3),
+    Config,
+    int,
+    operator,
+    np.arange(3),
+    np.arange(3.0),
+    np.arange(3).reshape(1, 3),
+    np.array([1, "a"], dtype=object),
+    np.array(["a", "b"]),
+    np.datetime64("2026-01-01"),
+    np.datetime64("2026-01-02"),
+    np.zeros(2, dtype=[("a", "f4")]),
+    np.zeros(2, dtype=[("b", "f4")]),
+    np.dtype("f4"),
+    pd.DataFrame({"a": [1, 2]}),
+    pd.DataFrame({"a": [1, 3]}),
+    pd.DataFrame({"b": [1, 2]}),
+    pd.DataFrame({"a": [1, 2]}, index=[1, 2]),
+    pd.DataFrame({"a": ["x", None]}),
+    pd.Series([1, 2]),
+    pd.Series([1, 2], name="a"),
+    pd.Index([1, 2]),
+    pd.Series(["x", "y"], dtype="category"),
+    pd.Timestamp("2026-01-01"),
+    pd.Timestamp("2026-01-01", tz="UTC"),
+    pd.NA,
+    pd.NaT,
+]
+
+
+def test_all_that_differs_has_a_key_of_its_own():
+    by_key: dict[str, Any] = {}
+    for value in DIFFERENT:
+        assert key(value) not in by_key, f"{value!r} and {by_key[key(value)]!r}"
+        by_key[key(value)] = value
+
+
+@pytest.mark.parametrize("value", DIFFERENT, ids=lambda value: f"{type(value).__name__}")
+def test_a_copy_has_the_same_key(value):
+    import cloudpickle
+
+    copied = cloudpickle.loads(cloudpickle.dumps(value))
+    assert key(copied) == key(value)
+    assert len(key(value)) == 24
+    int(key(value), 16)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
+        ({1, 2, 3}, {3, 2, 1}),
+        (np.float64(1.5), 1.5),
+        (np.int64(3), 3),
+        (np.bool_(True), True),
+        (np.str_("a"), "a"),
+        (np.float32(0.5), 0.5),
+        ([np.int32(1)], [1]),
+        (np.arange(6)[::2], np.array([0, 2, 4])),
+        (np.asfortranarray(np.eye(2)), np.eye(2)),
+        (collections.defaultdict(int, a=1, b=2), collections.defaultdict(int, b=2, a=1)),
+        (Plain(x=1, y=2), Plain(y=2, x=1)),
+        (float("nan"), -float("nan")),
+        (pathlib.Path("a"), pathlib.PurePosixPath("a")),
+    ],
+)
+def test_what_is_the_same_has_the_same_key(one, other):
+    assert key(one) == key(other)
+
+
+def test_tensors_are_known_by_what_is_in_them():
+    import torch
+
+    tensors = [
+        torch.arange(3),
+        torch.arange(3.0),
+        torch.arange(3).reshape(1, 3),
+        torch.zeros(0),
+        torch.tensor(1.5),
+        torch.tensor(1.5, dtype=torch.bfloat16),
+        torch.tensor([1 + 2j]),
+        torch.nn.Parameter(torch.arange(3.0)),
+        torch.eye(3).to_sparse(),
+        torch.eye(3),
+    ]
+    keys = [key(tensor) for tensor in tensors]
+    assert len(set(keys)) == len(keys)
+    assert keys == [key(tensor.detach().clone() if not isinstance(tensor, torch.nn.Parameter) else tensor) for tensor in tensors]
+    assert key(torch.arange(6)[::2]) == key(torch.tensor([0, 2, 4]))
+    torch.manual_seed(0)
+    model = torch.nn.Linear(2, 2)
+    torch.manual_seed(0)
+    assert key(model) == key(torch.nn.Linear(2, 2))
+    assert key(model) != key(torch.nn.Linear(2, 2))
+    assert key(torch.float32) != key(torch.float64)
+
+
+def test_what_refers_to_itself_is_an_error_that_names_it():
+    cycle: list[Any] = [1]
+    cycle.append({"again": cycle})
+    with pytest.raises(InvalidTypeError, match=r"item 3\[1\]\['again'\] holds a reference to itself"):
+        key(cycle)
+
+
+def test_what_cannot_be_pickled_is_an_error_that_names_the_part():
+    with pytest.raises(InvalidTypeError, match=r"item 3\['lock'\]\[0\] is a lock that cannot be pickled .*Make it inside"):
+        key({"lr": 1, "lock": [threading.Lock()]})
+    with pytest.raises(InvalidTypeError, match=r"item 3\.x is a generator"):
+        key(Plain(x=(i for i in ())))
+
+
+def test_what_is_nested_too_deeply_is_an_error():
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(InvalidTypeError, match="nested too deeply"):
+        key(deep)
+    while deep:
+        deep = deep[0]
+
+
+def test_the_same_list_twice_is_no_cycle():
+    inner = [1]
+    assert key([inner, inner]) == key([[1], [1]])
+
+
+def test_equal_items_are_numbered_in_their_order():
+    assert list(numbered(iter("abaab"))) == ["a", "b", "a-2", "a-3", "b-2"]
+
+
+class Callable:
+    def __call__(self, x: int) -> int:
+        return x
+
+    def method(self, x: int) -> int:
+        return x
+
+
+def test_a_function_is_known_by_its_name():
+    here = __name__
+    assert function_key(scale) == f"{here}.scale"
+    assert function_key(functools.partial(functools.partial(scale, by=2), by=3)) == f"{here}.scale"
+    assert function_key(Callable()) == f"{here}.Callable"
+    assert function_key(Callable().method) == f"{here}.Callable.method"
+    assert function_key(Callable) == f"{here}.Callable"
+    assert function_key(len) == "builtins.len"
+    assert function_key(lambda: 0) == f"{here}.test_a_function_is_known_by_its_name.<locals>.<lambda>"
+
+
+def test_a_script_has_the_name_of_its_file(tmp_path, run_python):
+    script = tmp_path / "sweep.py"
+    script.write_text(
+        "from raypool.journal.keys import *\ndef train(): pass\nclass C: pass\nprint(function_key(train), content_key(C(), 'it'))"
+    )
+    as_script = run_python(
+        f"import subprocess, sys; print(subprocess.check_output([sys.executable, {str(script)!r}], text=True))"
+    )
+    as_module = run_python(f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import sweep")
+    assert as_script.stdout.split() == as_module.stdout.split()
+    assert as_module.stdout.startswith("sweep.train ")
