@@ -28,7 +28,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         assert isinstance(item, pytest.Function)
         parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
         direct = item._fixtureinfo.argnames
-        if "local" in parameters and "make_pool" in direct and "pool" not in direct:
+        is_on_ray = any(isinstance(value, str) and value == "local" for value in parameters)
+        if is_on_ray and "make_pool" in direct and "pool" not in direct:
             item.add_marker(pytest.mark.long)
 
 
