@@ -23,8 +23,8 @@ STATUSES = ("finished", "failed", "cancelled", "missing")
 class Row:
     """What is known of one item.
 
-    `status` is "finished", "failed", or "cancelled" where it never got an outcome; "missing" where a journal knows the item, and has
-    no outcome of it that can be had back.
+    `status` is "finished", "failed", or "cancelled" where it never got an outcome; "missing" where a journal knows the item and
+    has no outcome of it that can be had back.
     """
 
     status: str = "cancelled"

@@ -1,0 +1,434 @@
+"""What `parfor` with a `run_dir` promises, on every kind of pool: what somebody was told of is there, and never runs again."""
+
+from __future__ import annotations
+
+import functools
+import json
+import operator
+import pickle
+import random
+import stat
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raypool import InvalidTypeError, InvalidValueError, JournalError, ParallelPool, SerializationError, current_task, report
+from raypool.journal.reading import load_results
+
+
+class Unlucky(ValueError):
+    """An exception of a user's, with a field of its own."""
+
+    def __init__(self, item: int) -> None:
+        super().__init__(f"item {item} is unlucky")
+        self.item = item
+
+    def __reduce__(self) -> Any:
+        return Unlucky, (self.item,)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def noted(marks: Any) -> Callable[[Any], Any]:
+    """Give a function that notes each call, and fails on 3 as long as there is no file that forgives it."""
+    return functools.partial(note_and_square, marks)
+
+
+def note_and_square(marks: Any, x: int) -> int:
+    marks.add(x)
+    if x == 3 and not (marks.folder.parent / "forgiven").exists():
+        raise Unlucky(x)
+    return x * x
+
+
+# --- going on ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_there_does_not_run_again(pool: ParallelPool, noted: Callable[..., Any], marks: Any, folder: Path) -> None:
+    assert list(pool.parfor(noted, [0, 1, 2], run_dir=folder)) == [0, 1, 4]
+
+    results = pool.parfor(noted, [5, 2, 0, 4], run_dir=folder)
+
+    assert list(results) == [25, 4, 0, 16]
+    assert marks.all() == ["0", "1", "2", "4", "5"]
+    frame = results.to_frame()
+    assert list(frame["status"]) == ["finished"] * 4
+    assert list(frame["item"]) == [5, 2, 0, 4]
+    assert frame["duration_s"].notna().all()
+    assert frame["worker"].notna().all()
+    assert (frame["attempts"] == 1).all()
+
+
+def test_a_run_that_is_complete_is_read_and_nothing_runs(
+    pool: ParallelPool, noted: Callable[..., Any], marks: Any, folder: Path
+) -> None:
+    items = list(range(10, 310))
+    first = pool.parfor(noted, items, run_dir=str(folder))
+
+    again = pool.parfor(noted, items, run_dir=str(folder))
+
+    assert again == first
+    assert len(marks.all()) == 300
+
+
+def test_equal_items_are_items_of_their_own(pool: ParallelPool, noted: Callable[..., Any], marks: Any, folder: Path) -> None:
+    pool.parfor(noted, [7, 7], run_dir=folder)
+
+    assert list(pool.parfor(noted, [7, 7, 7, 1], run_dir=folder)) == [49, 49, 49, 1]
+    assert marks.count(7) == 3
+
+
+def test_a_generator_goes_on_where_it_was(pool: ParallelPool, noted: Callable[..., Any], marks: Any, folder: Path) -> None:
+    def broken() -> Iterator[int]:
+        yield from range(10, 200)
+        raise OSError("the list of experiments has gone")
+
+    with pytest.raises(OSError, match="experiments") as caught:
+        pool.parfor(noted, broken(), run_dir=folder)
+    num_ran = sum(value is not None for value in caught.value.results)  # type: ignore[attr-defined]
+    assert 100 < num_ran <= 190
+
+    results = pool.parfor(noted, (x for x in range(10, 230)), run_dir=folder)
+
+    assert list(results) == [x * x for x in range(10, 230)]
+    counts = [marks.count(x) for x in range(10, 230)]
+    assert all(count >= 1 for count in counts)
+    assert sum(counts) - len(counts) <= 190 - num_ran, "what was in .results has run again"
+
+
+def test_an_outcome_is_in_the_journal_before_anybody_hears_of_it(make_pool: Any, folder: Path) -> None:
+    """The next item of a generator is drawn when an earlier one counts: by then that one has to be on the disk."""
+    missed: list[str] = []
+
+    def items() -> Iterator[int]:
+        for number in range(60):
+            if number > 20:
+                there = load_results(folder)
+                num_there = sum(there.to_frame()["status"] == "finished")
+                if num_there < number - 16:
+                    missed.append(f"{num_there} outcomes when item {number} was drawn")
+            yield number
+
+    with make_pool(1) as pool:
+        pool.parfor(operator.neg, items(), run_dir=folder)
+    assert not missed
+
+
+def test_the_items_that_cost_most_go_first_among_those_that_run(pool: ParallelPool, folder: Path) -> None:
+    pool.parfor(operator.neg, [1, 5, 3], run_dir=folder)
+
+    results = pool.parfor(operator.neg, [1, 2, 3, 4, 5, 6], cost=abs, run_dir=folder, max_workers=1, chunk_size=1)
+
+    assert list(results) == [-1, -2, -3, -4, -5, -6]
+    starts = results.to_frame()["started_at"]
+    assert starts[5] <= starts[3] <= starts[1]
+
+
+def test_reduce_takes_what_was_there(pool: ParallelPool, folder: Path) -> None:
+    pool.parfor(str, [2, 0], run_dir=folder)
+
+    assert pool.parfor(str, range(4), run_dir=folder, reduce=operator.add) == "0123"
+
+
+def test_seeds_are_those_of_a_run_in_one_go(pool: ParallelPool, tmp_path: Path, marks: Any) -> None:
+    def draw(marks: Any, item: int) -> float:
+        if item == 2 and not marks.all():
+            marks.add("failed")
+            raise Unlucky(2)
+        return random.random() + float(np.random.random())
+
+    function = functools.partial(draw, marks)
+    parts = pool.parfor(function, range(5), seed=7, run_dir=tmp_path / "a", on_error="collect")
+    assert list(parts.errors) == [2]
+    in_two_goes = pool.parfor(function, range(5), seed=7, run_dir=tmp_path / "a")
+
+    assert in_two_goes == pool.parfor(function, range(5), seed=7)
+
+
+def test_values_come_back_as_they_were(pool: ParallelPool, folder: Path) -> None:
+    values = [None, "text", 1.5, (1, [2]), np.arange(3.0), np.float32(1.5), {"big": "x" * 20_000}, np.zeros((300, 300)), {1, 2}]
+    pool.parfor(values.__getitem__, len(values), run_dir=folder)
+    again = pool.parfor(values.__getitem__, len(values), run_dir=folder)
+
+    for value, restored in zip(values, again, strict=True):
+        assert type(restored) is type(value)
+        assert np.array_equal(restored, value) if isinstance(value, np.ndarray) else restored == value
+
+
+# --- failures ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_has_failed_runs_again(pool: ParallelPool, noted: Callable[..., Any], marks: Any, folder: Path) -> None:
+    first = pool.parfor(noted, range(5), run_dir=folder, on_error="collect")
+    assert list(first.errors) == [3]
+    (marks.folder.parent / "forgiven").touch()
+
+    results = pool.parfor(noted, range(5), run_dir=folder)
+
+    assert list(results) == [0, 1, 4, 9, 16]
+    assert [marks.count(x) for x in range(5)] == [1, 1, 1, 2, 1]
+
+
+def test_only_what_is_missing_runs(pool: ParallelPool, noted: Callable[..., Any], marks: Any, folder: Path) -> None:
+    pool.parfor(noted, [1, 3], run_dir=folder, on_error="collect")
+
+    results = pool.parfor(noted, [1, 2, 3], run_dir=folder, on_error="collect", rerun="missing")
+
+    assert list(results) == [1, 4, None]
+    assert marks.count(3) == 1
+    error = results.errors[2]
+    assert type(error).__name__ == "Unlucky"
+    assert error.item == 3
+    assert "unlucky" in str(error)
+    assert any("item 1 of" in note for note in error.__notes__), "the number that it had then"
+    assert list(results.to_frame()["status"]) == ["finished", "finished", "failed"]
+
+    with pytest.raises(ValueError, match="unlucky") as caught:
+        pool.parfor(noted, [1, 2, 3], run_dir=folder, rerun="missing")
+    assert list(caught.value.results) == [1, 4, None]  # type: ignore[attr-defined]
+
+
+def test_all_of_it_runs_again_if_that_is_wanted(pool: ParallelPool, noted: Callable[..., Any], marks: Any, folder: Path) -> None:
+    pool.parfor(noted, [1, 2], run_dir=folder)
+    pool.parfor(noted, [1, 2], run_dir=folder, rerun="all")
+
+    assert (marks.count(1), marks.count(2)) == (2, 2)
+
+
+def test_the_first_failure_ends_the_loop_and_leaves_what_was_done(
+    pool: ParallelPool, noted: Callable[..., Any], marks: Any, folder: Path
+) -> None:
+    with pytest.raises(ValueError, match="unlucky") as caught:
+        pool.parfor(noted, range(40), run_dir=folder, chunk_size=1)
+    done = {i for i, value in enumerate(caught.value.results) if value is not None}  # type: ignore[attr-defined]
+    (marks.folder.parent / "forgiven").touch()
+
+    assert list(pool.parfor(noted, range(40), run_dir=folder)) == [x * x for x in range(40)]
+    assert all(marks.count(x) == 1 for x in done)
+
+
+def test_a_value_that_cannot_be_kept_is_a_failure_of_its_item(pool: ParallelPool, folder: Path) -> None:
+    def lock_or_not(item: int) -> Any:
+        return threading.Lock() if item == 1 else item
+
+    results = pool.parfor(lock_or_not, range(3), run_dir=folder, on_error="collect")
+
+    assert list(results) == [0, None, 2]
+    assert isinstance(results.errors[1], SerializationError)
+    assert list(results.to_frame()["status"]) == ["finished", "failed", "finished"]
+
+
+def test_lost_and_retried_attempts_are_in_the_journal(pool: ParallelPool, folder: Path, marks: Any) -> None:
+    def fail_once(marks: Any, item: int) -> int:
+        marks.add(item)
+        if marks.count(item) == 1:
+            raise ConnectionError("the data are somewhere else")
+        return current_task().attempt
+
+    view = pool.options(retry_on=ConnectionError, retries=2)
+    assert list(view.parfor(functools.partial(fail_once, marks), [8], run_dir=folder)) == [2]
+
+    frame = load_results(folder).to_frame()
+    assert list(frame["attempts"]) == [2]
+    assert rows_of(folder) == [(1, "retried"), (2, "finished")]
+
+
+def rows_of(folder: Path) -> list[tuple[int, str]]:
+    import contextlib
+    import sqlite3
+
+    with contextlib.closing(sqlite3.connect(folder / "journal.sqlite")) as connection:
+        return connection.execute("SELECT attempt, status FROM attempts ORDER BY n").fetchall()
+
+
+def test_what_cannot_be_had_back_runs_again(
+    pool: ParallelPool, folder: Path, marks: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    def large(marks: Any, item: int) -> str:
+        marks.add(item)
+        return str(item) * 50_000
+
+    function = functools.partial(large, marks)
+    pool.parfor(function, [1, 2], run_dir=folder)
+    for path in folder.glob("items/*/value-*"):
+        if b"2" in path.read_bytes():
+            path.write_bytes(b"something else")
+
+    assert list(pool.parfor(function, [1, 2], run_dir=folder)) == ["1" * 50_000, "2" * 50_000]
+    assert (marks.count(1), marks.count(2)) == (1, 2)
+    assert "runs again" in caplog.text
+
+
+# --- what items say ---------------------------------------------------------------------------------------------------
+
+
+def say(item: int) -> int:
+    print(f"item {item}")
+    for epoch in range(2):
+        report(epoch=epoch, loss=item / (epoch + 1), phase="train")
+    print("done")
+    return item
+
+
+def test_what_items_report_is_there_again(pool: ParallelPool, folder: Path) -> None:
+    first = pool.parfor(say, [4, 2], run_dir=folder)
+    columns = ["item", "attempt", "epoch", "loss", "phase"]
+    assert first.metrics[columns].to_dict("list") == {
+        "item": [0, 0, 1, 1],
+        "attempt": [1] * 4,
+        "epoch": [0, 1, 0, 1],
+        "loss": [4.0, 2.0, 2.0, 1.0],
+        "phase": ["train"] * 4,
+    }
+
+    results = pool.parfor(say, [2, 6, 4], run_dir=folder)
+
+    for metrics in (results.metrics, pickle.loads(pickle.dumps(results)).metrics):
+        assert list(metrics["item"]) == [0, 0, 1, 1, 2, 2]
+        assert list(metrics["loss"]) == [2.0, 1.0, 6.0, 3.0, 4.0, 2.0]
+        assert str(metrics["time"].dtype) == "datetime64[ns, UTC]"
+    assert list(pickle.loads(pickle.dumps(results))) == [2, 6, 4]
+
+
+def test_each_item_has_its_own_files_for_its_owner_only(pool: ParallelPool, folder: Path) -> None:
+    pool.parfor(say, range(20), run_dir=folder)
+
+    diaries = sorted(path.read_text() for path in folder.glob("items/*/diary.txt"))
+    assert diaries == sorted(f"item {item}\ndone\n" for item in range(20))
+    for path in folder.glob("items/*/metrics.jsonl"):
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        assert [(line["run"], line["attempt"], line["metrics"]["epoch"]) for line in lines] == [(1, 1, 0), (1, 1, 1)]
+    for path in folder.rglob("*"):
+        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
+
+
+def test_what_an_item_says_is_in_its_files_while_it_runs(
+    make_pool: Any, folder: Path, gate: Any, eventually: Callable[..., bool]
+) -> None:
+    if make_pool.profile == "inline":
+        pytest.skip("nothing runs beside the caller")
+
+    def train(gate: Any, item: int) -> int:
+        print("begun")
+        report(step=1)
+        gate.wait()
+        return item
+
+    with make_pool(1) as pool:
+        runs = threading.Thread(target=pool.parfor, args=(functools.partial(train, gate), [1]), kwargs={"run_dir": folder})
+        runs.start()
+        try:
+            assert eventually(lambda: [path.read_text() for path in folder.glob("items/*/diary.txt")] == ["begun\n"])
+            assert eventually(lambda: len(list(folder.glob("items/*/metrics.jsonl"))) == 1)
+        finally:
+            gate.open()
+            runs.join()
+
+
+def test_nothing_is_kept_of_an_item_that_has_nothing_to_keep(pool: ParallelPool, folder: Path) -> None:
+    pool.parfor(operator.neg, range(100), run_dir=folder)
+
+    assert not (folder / "items").exists()
+
+
+# --- who may --------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_is_of_one_function_and_one_seed(pool: ParallelPool, folder: Path) -> None:
+    pool.parfor(say, [1], run_dir=folder, seed=1)
+
+    with pytest.raises(JournalError, match=r"say.*operator|operator.*say") as caught:
+        pool.parfor(operator.neg, [1], run_dir=folder, seed=1)
+    assert caught.value.run_dir == str(folder)
+    with pytest.raises(JournalError, match="seed"):
+        pool.parfor(say, [1], run_dir=folder, seed=2)
+    assert list(pool.parfor(say, [1], run_dir=folder, seed=1)) == [1]
+
+
+def test_a_folder_is_of_one_loop_at_a_time(make_pool: Any, folder: Path, gate: Any, eventually: Callable[..., bool]) -> None:
+    if make_pool.profile == "inline":
+        pytest.skip("nothing runs beside the caller")
+
+    def wait(gate: Any, item: int) -> int:
+        gate.wait()
+        return item
+
+    function = functools.partial(wait, gate)
+    with make_pool(1) as pool:
+        first = threading.Thread(target=pool.parfor, args=(function, [1]), kwargs={"run_dir": folder})
+        first.start()
+        try:
+            assert eventually(lambda: (folder / "journal.lock").exists() and pool.busy)
+            with pytest.raises(JournalError, match=rf"in use by process {__import__('os').getpid()}"):
+                pool.parfor(function, [1], run_dir=folder)
+        finally:
+            gate.open()
+            first.join()
+        assert list(pool.parfor(function, [1, 2], run_dir=folder)) == [1, 2]
+
+
+def test_a_folder_that_cannot_be_used_is_an_error_before_anything_runs(
+    pool: ParallelPool, noted: Callable[..., Any], marks: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+
+    with pytest.raises(JournalError, match="cannot be written"):
+        pool.parfor(noted, range(3), run_dir=tmp_path / "file")
+    with pytest.raises(JournalError, match="cannot be written"):
+        pool.parfor(noted, range(3), run_dir=tmp_path / "file" / "below")
+    assert marks.all() == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"run_dir": 7}, InvalidTypeError, "run_dir=7"),
+        ({"run_dir": "unused", "rerun": "some"}, InvalidValueError, "rerun='some'"),
+    ],
+)
+def test_arguments_that_cannot_work(pool: ParallelPool, arguments: Any, error: Any, text: str) -> None:
+    with pytest.raises(error, match=text):
+        pool.parfor(abs, [1], **arguments)
+
+
+def test_an_item_that_cannot_be_told_from_others_is_named(pool: ParallelPool, folder: Path) -> None:
+    endless: list[Any] = []
+    endless.append(endless)
+
+    with pytest.raises(InvalidTypeError, match="item 1 of"):
+        pool.parfor(len, [[], endless], run_dir=folder)
+    assert list(pool.parfor(len, [[], [1]], run_dir=folder)) == [0, 1], "the folder is free again"
+
+
+def test_inside_a_task_and_in_this_process_it_is_the_same(pool: ParallelPool, folder: Path, noted: Any, marks: Any) -> None:
+    def sweep(pool: ParallelPool, function: Any, folder: Path) -> list[int]:
+        return list(pool.parfor(function, [1, 2], run_dir=folder))
+
+    assert pool.parfeval(sweep, pool, noted, folder).result() == [1, 4]
+    assert list(pool.parfor(noted, [1, 2, 4], run_dir=folder, max_workers=0)) == [1, 4, 16]
+    assert marks.all() == ["1", "2", "4"]
+
+
+def test_what_an_item_has_kept_is_there_for_its_next_attempt(pool: ParallelPool, folder: Path) -> None:
+    def go_on(item: int) -> str:
+        state = current_task().checkpoint_dir / "state"
+        if not state.exists():
+            state.write_text("half")
+            raise Unlucky(item)
+        return state.read_text()
+
+    pool.parfor(go_on, [1, 2], run_dir=folder, on_error="collect")
+
+    assert list(pool.parfor(go_on, [0, 2, 1], run_dir=folder, on_error="collect")) == [None, "half", "half"]
+
+
+def test_the_pool_is_as_good_as_new(pool: ParallelPool, check_pool: Callable[[ParallelPool], None]) -> None:
+    check_pool(pool)

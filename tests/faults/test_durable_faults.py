@@ -1,0 +1,363 @@
+"""A sweep with a `run_dir` whose driver, disk, folder or user does what it must not (scenario 44)."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raypool import JournalError, ParallelPool, current_task, parpool
+from raypool.engine import recorder
+from raypool.journal.reading import load_results
+
+long = [pytest.mark.long, pytest.mark.timeout(900)]
+
+
+def num_finished(folder: Path) -> int:
+    return finished(folder).count(True)
+
+
+def finished(folder: Path) -> list[bool]:
+    """Return of each item whether it is done, by the journal."""
+    return list(load_results(folder).to_frame()["status"] == "finished")
+
+
+# --- the driver is killed ---------------------------------------------------------------------------------------------
+
+SWEEP = """
+import os, sys, time, uuid
+from pathlib import Path
+from raypool import parpool, report
+
+FOLDER = Path({folder!r})
+
+def train(item):
+    (FOLDER / "marks" / f"{{item}}#{{uuid.uuid4().hex}}").touch()
+    print("item", item)
+    report(loss=1 / (item + 1))
+    time.sleep(0.005)
+    return {{"square": item * item, "history": [item] * 1_000}}
+
+with parpool(3, profile={profile!r}, quiet=True) as pool:
+    print("begun", flush=True)
+    results = pool.parfor(train, range(60), run_dir=FOLDER / "run", chunk_size=1)
+    print([value["square"] for value in results] == [x * x for x in range(60)], len(results.metrics), flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("profile", "num_kills"),
+    [("threads", 4), pytest.param("threads", 30, marks=long), pytest.param("local", 30, marks=long)],
+    ids=["threads-4", "threads-30", "local-30"],
+)
+def test_a_driver_killed_at_random_moments_loses_nothing_that_was_done(
+    profile: str, num_kills: int, tmp_path: Path, marks: Any, start_python: Any, eventually: Callable[..., bool]
+) -> None:
+    """Whatever the moment: what the journal has is never run again, and in the end every item is there once, with its value."""
+    code, moments = SWEEP.format(folder=str(tmp_path), profile=profile), random.Random(44)
+    done: dict[int, int] = {}  # items in the journal after a kill, and how often they had run by then
+    for kill in range(num_kills):
+        seen = len(marks.all())
+        begun_by_then = moments.randint(0, max(2, 100 // num_kills))
+        started = start_python(code)
+        assert eventually(functools.partial(has_gone_so_far, marks, seen + begun_by_then, started), 60), (
+            f"kill {kill}: it does not go on"
+        )
+        time.sleep(moments.uniform(0, 0.02))  # in the midst of whatever it is at
+        os.kill(started.pid, signal.SIGKILL)
+        started.process.wait(30)
+        assert eventually(lambda started=started: not started.family(), 60), "what the driver had started lives on"
+        if not (tmp_path / "run" / "journal.sqlite").exists():
+            continue
+        results = load_results(tmp_path / "run")
+        counts = {item: marks.count(item) for item in range(60)}
+        assert all(counts[item] == count for item, count in done.items()), f"kill {kill}: what was done has run again"
+        there = [
+            item for item, status in zip(items_of(results), results.to_frame()["status"], strict=True) if status == "finished"
+        ]
+        assert set(done) <= set(there), f"kill {kill}: what was there is gone"
+        assert len(set(there)) == len(there)
+        done = {item: counts[item] for item in there}
+
+    last = start_python(code).finish(120)
+
+    assert last.stdout.splitlines()[-1] == "True 60", last.stderr
+    assert all(marks.count(item) == count for item, count in done.items())
+    results = load_results(tmp_path / "run")
+    assert items_of(results) == list(range(60))
+    assert [value["square"] for value in results] == [x * x for x in range(60)]
+    assert set(results.to_frame()["status"]) == {"finished"}
+
+
+def has_gone_so_far(marks: Any, num_marks: int, started: Any) -> bool:
+    return len(marks.all()) >= num_marks or started.process.poll() is not None
+
+
+def items_of(results: Any) -> list[int]:
+    return list(results.to_frame()["item"])
+
+
+def test_the_folder_of_a_driver_that_was_killed_is_free(
+    tmp_path: Path, gate: Any, start_python: Any, eventually: Callable[..., bool]
+) -> None:
+    """While it lives nobody else gets in, and hears who has it; what it had done is there afterwards."""
+    started = start_python(f"""
+        import time
+        from pathlib import Path
+        from raypool import parpool
+        def work(item):
+            while item == 3 and not Path({str(gate.path)!r}).exists():
+                time.sleep(0.01)
+            return -item
+        with parpool(2, profile="threads", quiet=True) as pool:
+            pool.parfor(work, range(4), run_dir={str(tmp_path / "run")!r}, chunk_size=1)
+    """)
+    assert eventually(lambda: (tmp_path / "run" / "journal.sqlite").exists() and num_finished(tmp_path / "run") == 3)
+    with parpool(2, profile="threads", quiet=True) as pool:
+        with pytest.raises(JournalError, match=rf"in use by process {started.pid} on .*, since 2"):
+            pool.parfor(abs, range(4), run_dir=tmp_path / "run")
+        os.kill(started.pid, signal.SIGKILL)
+        started.process.wait(30)
+
+        with pytest.raises(JournalError, match="holds what became of"):
+            pool.parfor(abs, range(4), run_dir=tmp_path / "run")
+    assert num_finished(tmp_path / "run") == 3
+
+
+# --- Ctrl-C -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("profile", ["inline", "threads", pytest.param("local", marks=pytest.mark.long)])
+def test_ctrl_c_leaves_what_was_done_and_says_so(profile: str, tmp_path: Path, make_gate: Any, start_python: Any) -> None:
+    ready = make_gate()
+    started = start_python(f"""
+        import time
+        from pathlib import Path
+        from raypool import parpool
+        def work(item):
+            if item == 3 and not Path({str(ready.path)!r}).exists():
+                Path({str(ready.path)!r}).touch()
+                time.sleep(60)
+            return -item
+        with parpool(1, profile={profile!r}, quiet=True) as pool:
+            try:
+                pool.parfor(work, range(6), run_dir={str(tmp_path / "run")!r}, chunk_size=1)
+            except KeyboardInterrupt as interrupt:
+                print(list(interrupt.results))
+                print("".join(getattr(interrupt, "__notes__", [])))
+            print(list(pool.parfor(work, range(6), run_dir={str(tmp_path / "run")!r})))
+    """)
+    ready.wait(90)
+
+    os.killpg(started.pid, signal.SIGINT)
+
+    done = started.finish()
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0, done.stderr
+    assert lines[0] == "[0, -1, -2, None, None, None]"
+    assert f"and in {tmp_path / 'run'}: the same call goes on from there" in lines[1] or profile == "inline"
+    assert lines[-1] == "[0, -1, -2, -3, -4, -5]"
+    with_rows = load_results(tmp_path / "run").to_frame()
+    assert list(with_rows["status"]) == ["finished"] * 6
+
+
+# --- the disk is full -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """Give a file system of one MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True, check=False)
+    if done.returncode:
+        pytest.skip(f"cannot mount a file system here: {done.stderr.decode()}")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+def fill(folder: Path) -> Path:
+    """Leave no room in a file system."""
+    filler = folder / "filler"
+    with filler.open("wb", buffering=0) as file:
+        for size in (65_536, 4_096, 1):
+            try:
+                while True:
+                    file.write(bytes(size))
+            except OSError:
+                continue
+    return filler
+
+
+@pytest.fixture
+def pool() -> Iterator[ParallelPool]:
+    with parpool(2, profile="threads", quiet=True) as pool:
+        yield pool
+
+
+def test_a_loop_goes_on_where_the_disk_is_full_and_writes_when_there_is_room(
+    pool: ParallelPool, small_disk: Path, make_gate: Any, marks: Any, eventually: Callable[..., bool], caplog: Any
+) -> None:
+    begin, end = make_gate(), make_gate()
+
+    def work(item: int) -> str:
+        marks.add(item)
+        if item == 1:
+            begin.wait()
+        if item == 19:
+            end.wait()
+        return f"{item} " * 5_000
+
+    found: list[Any] = []
+    loop = functools.partial(pool.parfor, work, range(20), run_dir=small_disk / "run", chunk_size=1)
+    thread = threading.Thread(target=lambda: found.append(loop()))
+    thread.start()
+    assert eventually(lambda: (small_disk / "run" / "journal.sqlite").exists())
+    filler = fill(small_disk)
+    begin.open()
+    assert eventually(lambda: "cannot be written" in caplog.text and len(marks.all()) == 20)
+    assert "No space left on device" in caplog.text or "full" in caplog.text
+    assert num_finished(small_disk / "run") < 20
+
+    filler.unlink()
+
+    assert eventually(lambda: "can be written again" in caplog.text)
+    end.open()
+    thread.join(30)
+    assert [value.split()[0] for value in found[0]] == [str(item) for item in range(20)]
+    assert num_finished(small_disk / "run") == 20
+    assert loop() == found[0]
+    assert len(marks.all()) == 20, "what was done has run again"
+
+
+def test_what_finds_no_room_in_the_end_is_an_error_that_has_all_values(
+    pool: ParallelPool, small_disk: Path, marks: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """One value is larger than the disk: all others are written, and only that one runs again."""
+    monkeypatch.setattr(recorder, "PATIENCE_S", 0.7)
+
+    def work(item: int) -> bytes:
+        marks.add(item)
+        return bytes(3_000_000 if item == 2 and marks.count(2) == 1 else 10_000)
+
+    with pytest.raises(JournalError, match=r"1 outcome of .* could not be written to .*0\.7 s") as caught:
+        pool.parfor(work, range(8), run_dir=small_disk / "run")
+
+    assert [len(value) for value in caught.value.results] == [10_000, 10_000, 3_000_000, *[10_000] * 5]  # type: ignore[attr-defined]
+    assert caught.value.run_dir == str(small_disk / "run")
+    assert num_finished(small_disk / "run") == 7
+    assert [len(value) for value in pool.parfor(work, range(8), run_dir=small_disk / "run")] == [10_000] * 8
+    assert [marks.count(item) for item in range(8)] == [1, 1, 2, 1, 1, 1, 1, 1]
+
+
+def test_what_items_say_waits_for_room_too(
+    pool: ParallelPool, small_disk: Path, gate: Any, eventually: Callable[..., bool], caplog: Any
+) -> None:
+    def talk(item: int) -> int:
+        print("begun")
+        gate.wait()
+        print("x" * 1_000)
+        return item
+
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(pool.parfor(talk, [5], run_dir=small_disk / "run")))
+    thread.start()
+    assert eventually(lambda: len(list(small_disk.glob("run/items/*/diary.txt"))) == 1)
+    filler = fill(small_disk)
+    gate.open()
+    assert eventually(lambda: "cannot be written" in caplog.text)
+    filler.unlink()
+    thread.join(30)
+
+    assert list(found[0]) == [5]
+    (diary,) = small_disk.glob("run/items/*/diary.txt")
+    assert diary.read_text() == "begun\n" + "x" * 1_000 + "\n"
+
+
+def test_a_disk_that_is_full_at_the_start_is_an_error_before_anything_runs(
+    pool: ParallelPool, small_disk: Path, marks: Any
+) -> None:
+    (small_disk / "run").mkdir()
+    fill(small_disk)
+
+    with pytest.raises(JournalError, match="cannot be written") as caught:
+        pool.parfor(marks.add, range(3), run_dir=small_disk / "run")
+    assert caught.value.run_dir == str(small_disk / "run")
+    assert marks.all() == []
+
+
+def test_a_file_system_that_is_read_only_is_an_error_before_anything_runs(
+    pool: ParallelPool, small_disk: Path, marks: Any
+) -> None:
+    pool.parfor(abs, [-1], run_dir=small_disk / "run")
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+
+    with pytest.raises(JournalError, match="Read-only file system"):
+        pool.parfor(abs, [-1], run_dir=small_disk / "run")
+    assert list(load_results(small_disk / "run")) == [1]
+
+
+LIMITED = """
+import resource, sys
+from raypool import JournalError, parpool
+from raypool.engine import recorder
+recorder.PATIENCE_S = 0.5
+
+def work(item):
+    if item == 5:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, resource.RLIM_INFINITY))
+    return "x" * (100_000 if item == 6 else 2_000)
+
+with parpool(1, profile="threads", quiet=True) as pool:
+    try:
+        pool.parfor(work, range(30), run_dir=sys.argv[1], chunk_size=1)
+    except JournalError as error:
+        print(sum(value is not None for value in error.results))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    print(len(pool.parfor(work, range(5), run_dir=sys.argv[1])))
+"""
+
+
+def test_a_limit_of_file_sizes_is_like_a_full_disk(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(LIMITED), tmp_path / "run"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+    assert done.stdout.split() == ["30", "5"], done.stderr
+    assert "cannot be written" in done.stderr
+
+
+# --- a worker is lost -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_an_item_that_has_lost_its_worker_has_both_attempts_in_the_journal(ray_session: None, tmp_path: Path) -> None:
+    def die_once(item: int) -> int:
+        if item == 1 and current_task().attempt == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return current_task().attempt
+
+    with parpool(1, quiet=True) as pool:
+        assert list(pool.parfor(die_once, [0, 1, 2], run_dir=tmp_path / "run", chunk_size=1)) == [1, 2, 1]
+
+    assert list(load_results(tmp_path / "run").to_frame()["attempts"]) == [1, 2, 1]
+    with contextlib.closing(sqlite3.connect(tmp_path / "run" / "journal.sqlite")) as connection:
+        rows = connection.execute("SELECT attempt, status FROM attempts ORDER BY n").fetchall()
+    assert sorted(rows) == [(1, "finished"), (1, "finished"), (1, "lost"), (2, "finished")]
