@@ -13,9 +13,17 @@ from raypool import ParallelPool, WorkerResources, parpool
 
 PROFILES = ("inline", "threads", "local")
 
-WITH_A_POOL_OF_THEIR_OWN = {"composite", "constants", "corners", "partition", "queues"}
+WITH_A_POOL_OF_THEIR_OWN = {"composite", "constants", "corners", "life", "partition", "queues"}
 """Of these files (test_..._contract.py) the tests that open another pool on Ray, a second or more each, are `long`: the same
 tests run with "threads" and "inline", and other files open and end pools on Ray."""
+
+BUT_NOT = {
+    "test_setup_runs_once_in_each_worker_before_anything_else",
+    "test_a_worker_that_replaces_another_is_set_up_too",
+    "test_teardown_runs_once_in_each_worker_at_its_end",
+    "test_idle_workers_end_and_are_started_again",
+}
+"""What only a process of its own can show."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before what is not asked for is left out
@@ -29,7 +37,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
         direct = item._fixtureinfo.argnames
         is_on_ray = any(isinstance(value, str) and value == "local" for value in parameters)
-        if is_on_ray and "make_pool" in direct and "pool" not in direct:
+        if is_on_ray and "make_pool" in direct and "pool" not in direct and item.originalname not in BUT_NOT:
             item.add_marker(pytest.mark.long)
 
 

@@ -54,6 +54,7 @@ def test_pools_in_this_process(profile: str, eventually: Callable[..., bool]) ->
     assert eventually(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("raypool-")])
 
 
+@pytest.mark.long
 def test_pools_on_ray(ray_session: None, by_value: None, eventually: Callable[..., bool]) -> None:
     def come_and_go() -> None:
         with parpool(2, quiet=True, resources=WorkerResources(gpus=0, cpus=0.1)) as pool:
