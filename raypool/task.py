@@ -129,6 +129,9 @@ class Running:
 class Folders(Protocol):
     """Gives the items that a pool runs here their folders for checkpoints."""
 
+    def temporary(self) -> Path:
+        """Return a folder of the pool's on this machine, which goes with the pool."""
+
     def folder(self, note: Running, index: int) -> Path:
         """Return the folder of an item, made or fetched if it is not here."""
 

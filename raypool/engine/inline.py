@@ -20,7 +20,7 @@ from raypool.core.messages import AttemptFinished, CancelRequested, Signal, Work
 from raypool.engine.backend import Failure, Function, LocalValues, Part, Post, Refusal, SliceResult, WorkerInfo
 from raypool.engine.diary import listening
 from raypool.engine.guard import ThreadGuard
-from raypool.engine.mirrors import ItemFolders, home_here
+from raypool.engine.mirrors import ItemFolders, home_here, temporary_here
 from raypool.engine.runner import Surroundings, run_parts, set_up
 from raypool.errors import LossReason
 from raypool.folders import TemporaryFolder
@@ -71,7 +71,7 @@ class InlineBackend:
         self._making = threading.Lock()
         self._is_closed = False
         self._temporary = TemporaryFolder()
-        self._folders = ItemFolders(self._temporary.path, home_here)
+        self._folders = ItemFolders(temporary_here(self._temporary), home_here)
         self._find_way = find_way or (way_finder_here() if in_task() else self._way_of_own)
 
     def find_way(self) -> Way:

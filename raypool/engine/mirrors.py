@@ -6,13 +6,14 @@ import os
 import shutil
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from raypool.engine.homes import PIECE_BYTES, Entry, Home, Listing, UrlHome, files_in
-from raypool.folders import make_private
-from raypool.task import Running
+from raypool.folders import TemporaryFolder, make_private
+from raypool.task import Running, in_task, note_here
 
 JUST_NOW_NS = 100_000_000
 """A file that was written so short a time before it was looked at may be written again without looking different [ns]."""
@@ -24,6 +25,15 @@ FindHome = Callable[[str], Home | None]
 def home_here(home: str) -> Home | None:
     """Return who brings files to and from a place, for a process whose folders are those that are meant."""
     return UrlHome(home) if "://" in home else None
+
+
+def temporary_here(own: TemporaryFolder) -> Callable[[], Path]:
+    """Return what gives a pool of this process its folder for temporary files: in a task it is in that of the task's pool."""
+    note = note_here() if in_task() else None
+    if note is None or note.folders is None:
+        return own.path
+    folders, name = note.folders, uuid.uuid4().hex
+    return lambda: make_private(folders.temporary() / name)
 
 
 class Look(NamedTuple):
@@ -126,7 +136,7 @@ class ItemFolders:
     """
 
     def __init__(self, temporary: Callable[[], Path], find_home: FindHome) -> None:
-        self._temporary = temporary
+        self.temporary = temporary
         self._find_home = find_home
         self._homes: dict[str, Home | None] = {}
         self._mirrors: dict[Key, Mirror] = {}
@@ -140,7 +150,7 @@ class ItemFolders:
             OSError: It cannot be made or fetched.
         """
         if note.checkpoints is None:
-            return make_private(self._temporary() / f"{note.task_id}-{index}" / "checkpoint")
+            return make_private(self.temporary() / f"{note.task_id}-{index}" / "checkpoint")
         place, names = note.checkpoints
         if place not in self._homes:
             self._homes[place] = self._find_home(place)
@@ -150,7 +160,7 @@ class ItemFolders:
         key = (note.task_id, index, note.attempt)
         with self._locks.setdefault(key, threading.RLock()):
             if key not in self._mirrors:
-                copy = self._temporary() / "-".join(map(str, key))
+                copy = self.temporary() / "-".join(map(str, key))
                 shutil.rmtree(copy, ignore_errors=True)  # of a fetch that was interrupted
                 self._mirrors[key] = Mirror(home, names[index], copy / "checkpoint")
             return self._mirrors[key].folder
