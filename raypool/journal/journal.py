@@ -106,7 +106,7 @@ class Journal:
         return journal
 
     def _begin(self, function: str, seed: int | None, source: Source | None) -> None:
-        from raypool import __version__
+        import raypool
 
         try:
             if source is not None and source.pickled is not None:
@@ -121,7 +121,7 @@ class Journal:
                 time.time(),
                 socket.gethostname(),
                 os.getpid(),
-                __version__,
+                raypool.__version__,
             )
             with self._mutex:
                 self._commit({"runs": [(self.run, *row)]})

@@ -253,8 +253,9 @@ def _of_torch(value: Any) -> bytes | None:
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(value, torch.Tensor):
         return None
-    plain = value.detach().as_subclass(torch.Tensor)
-    plain = (plain.to_dense() if plain.layout is not torch.strided else plain).cpu().resolve_conj().resolve_neg().contiguous()
+    plain = value.detach()
+    plain = plain.as_subclass(torch.Tensor) if plain.layout is torch.strided else plain.to_dense()
+    plain = plain.cpu().resolve_conj().resolve_neg().contiguous()
     data = blake2b(plain.reshape(-1).view(torch.uint8).numpy().tobytes(), digest_size=32).digest()
     return _node("tensor", _name(type(value)), f"{value.dtype} {tuple(value.shape)} {value.layout}".encode(), data)
 

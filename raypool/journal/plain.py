@@ -15,7 +15,7 @@ MAX_DEPTH = 50
 MAX_BITS = 10_000
 """Python refuses to write or read longer numbers."""
 
-MAX_PARTS = 1_000_000
+MAX_PARTS = 100_000
 """What has more parts is no table entry; the same list in many places would be written many times."""
 
 NUMPY_NAMES = frozenset(

@@ -1,0 +1,193 @@
+"""A run can be looked at by anybody, at any time, without changing it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pickle
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from raypool import load_results
+from raypool.errors import JournalError
+from raypool.journal.journal import Journal, Outcome
+
+
+def run(folder: Path, items: list[tuple[str, object]], *outcomes: Outcome) -> None:
+    with Journal.open(folder, "sweeps.train", None) as journal:
+        journal.note_items((key, position, item) for position, (key, item) in enumerate(items))
+        assert journal.write(outcomes) == []
+
+
+def finished(key: str, value: object) -> Outcome:
+    return Outcome(key, 1, "finished", value=value, started_at=100.0, duration_s=2.0, worker=1, gpu=0)
+
+
+def contents(folder: Path) -> dict[str, tuple[bytes, int]]:
+    return {
+        str(path.relative_to(folder)): (path.read_bytes(), path.stat().st_mtime_ns)
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def test_each_item_is_there_once_those_of_the_newest_call_first(tmp_path):
+    run(tmp_path, [("a", 1), ("b", 2), ("c", 3)], finished("a", 10), finished("b", 20), finished("c", 30))
+    run(tmp_path, [("d", 4), ("c", 3), ("a", 1)], finished("d", 40), finished("a", 11))
+    results = load_results(tmp_path)
+    assert list(results) == [40, 30, 11, 20]
+    assert results.to_frame()["item"].tolist() == [4, 3, 1, 2]
+
+
+def test_the_table_says_what_is_known(tmp_path):
+    failed = Outcome("b", 2, "failed", error=ValueError("too large"), started_at=101.0, duration_s=1.0, worker=0)
+    run(tmp_path, [("a", {"lr": 1}), ("b", {"lr": 2}), ("c", {"lr": 3})], finished("a", {"loss": 0.5}), failed)
+    results = load_results(str(tmp_path))
+    frame = results.to_frame()
+    assert frame["status"].tolist() == ["finished", "failed", "missing"]
+    assert frame["lr"].tolist() == [1, 2, 3]
+    assert frame["attempts"].tolist() == [1, 2, 0]
+    assert frame["duration_s"].tolist()[:2] == [2.0, 1.0]
+    assert frame["error"].tolist()[1] == "ValueError: too large"
+    assert list(results) == [{"loss": 0.5}, None, None]
+    assert {index: repr(error) for index, error in results.errors.items()} == {1: "ValueError('too large')"}
+    assert repr(results) == "<Results of 3 items: 1 finished, 1 failed, 1 missing>"
+    assert list(pickle.loads(pickle.dumps(results))) == list(results)
+
+
+def test_what_items_reported_is_there(tmp_path):
+    run(tmp_path, [("a", 1), ("b", 2)], finished("a", 1))
+    lines = [{"time": 100.0 + i, "run": 1, "attempt": 1, "metrics": {"loss": 1 / (i + 1), "nan": float("nan")}} for i in range(3)]
+    folder = tmp_path / "items" / "b"
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"time": 103.0, "ru')
+    metrics = load_results(tmp_path).metrics
+    assert metrics["item"].tolist() == [1, 1, 1]
+    assert metrics["loss"].tolist() == [1.0, 0.5, 1 / 3]
+    assert metrics["attempt"].tolist() == [1, 1, 1]
+
+
+def test_a_run_without_reports_has_an_empty_table_of_them(tmp_path):
+    run(tmp_path, [("a", 1)])
+    assert load_results(tmp_path).metrics.empty
+
+
+def test_nothing_in_the_folder_changes(tmp_path):
+    run(tmp_path, [("a", {1}), ("b", 2)], finished("a", "x" * 5000))
+    before = contents(tmp_path)
+    load_results(tmp_path)
+    assert contents(tmp_path) == before
+
+
+def test_a_run_that_goes_on_is_read_while_it_does(tmp_path):
+    with Journal.open(tmp_path, "sweeps.train", None) as journal:
+        journal.note_items((f"k{i}", i, i) for i in range(50))
+        for i in range(50):
+            journal.write([finished(f"k{i}", i)])
+            if i % 10 == 0:
+                results = load_results(tmp_path)
+                assert list(results)[: i + 1] == list(range(i + 1))
+                assert len(results) == 50
+    assert list(load_results(tmp_path)) == list(range(50))
+
+
+def test_a_run_that_was_killed_is_read_with_all_that_was_written(tmp_path):
+    with Journal.open(tmp_path / "run", "sweeps.train", None) as journal:
+        journal.note_items([("a", 0, 1), ("b", 1, 2)])
+        journal.write([finished("a", 5)])
+        shutil.copytree(tmp_path / "run", tmp_path / "killed")
+    (tmp_path / "killed" / "journal.sqlite-shm").unlink()
+    before = contents(tmp_path / "killed")
+    assert list(load_results(tmp_path / "killed")) == [5, None]
+    assert {name: data for name, data in contents(tmp_path / "killed").items() if not name.endswith("-shm")} == {
+        name: data for name, data in before.items() if not name.endswith("-shm")
+    }
+
+
+@pytest.mark.parametrize("is_killed", [False, True], ids=["ended", "killed"])
+def test_a_folder_that_is_read_only_can_be_read(tmp_path, is_killed):
+    with Journal.open(tmp_path / "run", "sweeps.train", None) as journal:
+        journal.note_items([("a", 0, {1})])
+        journal.write([finished("a", 5)])
+        if is_killed:
+            shutil.copytree(tmp_path / "run", tmp_path / "look", ignore=shutil.ignore_patterns("*-shm"))
+    if not is_killed:
+        shutil.copytree(tmp_path / "run", tmp_path / "look")
+    if (
+        os.getuid() != 0
+        or subprocess.run(["mount", "--bind", tmp_path / "look", tmp_path / "look"], capture_output=True).returncode
+    ):
+        pytest.skip("mounting is not allowed here")
+    try:
+        subprocess.run(["mount", "-o", "remount,bind,ro", tmp_path / "look"], check=True)
+        with pytest.raises(OSError, match="Read-only"):
+            (tmp_path / "look" / "x").touch()
+        results = load_results(tmp_path / "look")
+        assert (list(results), results._items) == ([5], [{1}])
+        with pytest.raises(JournalError, match="cannot be written"):
+            Journal.open(tmp_path / "look", "sweeps.train", None)
+    finally:
+        subprocess.run(["umount", tmp_path / "look"], check=True)
+
+
+def test_where_there_is_no_run_it_says_so(tmp_path):
+    for folder in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(JournalError, match="There is no run in"):
+            load_results(folder)
+    (tmp_path / "journal.sqlite").touch()
+    with pytest.raises(JournalError, match="There is no run in"):
+        load_results(tmp_path)
+
+
+def test_a_value_that_is_gone_is_missing_and_that_is_said(tmp_path, caplog):
+    caplog.set_level(logging.WARNING, "raypool")
+    run(tmp_path, [("a", 1), ("b", 2)], finished("a", "x" * 5000), finished("b", 3))
+    (tmp_path / "items" / "a" / "value-1-1.json").unlink()
+    results = load_results(tmp_path)
+    assert list(results) == [None, 3]
+    assert results.to_frame()["status"].tolist() == ["missing", "finished"]
+    assert "1 of 2 values cannot be had back" in caplog.text
+
+
+def test_a_damaged_run_gives_what_is_left(tmp_path, caplog):
+    caplog.set_level(logging.WARNING, "raypool")
+    run(tmp_path, [(f"k{i}", i) for i in range(300)], *(finished(f"k{i}", "v" * 100 + str(i)) for i in range(300)))
+    path = tmp_path / "journal.sqlite"
+    data = bytearray(path.read_bytes())
+    start = data.index(b"v" * 100 + b"150") // 8192 * 8192
+    data[start : start + 8192] = bytes(8192)
+    path.write_bytes(data)
+    results = load_results(tmp_path)
+    statuses = results.to_frame()["status"].value_counts()
+    assert len(results) == 300
+    assert 200 < statuses["finished"] == 300 - statuses["missing"]
+    assert all(value in (None, "v" * 100 + str(i)) for i, value in enumerate(results))
+    assert f"at least {statuses['missing']} outcomes are lost" in caplog.text
+    assert path.read_bytes() == data
+
+
+def test_neither_ray_nor_torch_is_needed(tmp_path, run_python):
+    run(tmp_path, [("a", {"lr": 1})], finished("a", 3))
+    done = run_python(
+        f"""
+        import sys
+        from raypool import load_results
+        results = load_results({str(tmp_path)!r})
+        print(list(results), sorted({{"ray", "torch", "pandas"}} & set(sys.modules)))
+        """
+    )
+    assert done.stdout.strip() == "[3] []"
+
+
+@pytest.mark.slow
+def test_a_large_run_is_read(tmp_path):
+    with Journal.open(tmp_path, "sweeps.train", None) as journal:
+        journal.note_items((f"{i:024x}", i, {"lr": i}) for i in range(20_000))
+        for start in range(0, 20_000, 1000):
+            journal.write([finished(f"{i:024x}", {"loss": i / 2}) for i in range(start, start + 1000)])
+    results = load_results(tmp_path)
+    assert [value["loss"] for value in results] == [i / 2 for i in range(20_000)]
