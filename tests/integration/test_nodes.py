@@ -278,6 +278,61 @@ def test_workers_of_several_kinds_are_each_made_up_for(on_cluster: Any) -> None:
     assert facts == {"gpus": [0, 1, 1]}
 
 
+@pytest.mark.long
+def test_a_call_on_all_workers_when_a_node_is_lost(on_cluster: Any) -> None:
+    """It ends, as when any rank is lost, and the pool goes on with the others."""
+    facts, _ = on_cluster("""
+    from raypool import SpmdError
+    node = add(num_cpus=1)
+    def rank(context):
+        mark(f"rank {context.rank}")
+        context.barrier()
+        return stay(context.rank)
+    with parpool(2, address=cluster.address, quiet=True) as pool:
+        future = threading.Thread(target=lambda: facts.update(error=spmd()))
+        def spmd():
+            try:
+                pool.spmd(rank)
+            except Exception as error:
+                return f"{type(error).__name__}: {error}"
+        future.start()
+        eventually(lambda: len(list(folder.glob("* on *"))) == 2)
+        kill(node)
+        future.join(60)
+        sizes(pool, 1)
+        facts["after"] = pool.parfeval(node_of).result(60) == node_of()
+    end()
+    """)
+    assert facts["after"]
+    assert facts["error"].startswith("SpmdError")
+
+
+@pytest.mark.long
+def test_a_node_is_drained_under_a_durable_loop(on_cluster: Any, tmp_path: Any) -> None:
+    """Every outcome is there once, and no item is charged."""
+    facts, _ = on_cluster(f"""
+    node = add(num_cpus=2)
+    def fn(i):
+        mark(f"{{i}} begins")
+        eventually(lambda: marked("drained") or i < 4)
+        time.sleep(0.3)
+        return i, current_task().attempt
+    with parpool(3, address=cluster.address, quiet=True, retries=2, cancel_grace_s=1) as pool:
+        def strike():
+            eventually(lambda: len(list(folder.glob("* begins"))) >= 6)
+            watched(2)
+            drain(node, 5)
+            eventually(lambda: pool.num_workers == 1)
+            mark("drained")
+        thread = threading.Thread(target=strike)
+        thread.start()
+        facts["values"] = list(pool.parfor(fn, range(16), chunk_size=1, run_dir={str(tmp_path / "run")!r}))
+        thread.join()
+    end()
+    """)
+    assert facts["values"] == [[i, 1] for i in range(16)]
+
+
 # --- Ray itself -------------------------------------------------------------------------------------------------------
 
 LOCAL = (
