@@ -348,11 +348,10 @@ class _Simulation:
             self._carry_out(command)
 
     def _carry_out(self, command: m.Command) -> None:
-        kind, plan = type(command), self._dice.plan
-        if isinstance(command, m.RunGang):
-            for call in command.runs:
-                self._carry_out(call)
-        elif isinstance(command, m.RunTasks):
+        plan = self._dice.plan
+        for call in command.runs if isinstance(command, m.RunGang) else ():
+            self._carry_out(call)
+        if isinstance(command, m.RunTasks):
             seconds, event = self._outcome(command)
             self._dice.note(command.worker_id, Course(command.attempt_id, self._now + seconds, len(command.slices)))
             self._later(seconds, event)
@@ -361,12 +360,11 @@ class _Simulation:
             lost = m.WorkerLost(command.worker_id, LossReason.START)
             self._later(plan.start_s, lost if fails else m.WorkerReady(command.worker_id))
         elif isinstance(command, m.SetTimer) and command.kind != "ready":
-            self._later(command.at - self._now, m.TimerFired(command.kind, command.worker_id, command.attempt_id))
+            self._later(command.at - self._now, m.TimerFired(*command[1:]))
         elif isinstance(command, m.SignalTask):
-            ending = self._dice.stop(command.worker_id, command.attempt_id, self._now)
-            if ending is not None:
+            if ending := self._dice.stop(command.worker_id, command.attempt_id, self._now):
                 self._later(*ending)
-        elif kind is m.EndTask:
+        elif isinstance(command, m.EndTask):
             self._num_ended += 1
             self._end_s = self._now
 
@@ -374,9 +372,8 @@ class _Simulation:
         seconds = self._dice.item_s()
         if self._dice.happens(self._dice.plan.p_loss):
             return seconds, m.WorkerLost(command.worker_id, LossReason.EXIT)
-        reports = tuple(
-            [Report(piece.stop - piece.start, busy_s=seconds * (piece.stop - piece.start)) for piece in command.slices]
-        )
+        counts = [piece.stop - piece.start for piece in command.slices]
+        reports = tuple([Report(count, busy_s=seconds * count) for count in counts])
         busy_s = sum(report.busy_s for report in reports)
         self._work_s += busy_s
         return busy_s, m.AttemptFinished(command.worker_id, command.attempt_id, reports)

@@ -1,12 +1,4 @@
-"""The one thread that decides.
-
-::
-
-    user threads ── submit, cancel ──▶ inbox ◀── results, losses ── backend
-                                         │
-                                    the driver ──▶ Scheduler.handle(event, now) ──▶ commands
-                                         │
-                       works (futures, loops) ◀──┴──▶ backend (run, start, vacate)
+"""The one thread that decides: messages from users and workers go in, and the scheduler's commands are carried out.
 
 Everything that reaches a user (a resolved future, a finished loop) passes here, one after the other. Nothing in here waits for a
 worker, and only this thread touches the scheduler.
@@ -25,9 +17,10 @@ from raypool.core.scheduler import Scheduler
 from raypool.engine import verdicts
 from raypool.engine.arrivals import Arrivals
 from raypool.engine.backend import NOBODY, Backend, Function, Part, Refusal, SliceResult, WorkerInfo, all_failed, nothing_done
+from raypool.engine.casualties import Casualties
 from raypool.engine.hub import Hub
 from raypool.engine.inbox import Inbox, Message
-from raypool.engine.timers import Timers
+from raypool.engine.timers import Timers, is_of_use
 from raypool.engine.trace import TraceWriter
 from raypool.engine.verdicts import Tell
 from raypool.engine.work import GangWork, Work
@@ -71,15 +64,17 @@ class Driver:
         self._submit_lock = threading.Lock()
         self._drain_lock = threading.Lock()
         self._drainer: int | None = None  # the thread that has it
-        self._timers = Timers(self._is_of_use)
+        self._timers = Timers(lambda timer: is_of_use(timer, scheduler))
         self._sent: dict[int, list[Sent]] = {}  # by attempt
         self.ask_call = self._ask_call  # bound once: every queued future holds it
         self._stopping: dict[int, list[Future[Any]]] = {}  # by attempt: cancelled while it ran
         self._answer: dict[int, list[tuple[Slice, SliceResult]]] = {}  # the one at hand, by task
         self._speaker: WorkerInfo = NOBODY  # the worker that the event at hand is about
         self._at_hand: m.Event | None = None
-        self._last_words = ""  # what was said of the newest loss
-        self._fallen: list[Slice] = []  # what the worker was running that the event at hand is the loss of
+        self._casualties = Casualties(scheduler)
+        self._notes: dict[type[Any], Callable[[Any, Any], None]] = {m.TimerFired: self._note_late, m.WorkerLost: self._note_lost}
+        self._notes |= {m.TaskSubmitted: self._note_submitted, m.WorkerReady: self._note_ready}
+        self._notes |= {m.PlaceLeaving: self._note_going, m.PlaceLost: self._note_going}
 
     # --- from any thread ----------------------------------------------------------------------------------------------
 
@@ -150,6 +145,7 @@ class Driver:
 
     def _step(self) -> bool:
         """Handle the next message or timer; False if there is neither."""
+        message: Message | None = None
         try:
             message = self._next_message()
             if message is not None:
@@ -158,7 +154,8 @@ class Driver:
         except Exception as error:
             self._give_up(error)
         except BaseException as error:  # Ctrl-C, in a driver without a thread
-            self._give_up(error)
+            if message is not None:  # else it was only waiting for a timer
+                self._give_up(error)
             raise
         return True
 
@@ -169,16 +166,6 @@ class Driver:
             if message is not None or until is None:
                 return message
         return self._timers.pop(), None
-
-    def _is_of_use(self, timer: m.TimerFired) -> bool:
-        if timer.kind == "idle":
-            return True
-        worker = self.scheduler.crew.workers.get(timer.worker_id)
-        if timer.kind == "timeout":
-            return worker is not None and timer.attempt_id in worker.attempts
-        if timer.kind == "leave":
-            return worker is not None
-        return worker is not None and worker.state is WorkerState.STARTING
 
     def crash_error(self) -> PoolBrokenError:
         """Return the error for those who still want something of a driver that has failed."""
@@ -217,20 +204,11 @@ class Driver:
         if event is None:
             payload()
             return
-        self._fallen = []
+        self._casualties.turn_page()
         if isinstance(event, m.AttemptFinished):
             event = self._with_reports(event, payload)
-        elif isinstance(event, m.TaskSubmitted):
-            self.works[event.spec.task_id] = payload
-            self._hub.watch(event.spec.task_id, payload.holder)
-        elif isinstance(event, m.WorkerReady):
-            self._note_ready(event, payload)
-        elif isinstance(event, m.TimerFired):
-            self._note_late(event)
-        elif isinstance(event, m.WorkerLost):
-            self._note_lost(event, payload)
-        elif isinstance(event, (m.PlaceLeaving, m.PlaceLost)):
-            self._note_going(event, payload)
+        elif (note := self._notes.get(type(event))) is not None:
+            note(event, payload)
         self._at_hand = event
         now = self._inbox.now()
         if self._record is not None:
@@ -240,21 +218,28 @@ class Driver:
             self._tell.note(verdicts.parked(len(commands)))
         for command in commands:
             self._carry_out(command)
+        self._casualties.tell_misses(self.works, commands, self._speaker)
+
+    def _note_submitted(self, event: m.TaskSubmitted, work: Work) -> None:
+        self.works[event.spec.task_id] = work
+        self._hub.watch(event.spec.task_id, work.holder)
 
     def _info_of(self, worker_id: int) -> WorkerInfo:
         worker = self.scheduler.crew.workers.get(worker_id)
         return NOBODY if worker is None else self.infos.get(worker.place, NOBODY)
 
-    def _note_late(self, event: m.TimerFired) -> None:
+    def _note_late(self, event: m.TimerFired, _: None) -> None:
         self._speaker = self._info_of(event.worker_id)
         if event.kind == "ready":
-            self._last_words = "it had not come up within start_timeout_s; raise that, or look for what keeps the machine busy"
+            self._casualties.words = (
+                "it had not come up within start_timeout_s; raise that, or look for what keeps the machine busy"
+            )
 
     def _note_lost(self, event: m.WorkerLost, words: str | None) -> None:
         worker = self.scheduler.crew.workers.get(event.worker_id)
         if worker is None:
             return  # it was given up before
-        self._last_words = words or event.reason.value
+        self._casualties.words = words or event.reason.value
         if isinstance(words, Refusal):
             self.arrivals.note_failed(worker.place, words)
         self._bury(worker)
@@ -264,10 +249,10 @@ class Driver:
         if place is None:
             return  # it has gone before
         worker = self.scheduler.crew.workers[place.worker_id]
-        is_lost = isinstance(event, m.PlaceLost)
-        if is_lost or not worker.attempts:  # else what runs there has its time
-            reason = event.reason if isinstance(event, m.PlaceLost) else LossReason.PREEMPTED
-            self._last_words = words or reason.value
+        reason = event.reason if isinstance(event, m.PlaceLost) else LossReason.PREEMPTED
+        self._speaker = self._info_of(worker.worker_id)
+        self._casualties.note_going(event.place, words or reason.value)
+        if isinstance(event, m.PlaceLost) or worker.state is not WorkerState.BUSY:  # else what runs there has its time
             self._bury(worker)
 
     def _bury(self, worker: Worker) -> None:
@@ -275,7 +260,7 @@ class Driver:
         self._speaker = self._info_of(worker.worker_id)
         self._hub.forget(worker.worker_id)
         for attempt_id in worker.attempts:
-            self._fallen += (piece for piece, _ in self._sent.pop(attempt_id, ()))
+            self._casualties.note_fallen((piece for piece, _ in self._sent.pop(attempt_id, ())), attempt_id)
             self._note_stopped(attempt_id, is_replaced=True)
 
     def _note_stopped(self, attempt_id: int, is_replaced: bool) -> None:
@@ -311,6 +296,7 @@ class Driver:
             if is_interrupted and not isinstance(work, GangWork):  # Ctrl-C, inline: it means the loop, not the item
                 self._inbox.put((m.CancelRequested(piece.task_id), None))
             retry = tuple(i for i, failure in sorted(result.failures.items()) if work.wants_retry(failure.error))
+            self._casualties.to_retry += [(piece._replace(start=i, stop=i + 1), result.failures[i].error) for i in retry]
         return Report(result.done, len(result.failures), retry, sum(result.durations_s))
 
     # --- what goes out ------------------------------------------------------------------------------------------------
@@ -339,8 +325,8 @@ class Driver:
                 self._vacate(place)
             case m.SetTimer():
                 self._timers.set(command)
-            case m.DropPlace(place):
-                self._drop(place)
+            case m.DropPlace():
+                self._drop(command)
             case m.BreakPool():
                 pass  # the tasks that end now say so
             case m.ClosePool():
@@ -348,11 +334,13 @@ class Driver:
 
     def _signal(self, command: m.SignalTask) -> None:
         holder = self.works[command.task_id].holder
-        if command.signal is m.Signal.CANCEL and isinstance(holder, Future):
+        is_moving = getattr(self._at_hand, "kind", None) == "leave" or isinstance(self._at_hand, m.PlaceLeaving)
+        if command.signal is m.Signal.CANCEL and isinstance(holder, Future) and not is_moving:
             self._stopping.setdefault(command.attempt_id, []).append(holder)
         self._backend.signal(*command)
 
     def _vacate(self, place: int) -> None:
+        self._casualties.note_vacated(self.infos.get(place, NOBODY))
         self.arrivals.forget(place)
         if isinstance(self._at_hand, (m.ResizeRequested, m.ShutdownRequested)):
             self.arrivals.note_failed(place, "the pool was made smaller meanwhile")
@@ -396,13 +384,7 @@ class Driver:
 
     def _fail(self, items: Slice, reason: LossReason) -> None:
         work = self.works[items.task_id]
-        what = work.describe(items)
-        if any(piece.task_id == items.task_id and piece.start <= items.start < piece.stop for piece in self._fallen):
-            work.fail(items, verdicts.lost(self._speaker, what, items.attempt, reason, self._last_words))
-        else:
-            is_loss = isinstance(self._at_hand, (m.WorkerLost, m.TimerFired))
-            words = self._last_words if is_loss else "the pool was made smaller"
-            work.fail(items, verdicts.stranded(what, items.attempt, reason, words))
+        work.fail(items, self._casualties.error(items, work.describe(items), reason, self._at_hand, self._speaker))
 
     def _time_out(self, items: Slice, timeout_s: float) -> None:
         work = self.works[items.task_id]
@@ -410,8 +392,9 @@ class Driver:
 
     def _end(self, task_id: int, state: TaskState) -> None:
         is_broken = state is TaskState.FAILED and self.scheduler.state is PoolState.BROKEN
-        self.works.pop(task_id).end(state, verdicts.pool_broken(self._last_words) if is_broken else None)
+        self.works.pop(task_id).end(state, verdicts.pool_broken(self._casualties.words) if is_broken else None)
 
-    def _drop(self, place: int) -> None:
-        if not self.arrivals.note_failed(place, self._last_words):
-            self._tell.warn(verdicts.dropped(self._last_words, self.scheduler.crew.size))
+    def _drop(self, command: m.DropPlace) -> None:
+        text, why = self._casualties.farewell(command)
+        if not self.arrivals.note_failed(command.place, why):
+            self._tell.warn(text)

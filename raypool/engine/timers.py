@@ -7,6 +7,8 @@ from collections.abc import Callable
 from heapq import heappop, heappush
 
 from raypool.core.messages import SetTimer, TimerFired
+from raypool.core.model import WorkerState
+from raypool.core.scheduler import Scheduler
 
 
 class Timers:
@@ -38,3 +40,15 @@ class Timers:
     def pop(self) -> TimerFired:
         """Take out the next timer."""
         return heappop(self._heap)[2]
+
+
+def is_of_use(timer: TimerFired, scheduler: Scheduler) -> bool:
+    """Whether a timer still means something to a scheduler."""
+    if timer.kind == "idle":
+        return True
+    if timer.kind == "retry":
+        return timer.task_id in scheduler.backlog.tasks
+    worker = scheduler.crew.workers.get(timer.worker_id)
+    if worker is None or timer.kind == "leave":
+        return worker is not None
+    return timer.attempt_id in worker.attempts if timer.kind == "timeout" else worker.state is WorkerState.STARTING

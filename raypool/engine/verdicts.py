@@ -14,10 +14,14 @@ HINTS = {
     LossReason.NODE: "Check the node, or raise retries.",
     LossReason.PREEMPTED: "Raise retries, so that the item moves to another node.",
     LossReason.START: "Try the function with profile='inline'.",
+    LossReason.FAULTY: "Look at that machine, or its GPU.",
     LossReason.STOPPED: "What was beside it had been cancelled and did not stop; run it again.",
     LossReason.UNKNOWN: "Run it with profile='inline' to see what it does.",
 }
 """The next step, by what happened."""
+
+
+FAULTY = "it failed every task that it was given, while others did not"
 
 
 class Tell(NamedTuple):
@@ -71,6 +75,20 @@ def not_started(num_failed: int, num_places: int, place: int, why: str, is_on_ra
 def dropped(words: str, num_left: int) -> str:
     """Return what to say when a worker is not started again; `words` say why."""
     return f"A worker could not be started again: {words}. The pool has {num_left} left."
+
+
+def left(worker: WorkerInfo, words: str, num_left: int) -> str:
+    """Return what to say when a worker has gone with its machine; `words` say why."""
+    return f"Worker {worker.index} ({where(worker)}) has left: {words}. The pool has {num_left} left."
+
+
+def faulty(worker: WorkerInfo, failed: int, finished: int, num_left: int) -> str:
+    """Return what to say when a worker was taken out since it failed so many items in a row, while others did not."""
+    elsewhere = f"{finished:,} have finished elsewhere meanwhile" if finished else "they run elsewhere without failing"
+    return (
+        f"Worker {worker.index} ({where(worker)}) was taken out of the pool: the last {failed:,} items there have all failed, "
+        f"and {elsewhere}. Look at that machine, or its GPU; resize the pool for another worker. The pool has {num_left} left."
+    )
 
 
 def unsent(what: str, error: Exception) -> TaskError:
