@@ -155,6 +155,8 @@ class LoopRun:
             if work.run_dir is not None:
                 self._driver.barrier()  # what has been brought back until now is written down
                 work.close()
+                if work.trouble is not None:
+                    error.add_note(f"raypool: {work.trouble}")
             attach(error, self.results())
             if isinstance(error, KeyboardInterrupt):
                 self._note_rest(error)
@@ -202,7 +204,8 @@ class LoopRun:
         """Say where what had finished can be found: nobody expects it in the exception."""
         count = self._work.num_settled
         of = f"of {self._total} items" if self._total is not None else "items"
-        kept = "" if self._work.run_dir is None else f", and in {self._work.run_dir}: the same call goes on from there"
+        is_kept = self._work.run_dir is not None and self._work.trouble is None
+        kept = f", and in {self._work.run_dir}: the same call goes on from there" if is_kept else ""
         error.add_note(
             f"raypool: {count} {of} of {self._work.label} had finished; they are in the exception's .results "
             f"(at a prompt: sys.last_value.results){kept}."

@@ -171,10 +171,20 @@ def durable_loop(
 
     Raises:
         InvalidTypeError: `run_dir` is not a path.
+        InvalidValueError: It is empty, a URL or a file.
         JournalError: The folder cannot be used.
     """
     from raypool.engine.durable import DurableLoop  # which imports sqlite3, for those who need it
 
     if not isinstance(run_dir, (str, os.PathLike)):
         raise InvalidTypeError(f"run_dir={run_dir!r} is not a path. Give the name of a folder.")
+    path = os.fspath(run_dir)
+    if not path:
+        raise InvalidValueError("run_dir='' is empty. Give the name of a folder, which need not be there yet.")
+    if "://" in path:
+        raise InvalidValueError(
+            f"run_dir={path!r} is a URL. The journal needs a folder of this machine; options(checkpoints=...) takes URLs."
+        )
+    if os.path.isfile(os.path.expanduser(path)):  # noqa: PTH111, PTH113
+        raise InvalidValueError(f"run_dir={path!r} is a file. Name a folder, which need not be there yet.")
     return DurableLoop.open(fn, function, how, run_dir, rerun)

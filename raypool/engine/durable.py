@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -23,6 +24,9 @@ from raypool.journal.files import Damaged, make_folder
 from raypool.journal.journal import Journal, Outcome, Stored
 from raypool.journal.source import Source
 from raypool.results import Row
+
+UNCHANGEABLE = frozenset({int, float, bool, str, bytes, type(None)})
+"""Types whose values stay what they are."""
 
 logger = logging.getLogger("raypool")
 
@@ -71,6 +75,15 @@ class DurableLoop(LoopWork):
                 f"{self.run_dir} cannot be written: {error}. Make room on that disk, or give another folder.",
                 run_dir=str(self.run_dir),
             ) from error
+        if self._stored and items and self._stored.keys().isdisjoint(self.keys):
+            logger.warning(
+                "None of the %s items of %s is among the %s in %s that have an outcome, so all of them run. "
+                "If they should be there: has their class, or the type of a value in them, changed?",
+                f"{len(items):,}",
+                self.label,
+                f"{len(self._stored):,}",
+                self.run_dir,
+            )
         numbers: Sequence[int] = range(len(items)) if self._order is None else self._order
         order = [index for index in numbers if not self._restore(index)]
         self._order = None if items and order == list(range(len(items))) else order
@@ -78,8 +91,11 @@ class DurableLoop(LoopWork):
         return len(order)
 
     def add(self, item: Any) -> int:
-        """Take one more item; it is noted down together with others."""
+        """Take one more item, as it is now: a generator may yield the same object again, changed."""
         index = len(self.items)
+        if type(item) not in UNCHANGEABLE:
+            with contextlib.suppress(Exception):  # what cannot be copied stays what it is
+                item = copy.deepcopy(item)
         self.keys.append(self._names.name(item, index))
         cast("list[Any]", self.items).append(item)
         entry = (self.keys[index], index, item)
@@ -129,6 +145,7 @@ class DurableLoop(LoopWork):
     def close(self) -> None:
         """Write what is there, and let others have the folder."""
         self._recorder.close()
+        self.trouble = self._recorder.failure
 
     # --- in the driver's thread ---------------------------------------------------------------------------------------
 
@@ -230,5 +247,6 @@ def _values_of(piece: Slice, result: SliceResult) -> list[Any]:
     first = result.offset + piece.start - result.start
     try:
         return result.values.get()[first : first + piece.stop - piece.start]
-    except Exception as error:
-        return [Missing(error)] * (piece.stop - piece.start)
+    except BaseException as error:  # also what code of the user's raises when it is unpickled
+        lost = error if isinstance(error, Exception) else TaskError(f"A value cannot be opened: {type(error).__name__}: {error}")
+        return [Missing(lost)] * (piece.stop - piece.start)

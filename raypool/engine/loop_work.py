@@ -69,6 +69,7 @@ class LoopWork:
         self._names = ItemNames(options.label)
         self.keys: list[str] = []  # of the items, where something is kept of them
         self.run_dir: Path | None = None  # where what becomes of the items is kept
+        self.trouble: BaseException | None = None  # why not all of it could be kept
         self.restored: dict[int, Restored] = {}  # items that need not run
         self.segments: list[Segment] = []
         self.errors: dict[int, BaseException] = {}

@@ -114,6 +114,7 @@ class Recorder:
         self._tell: Callable[[BaseException | None], None] | None = None
         self._deadline = 0.0
         self._is_hurried = False
+        self.failure: JournalError | None = None  # what could not be written in the end
         self._thread = threading.Thread(target=self._work, name="raypool-journal", daemon=True)
 
     def start(self) -> None:
@@ -159,16 +160,22 @@ class Recorder:
             return True
         if time.monotonic() < self._deadline and not self._is_hurried:
             return False
-        error = JournalError(
-            f"{self._said(num_left)} of {self._label} could not be written to {self._journal.run_dir}, also not within "
-            f"{PATIENCE_S:g} s after its end: {self._trouble}. All values are in .results of this error. Make room there, and "
-            "the same call runs again what is missing.",
-            run_dir=str(self._journal.run_dir),
-        )
+        self.failure = self._failed(num_left)
         for step in self._waiting:
             step.count()
-        self._tell(error)
+        self._tell(self.failure)
         return True
+
+    def _failed(self, num_left: int) -> JournalError:
+        tried = "" if self._is_hurried else f", also not within {PATIENCE_S:g} s after its end"
+        error = JournalError(
+            f"{self._said(num_left)} of {self._label} could not be written to {self._journal.run_dir}{tried}: {self._trouble}. "
+            "All values are in .results of this error. Make room there, and the same call runs again what is missing.",
+            run_dir=str(self._journal.run_dir),
+        )
+        if self._is_hurried:
+            logger.warning("%s", error)
+        return error
 
     def _said(self, num_left: int) -> str:
         if not num_left:

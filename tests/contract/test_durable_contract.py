@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import operator
+import os
 import pickle
 import random
 import stat
@@ -104,6 +105,27 @@ def test_a_generator_goes_on_where_it_was(pool: ParallelPool, noted: Callable[..
     assert sum(counts) - len(counts) <= 190 - num_ran, "what was in .results has run again"
 
 
+def test_what_a_generator_changes_later_is_kept_as_it_was(pool: ParallelPool, folder: Path) -> None:
+    def configurations() -> Iterator[dict[str, int]]:
+        config = {"x": -1}
+        for x in range(6):
+            config["x"] = x
+            yield config
+
+    assert list(pool.parfor(lambda config: config["x"], configurations(), run_dir=folder)) == list(range(6))
+    assert list(pool.parfor(lambda config: config["x"], [{"x": x} for x in range(6)], run_dir=folder)) == list(range(6))
+
+
+def test_a_list_of_which_nothing_is_known_is_pointed_out(
+    pool: ParallelPool, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool.parfor(abs, [-1, -2], run_dir=folder)
+    assert list(pool.parfor(abs, [-1.0, -2.0, -3.0], run_dir=folder)) == [1.0, 2.0, 3.0]
+
+    assert "None of the 3 items of abs is among the 2" in caplog.text
+
+
+@pytest.mark.parametrize("make_pool", ["inline", "threads", pytest.param("local", marks=pytest.mark.long)], indirect=True)
 def test_an_outcome_is_in_the_journal_before_anybody_hears_of_it(make_pool: Any, folder: Path) -> None:
     """The next item of a generator is drawn when an earlier one counts: by then that one has to be on the disk."""
     missed: list[str] = []
@@ -138,6 +160,7 @@ def test_reduce_takes_what_was_there(pool: ParallelPool, folder: Path) -> None:
     assert pool.parfor(str, range(4), run_dir=folder, reduce=operator.add) == "0123"
 
 
+@pytest.mark.parametrize("make_pool", ["threads", pytest.param("local", marks=pytest.mark.long)], indirect=True)
 def test_seeds_are_those_of_a_run_in_one_go(pool: ParallelPool, tmp_path: Path, marks: Any) -> None:
     def draw(marks: Any, item: int) -> float:
         if item == 2 and not marks.all():
@@ -310,12 +333,10 @@ def test_each_item_has_its_own_files_for_its_owner_only(pool: ParallelPool, fold
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
 
 
+@pytest.mark.parametrize("make_pool", ["threads", "local"], indirect=True)
 def test_what_an_item_says_is_in_its_files_while_it_runs(
     make_pool: Any, folder: Path, gate: Any, eventually: Callable[..., bool]
 ) -> None:
-    if make_pool.profile == "inline":
-        pytest.skip("nothing runs beside the caller")
-
     def train(gate: Any, item: int) -> int:
         print("begun")
         report(step=1)
@@ -353,10 +374,8 @@ def test_a_folder_is_of_one_function_and_one_seed(pool: ParallelPool, folder: Pa
     assert list(pool.parfor(say, [1], run_dir=folder, seed=1)) == [1]
 
 
+@pytest.mark.parametrize("make_pool", ["threads"], indirect=True)
 def test_a_folder_is_of_one_loop_at_a_time(make_pool: Any, folder: Path, gate: Any, eventually: Callable[..., bool]) -> None:
-    if make_pool.profile == "inline":
-        pytest.skip("nothing runs beside the caller")
-
     def wait(gate: Any, item: int) -> int:
         gate.wait()
         return item
@@ -367,7 +386,7 @@ def test_a_folder_is_of_one_loop_at_a_time(make_pool: Any, folder: Path, gate: A
         first.start()
         try:
             assert eventually(lambda: (folder / "journal.lock").exists() and pool.busy)
-            with pytest.raises(JournalError, match=rf"in use by process {__import__('os').getpid()}"):
+            with pytest.raises(JournalError, match=rf"in use by process {os.getpid()}"):
                 pool.parfor(function, [1], run_dir=folder)
         finally:
             gate.open()
@@ -380,7 +399,7 @@ def test_a_folder_that_cannot_be_used_is_an_error_before_anything_runs(
 ) -> None:
     (tmp_path / "file").touch()
 
-    with pytest.raises(JournalError, match="cannot be written"):
+    with pytest.raises(InvalidValueError, match="is a file"):
         pool.parfor(noted, range(3), run_dir=tmp_path / "file")
     with pytest.raises(JournalError, match="cannot be written"):
         pool.parfor(noted, range(3), run_dir=tmp_path / "file" / "below")
@@ -391,6 +410,8 @@ def test_a_folder_that_cannot_be_used_is_an_error_before_anything_runs(
     ("arguments", "error", "text"),
     [
         ({"run_dir": 7}, InvalidTypeError, "run_dir=7"),
+        ({"run_dir": ""}, InvalidValueError, "is empty"),
+        ({"run_dir": "s3://bucket/run"}, InvalidValueError, "is a URL.*checkpoints"),
         ({"run_dir": "unused", "rerun": "some"}, InvalidValueError, "rerun='some'"),
     ],
 )

@@ -27,12 +27,11 @@ long = [pytest.mark.long, pytest.mark.timeout(900)]
 
 
 def num_finished(folder: Path) -> int:
-    return finished(folder).count(True)
-
-
-def finished(folder: Path) -> list[bool]:
-    """Return of each item whether it is done, by the journal."""
-    return list(load_results(folder).to_frame()["status"] == "finished")
+    """Return how many items are done, by the journal; none while there is no run in it yet."""
+    try:
+        return int((load_results(folder).to_frame()["status"] == "finished").sum())
+    except JournalError:
+        return 0
 
 
 # --- the driver is killed ---------------------------------------------------------------------------------------------
@@ -80,7 +79,7 @@ def test_a_driver_killed_at_random_moments_loses_nothing_that_was_done(
         os.kill(started.pid, signal.SIGKILL)
         started.process.wait(30)
         assert eventually(lambda started=started: not started.family(), 60), "what the driver had started lives on"
-        if not (tmp_path / "run" / "journal.sqlite").exists():
+        if not done and not num_finished(tmp_path / "run"):
             continue
         results = load_results(tmp_path / "run")
         counts = {item: marks.count(item) for item in range(60)}
@@ -125,7 +124,7 @@ def test_the_folder_of_a_driver_that_was_killed_is_free(
         with parpool(2, profile="threads", quiet=True) as pool:
             pool.parfor(work, range(4), run_dir={str(tmp_path / "run")!r}, chunk_size=1)
     """)
-    assert eventually(lambda: (tmp_path / "run" / "journal.sqlite").exists() and num_finished(tmp_path / "run") == 3)
+    assert eventually(lambda: num_finished(tmp_path / "run") == 3)
     with parpool(2, profile="threads", quiet=True) as pool:
         with pytest.raises(JournalError, match=rf"in use by process {started.pid} on .*, since 2"):
             pool.parfor(abs, range(4), run_dir=tmp_path / "run")
@@ -150,7 +149,8 @@ def test_ctrl_c_leaves_what_was_done_and_says_so(profile: str, tmp_path: Path, m
         def work(item):
             if item == 3 and not Path({str(ready.path)!r}).exists():
                 Path({str(ready.path)!r}).touch()
-                time.sleep(60)
+                while True:
+                    time.sleep(0.01)
             return -item
         with parpool(1, profile={profile!r}, quiet=True) as pool:
             try:
@@ -261,6 +261,29 @@ def test_what_finds_no_room_in_the_end_is_an_error_that_has_all_values(
     assert num_finished(small_disk / "run") == 7
     assert [len(value) for value in pool.parfor(work, range(8), run_dir=small_disk / "run")] == [10_000] * 8
     assert [marks.count(item) for item in range(8)] == [1, 1, 2, 1, 1, 1, 1, 1]
+
+
+def test_an_error_while_the_disk_is_full_says_what_is_not_kept(
+    pool: ParallelPool, small_disk: Path, caplog: Any, eventually: Callable[..., bool]
+) -> None:
+    """As Ctrl-C would: nobody waits for room then, and nobody says that all is kept."""
+
+    def items() -> Iterator[int]:
+        yield from range(10)
+        fill(small_disk)
+        yield from range(10, 30)
+        assert eventually(lambda: "cannot be written" in caplog.text)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        pool.parfor(lambda item: f"{item} " * 2_000, items(), run_dir=small_disk / "run", chunk_size=1)
+
+    notes = " ".join(caught.value.__notes__)
+    assert "could not be written to" in notes
+    assert "goes on from there" not in notes
+    num_there, num_had = num_finished(small_disk / "run"), sum(value is not None for value in caught.value.results)  # type: ignore[attr-defined]
+    assert num_there < num_had
+    assert f"{num_had - num_there} outcomes of" in notes
 
 
 def test_what_items_say_waits_for_room_too(
