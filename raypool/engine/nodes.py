@@ -80,7 +80,8 @@ class NodeWatch:
         self._grace_s = grace_s
         self._leaving: set[int] = set()  # places that the driver knows to be about to go
         self._lost: set[int] = set()  # those that it knows to be gone
-        self._owed = 0  # workers that were lost with nodes, and not made up for
+        self._num_lost = 0  # workers, with their nodes; written by the thread that looks only
+        self._num_made_up = 0  # so many of them are there again, or not wanted any more; guarded by `_growing`
         self._names: dict[str, str] = {}  # of all nodes that were seen
         self._preempted: set[str] = set()  # those that had said that they would go
         self._grow_at = 0.0  # when to try next
@@ -88,7 +89,7 @@ class NodeWatch:
         self._num_sizing = 0  # so many set the size of the pool just now
         self._growing = threading.Lock()
         self._closed = threading.Event()
-        self._heard_at = time.monotonic()
+        self._silent_s = 0.0
         self.is_adrift = False  # whether the node of this process counts as dead
         self._going: frozenset[str] = frozenset()  # nodes that have gone, or are about to
 
@@ -96,20 +97,24 @@ class NodeWatch:
         """Look again and again from now on."""
         threading.Thread(target=self._live, name="raypool-nodes", daemon=True).start()
 
-    def silent_s(self) -> float:
-        """Return for how long nobody has answered the question for the nodes [s]."""
-        return time.monotonic() - self._heard_at
+    def silent_s(self, passed_s: float) -> float:
+        """Return for how long nobody has answered the question for the nodes [s]; to be asked every `passed_s`.
+
+        It is these that are counted: while this process stood still (Ctrl-Z, a debugger), nobody could answer.
+        """
+        self._silent_s += passed_s
+        return self._silent_s
 
     @contextlib.contextmanager
     def sizing(self) -> Iterator[None]:
         """Let somebody set the size of the pool: what was lost before is not made up for any more, unless that fails."""
         with self._growing:  # if the pool is growing by itself just now, that takes a moment
-            before = self._owed
+            num_lost = self._num_lost
             self._num_sizing += 1
         try:
             yield
             with self._growing:
-                self._owed = max(self._owed - before, 0)
+                self._num_made_up = max(self._num_made_up, num_lost)
         finally:
             with self._growing:
                 self._num_sizing -= 1
@@ -128,7 +133,7 @@ class NodeWatch:
     def check(self) -> None:
         """Look once, and tell the driver what has changed for its places."""
         nodes = self._ground.look()
-        self._heard_at = time.monotonic()
+        self._silent_s = 0.0
         self.is_adrift = nodes.here not in nodes.alive
         self._names.update(nodes.alive)
         self._going = frozenset(node for node in self._names if not nodes.stays(node))
@@ -165,7 +170,7 @@ class NodeWatch:
 
     def _leave(self, place: int, node: str, gone_at: float) -> None:
         self._leaving.add(place)
-        self._owed += 1
+        self._num_lost += 1
         now = time.monotonic()
         at = max(gone_at - self._grace_s - MARGIN_S, now) if math.isfinite(gone_at) else None
         until = f", in {gone_at - now:.0f} s" if at is not None else ""
@@ -173,7 +178,7 @@ class NodeWatch:
 
     def _lose(self, place: int, node: str) -> None:
         self._lost.add(place)
-        self._owed += place not in self._leaving
+        self._num_lost += place not in self._leaving
         reason = LossReason.PREEMPTED if node in self._preempted else LossReason.NODE
         name = self._names.get(node, node[:8])
         self._post(PlaceLost(place, reason), f"its node {name} is {'gone' if reason is LossReason.PREEMPTED else 'lost'}")
@@ -188,7 +193,7 @@ class NodeWatch:
     def _make_up(self, nodes: Nodes) -> None:
         """Try to grow if a node has come, and otherwise now and then: somebody else may have given something back."""
         has_news, self._alive = nodes.alive.keys() != self._alive, set(nodes.alive)
-        if self._owed and (has_news or time.monotonic() > self._grow_at):
+        if self._num_lost > self._num_made_up and (has_news or time.monotonic() > self._grow_at):
             self._grow_at = time.monotonic() + GROW_S
             threading.Thread(target=self._grow, name="raypool-grow", daemon=True).start()
 
@@ -196,10 +201,11 @@ class NodeWatch:
         """Claim what was lost, as far as there is room for it now."""
         try:
             with self._growing:
-                if not self._owed or self._num_sizing or self._closed.is_set():
+                owed = self._num_lost - self._num_made_up
+                if not owed or self._num_sizing or self._closed.is_set():
                     return
-                places = self._ground.grow(self._owed)
-                self._owed -= len(places)
+                places = self._ground.grow(owed)
+                self._num_made_up += len(places)
             if places:
                 self._post(ResizeRequested(add=tuple(places)), None)
                 logger.warning("The pool grows again: %s on %s.", _workers(len(places)), self._on(places))

@@ -301,7 +301,7 @@ class RayBackend:
     def _watch(self) -> None:
         """Report workers that die while nothing runs in them, and an end of Ray: no call comes back to tell of these."""
         while not self._left.wait(WATCH_S):
-            cut_off = why_cut_off(self._nodes.silent_s(), self._nodes.is_adrift)
+            cut_off = why_cut_off(self._nodes.silent_s(WATCH_S), self._nodes.is_adrift)
             if cut_off is not None:
                 self._let_go(cut_off)
             for worker_id, seat in list(self._by_worker.items()) if not self._closed.is_set() else ():

@@ -186,3 +186,11 @@ def test_a_machine_that_ray_takes_for_dead() -> None:
     del land.alive["here"]
     watch.check()
     assert watch.is_adrift
+
+
+def test_silence_is_counted_by_who_asks() -> None:
+    """While the process stands still, nobody asks: it has heard nothing, but nothing is wrong."""
+    watch, _ = watch_over(Land("a"))
+    assert [watch.silent_s(1.0) for _ in range(3)] == [1.0, 2.0, 3.0]
+    watch.check()
+    assert watch.silent_s(1.0) == 1.0
