@@ -16,6 +16,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from raypool.errors import SerializationError
+
 DIGEST_BYTES = 16
 
 MAX_TWICE_BYTES = 16 * 1024 * 1024
@@ -82,6 +84,16 @@ def read_file(path: Path, size: int, known_digest: bytes) -> bytes:
     return data
 
 
+def distrust(path: Path) -> str | None:
+    """Return why what is in a file of ours may have been put there by somebody else, and what to do; None if it may not."""
+    status = path.stat()
+    if status.st_uid != os.getuid():
+        return f"{path} belongs to user {status.st_uid}, and a pickle in it could run code as you: if you trust it, chown it"
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"{path} can be changed by others, and a pickle in it could run code as you: if you trust it, chmod go-w it"
+    return None
+
+
 def check_owner(path: Path) -> None:
     """Make sure that what this file brings may be run here.
 
@@ -89,30 +101,50 @@ def check_owner(path: Path) -> None:
         Damaged: It belongs to somebody else, or others may write to it.
     """
     try:
-        status = path.stat()
+        reason = distrust(path)
     except OSError as error:
         raise Damaged(f"{path} cannot be read ({error.strerror or error})") from error
-    if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise Damaged(f"{path} holds a pickle, and belongs to somebody else or can be changed by others: it is not opened")
+    if reason is not None:
+        raise Damaged(reason)
+
+
+def cloudpickled(value: Any) -> bytes:
+    """Pickle a value with what no other process could import.
+
+    Raises:
+        SerializationError: It cannot be pickled, whatever its code has raised.
+    """
+    import cloudpickle
+
+    try:
+        return bytes(cloudpickle.dumps(value, protocol=5))
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        kind = type(value).__name__
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise SerializationError(
+            f"The value cannot be stored: a {kind} cannot be pickled ({reason}). Return what it is made from.", what=f"a {kind}"
+        ) from error
 
 
 def dump(value: Any) -> bytes:
     """Pickle a value. One that needs a class of the script is pickled with it too, behind the pickle that only names it.
 
     Raises:
-        Exception: It cannot be pickled.
+        SerializationError: It cannot be pickled, whatever its code has raised.
     """
-    import cloudpickle
-
     try:
         data = pickle.dumps(value, protocol=5)
-    except Exception:
-        return bytes(cloudpickle.dumps(value, protocol=5))
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
+        return cloudpickled(value)
     if b"__main__" not in data or len(data) > MAX_TWICE_BYTES:
         return data
     try:
-        return data + bytes(cloudpickle.dumps(value, protocol=5))
-    except Exception:
+        return data + cloudpickled(value)
+    except SerializationError:
         return data
 
 
@@ -120,16 +152,20 @@ def load(data: bytes) -> Any:
     """Return the value that was pickled; where the script is not at hand, made with what was pickled of it.
 
     Raises:
-        Damaged: It cannot be opened here.
+        Damaged: It cannot be opened here, whatever its code has raised.
     """
-    file = io.BytesIO(data)
     try:
-        return pickle.load(file)
-    except Exception as error:
+        return pickle.loads(data)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         first_error = error
-    with contextlib.suppress(Exception):
+    try:
         return pickle.loads(_behind_first(data))
-    raise Damaged(f"it cannot be opened here ({type(first_error).__name__}: {first_error})") from first_error
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
+        raise Damaged(f"it cannot be opened here ({type(first_error).__name__}: {first_error})") from first_error
 
 
 def _behind_first(data: bytes) -> bytes:

@@ -19,6 +19,7 @@ from raypool.journal.files import Damaged, make_folder, write_file
 from raypool.journal.lock import RunLock
 from raypool.journal.opening import Contents, cannot_write, open_database
 from raypool.journal.outcomes import (
+    DATABASE,
     NOWHERE,
     Outcome,
     Place,
@@ -59,6 +60,8 @@ class Journal:
         self.run_dir = run_dir
         self._lock = lock
         self._connection = connection
+        self._database = run_dir / DATABASE
+        self._opened = _identity(self._database)
         self._mutex = threading.Lock()
         self._next = {table: rows[-1][0] + 1 if rows else 1 for table, rows in contents.items()}
         self._numbers: dict[str, int] = {row[1]: row[0] for row in contents["items"]}
@@ -95,6 +98,7 @@ class Journal:
             connection, contents = open_database(folder)
             try:
                 _check_same(folder, contents, function, seed)
+                _check_held(folder, contents, source)
                 journal = cls(folder, lock, connection, contents)
                 journal._begin(function, seed, source)
             except BaseException:
@@ -153,10 +157,8 @@ class Journal:
     def _put_item(self, key: str, item: Any) -> Place:
         try:
             return put_away(item, "item", self.folder(key))
-        except OSError:
-            raise
-        except Exception as error:
-            logger.warning("Item %s cannot be stored (%s: %s); its outcome can.", key, type(error).__name__, error)
+        except SerializationError as error:
+            logger.warning("Item %s cannot be stored, its outcome can: %s", key, error)
             return NOWHERE
 
     def stored(self) -> dict[str, Stored]:
@@ -232,6 +234,8 @@ class Journal:
         if not any(rows.values()):
             return
         connection = self._connection
+        if _identity(self._database) != self._opened:
+            raise OSError(errno.ENOENT, "the journal was removed, or replaced, while it was in use", str(self._database))
         try:
             if not connection.in_transaction:  # the one that makes the tables may still be open
                 connection.execute("BEGIN IMMEDIATE")
@@ -288,6 +292,39 @@ def _check_same(folder: Path, contents: Contents, function: str, seed: int | Non
             f"Give seed={known_seed}, or another folder.",
             run_dir=str(folder),
         )
+
+
+def _check_held(folder: Path, contents: Contents, source: Source | None) -> None:
+    """See whether a function holds what it held in the run before.
+
+    Raises:
+        JournalError: It is given other arguments: what it returns is something else then.
+    """
+    known = next((Source.from_text(row[3]) for row in reversed(contents["runs"]) if row[3]), None)
+    if known is None or source is None:
+        return
+    if known.given is not None and source.given is not None and known.given != source.given:
+        raise JournalError(
+            f"{folder} was made by {source.function} with {known.words or 'no arguments'} given by functools.partial; "
+            f"this call gives it {source.words or 'none'}. Give another folder.",
+            run_dir=str(folder),
+        )
+    if known.held is not None and source.held is not None and known.held != source.held:
+        logger.warning(
+            "%s holds other values (in its closure, its defaults, or the object that it belongs to) than when %s was made, "
+            "or is another lambda. What is there stays as it is: rerun='all' or another folder gives new results.",
+            source.function,
+            folder,
+        )
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Return by which a file is known, whatever it is called; None if it is not there."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def _as_os_error(error: sqlite3.Error, folder: Path) -> OSError:

@@ -130,7 +130,7 @@ def _compound(value: Any, path: str, outer: list[int]) -> bytes:
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return _node("namedtuple", _name(type(value)), *_each(value, path, outer))
     if dataclasses.is_dataclass(value):
-        fields = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+        fields = sorted(field.name for field in dataclasses.fields(value) if hasattr(value, field.name))
         parts = [_node("", _text(name), _canonical(getattr(value, name), f"{path}.{name}", outer)) for name in fields]
         return _node("dataclass", _name(type(value)), *parts)
     return _of_numpy(value, path, outer) or _of_pandas(value, path, outer) or _of_torch(value) or _reduced(value, path, outer)

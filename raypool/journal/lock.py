@@ -85,6 +85,14 @@ class RunLock:
             self._descriptor = -1
 
 
+def is_in_use(folder: Path, name: str = "journal.lock") -> bool:
+    """Whether somebody uses a folder, or was killed while it did: for those who only look."""
+    try:
+        return (folder / name).stat().st_size > 0
+    except OSError:
+        return False
+
+
 _held: weakref.WeakSet[RunLock] = weakref.WeakSet()
 
 

@@ -88,7 +88,7 @@ def put_away(value: Any, stem: str, folder: Path) -> Place:
 
     Raises:
         OSError: The file cannot be written.
-        Exception: It cannot be pickled.
+        SerializationError: It cannot be pickled.
     """
     text = encode(value)
     if text is None:
@@ -138,7 +138,7 @@ def to_row(outcome: Outcome, run: int, run_dir: Path) -> tuple[Any, ...]:
     folder = run_dir / "items" / outcome.key
     stem = f"{run}-{outcome.attempt}"
     if outcome.status == "finished":
-        place = _put_value(outcome, stem, folder)
+        place = put_away(outcome.value, f"value-{stem}", folder)
     elif outcome.error is not None:
         place = Place(body=described(outcome.error))
         if outcome.status == "failed":
@@ -150,24 +150,11 @@ def to_row(outcome: Outcome, run: int, run_dir: Path) -> tuple[Any, ...]:
     return (outcome.key, run, outcome.attempt, outcome.status, *place, *times)
 
 
-def _put_value(outcome: Outcome, stem: str, folder: Path) -> Place:
-    try:
-        return put_away(outcome.value, f"value-{stem}", folder)
-    except OSError:
-        raise
-    except Exception as error:
-        kind = type(outcome.value).__name__
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise SerializationError(
-            f"The value cannot be stored: a {kind} cannot be pickled ({reason}). Return what it is made from.", what=f"a {kind}"
-        ) from error
-
-
 def _put_error(error: BaseException, place: Place, stem: str, folder: Path) -> Place:
     """Store an exception itself, if it can be pickled; its text is there in any case."""
     try:
         data = dump(error)
-    except Exception:
+    except SerializationError:
         return place
     if len(data) <= MAX_PICKLE_BYTES:
         return place._replace(pickled=data)
@@ -233,7 +220,9 @@ def _safely(make: Any) -> str:
     """Return a text that code of the user's makes."""
     try:
         return str(make())
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         return f"<its text cannot be made: {type(error).__name__}>"
 
 

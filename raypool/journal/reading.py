@@ -11,6 +11,7 @@ import pickle
 import shutil
 import sqlite3
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from raypool.errors import JournalError
 from raypool.feed import Feed
 from raypool.feed import Row as Report
 from raypool.journal.files import Damaged
+from raypool.journal.lock import is_in_use
 from raypool.journal.opening import (
     SALVAGED,
     UNREADABLE,
@@ -192,31 +194,47 @@ def read_contents(folder: Path) -> Contents:
 
 
 def _read(path: Path) -> Contents:
-    rest = _log_of(path)  # first: what is in it is in the tables by the time that they are read, or was never found there
     failure: Exception | None = None
-    try:
-        check_beginning(path, rest)
-    except DamagedError:
-        return _left(path, rest)
+    for pause_s in (0.05, 0.2, None):  # a run that just begins or ends moves files under the reader's hands
+        try:
+            return _read_once(path)
+        except UNREADABLE as error:
+            failure = error
+        if pause_s is None or not is_in_use(path.parent):
+            break
+        time.sleep(pause_s)
+    assert failure is not None
+    if not is_damage(failure):
+        raise failure
+    data, rest = path.read_bytes(), _log_of(path)
+    found = rescued(path, data, rest)
+    if not any(found.values()) and data[:16] == b"SQLite format 3\0" and not any(data[68:72]):
+        raise JournalError(f"There is no run in {path.parent} yet: its journal is empty.", run_dir=str(path.parent))
+    logger.warning("%s is damaged: %s. Here is what is left of it.", path, what_is_lost(lost_of(found)))
+    return found
+
+
+def _read_once(path: Path) -> Contents:
+    """Return all rows.
+
+    Raises:
+        DamagedError: Some are missing; or another error of `UNREADABLE`.
+    """
+    rest = _log_of(path)  # first: what is in it is in the tables by the time that they are read, or was never found there
+    check_beginning(path, rest)
+    failure: Exception | None = None
     for open_one in (_open_still, _open_beside, _open_copy):
         try:
             with open_one(path) as connection:
                 contents = _with_rest(read_all(connection), rest)
-            if not sum(lost_of(contents).values()):
-                return contents
-            break
         except UNREADABLE as error:
             failure = error
-    if failure is not None and not is_damage(failure):
-        raise failure
-    return _left(path, rest)
-
-
-def _left(path: Path, rest: bytes) -> Contents:
-    """Return what is left of a damaged journal, and say so."""
-    found = rescued(path, path.read_bytes(), rest)
-    logger.warning("%s is damaged: %s. Here is what is left of it.", path, what_is_lost(lost_of(found)))
-    return found
+            continue
+        if sum(lost_of(contents).values()):
+            raise DamagedError("rows are missing")
+        return contents
+    assert failure is not None
+    raise failure
 
 
 def _log_of(path: Path) -> bytes:

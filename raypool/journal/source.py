@@ -1,15 +1,20 @@
-"""Where a run's function can be found again."""
+"""Where a run's function can be found again, and what it holds."""
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
-from raypool.journal.files import digest
-from raypool.journal.keys import function_key, module_name
+from raypool.errors import SerializationError
+from raypool.journal.files import cloudpickled, digest
+from raypool.journal.keys import content_key, function_key, module_name
+
+MAX_WORDS = 300
 
 
 class Source(NamedTuple):
@@ -22,6 +27,9 @@ class Source(NamedTuple):
         file: The module's file, if it has one.
         is_script: Whether that is a script, which is not to be found by its name only.
         digest: The hash of `pickled`, in hexadecimal digits.
+        given: The key of what a partial gives it; None if nothing, or what has no key.
+        words: That, to be read.
+        held: The key of what it holds: closure, defaults, the object that it is a method of; None if that has no key.
         pickled: The function, where it has no name to be found by.
     """
 
@@ -31,6 +39,9 @@ class Source(NamedTuple):
     file: str | None
     is_script: bool = False
     digest: str | None = None
+    given: str | None = None
+    words: str | None = None
+    held: str | None = None
     pickled: bytes | None = None
 
     @staticmethod
@@ -45,9 +56,13 @@ class Source(NamedTuple):
         if not is_found or (is_script and file is None):
             qualname = None
         path = None if file is None else str(Path(file).resolve())
-        pickled = None if qualname else _pickled(fn)
-        known = None if pickled is None else digest(pickled).hex()
-        return Source(function_key(fn), module_name(named), qualname, path, is_script, known, pickled)
+        source = Source(function_key(fn), module_name(named), qualname, path, is_script)
+        if qualname is None:
+            pickled = _pickled(fn)
+            source = source._replace(pickled=pickled, digest=None if pickled is None else digest(pickled).hex())
+        given, inner = _arguments(fn)
+        words = ", ".join([*map(_said, given[0]), *(f"{name}={_said(value)}" for name, value in given[1].items())])
+        return source._replace(given=_key_of(lambda: given), words=words[:MAX_WORDS] or None, held=_key_of(lambda: _held(inner)))
 
     def to_text(self) -> str:
         """Return it as JSON, without the pickle."""
@@ -69,9 +84,45 @@ def found(module: ModuleType, qualname: str) -> Any:
 
 def _pickled(fn: Any) -> bytes | None:
     """Pickle a function with what it holds; None if that cannot be."""
-    import cloudpickle
-
     try:
-        return bytes(cloudpickle.dumps(fn, protocol=5))
+        return cloudpickled(fn)
+    except SerializationError:
+        return None
+
+
+def _arguments(fn: Any) -> tuple[tuple[tuple[Any, ...], dict[str, Any]], Any]:
+    """Return what partials give a function, by position and by name, and the function."""
+    args: tuple[Any, ...] = ()
+    keywords: dict[str, Any] = {}
+    while isinstance(fn, functools.partial):
+        args, keywords = (*fn.args, *args), {**fn.keywords, **keywords}
+        fn = fn.func
+    return (args, keywords), fn
+
+
+def _held(fn: Any) -> Any:
+    """Return what a function holds besides its name; of one without a name of its own also what it does."""
+    if isinstance(fn, FunctionType):
+        cells = [cell.cell_contents for cell in fn.__closure__ or ()]
+        code = (fn.__code__.co_code, list(map(repr, fn.__code__.co_consts))) if fn.__name__ == "<lambda>" else None
+        return cells, fn.__defaults__, fn.__kwdefaults__, code
+    owner = getattr(fn, "__self__", None)
+    if owner is not None:
+        return None if isinstance(owner, ModuleType) else owner
+    return None if hasattr(fn, "__qualname__") else fn
+
+
+def _key_of(make: Callable[[], Any]) -> str | None:
+    """Return the key of a value; None if it has none, or one that may be another in the next run: raypool's own objects."""
+    try:
+        value = make()
+        return None if b"raypool" in cloudpickled(value) else content_key(value, "it")
     except Exception:
         return None
+
+
+def _said(value: Any) -> str:
+    try:
+        return repr(value)
+    except Exception:
+        return f"<{type(value).__name__}>"

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import json
 import logging
 import os
 import pickle
+import shutil
 import sqlite3
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -220,6 +223,117 @@ def test_where_nothing_can_be_written_it_says_so_at_once(tmp_path):
     (tmp_path / "run" / "journal.sqlite").mkdir(parents=True)
     with pytest.raises(JournalError, match="cannot be written"):
         open_one(tmp_path / "run")
+
+
+class Leaving:
+    """Ends the process when it is pickled, or opened again."""
+
+    def __init__(self, at_opening: bool) -> None:
+        self.at_opening = at_opening
+
+    def __reduce__(self) -> Any:
+        return (sys.exit, (3,)) if self.at_opening else sys.exit(3)
+
+
+def test_code_of_values_that_wants_to_leave_ends_nothing(tmp_path):
+    with open_one(tmp_path) as journal:
+        journal.note_items([("a", 0, Leaving(at_opening=False))])
+        ((_, error),) = journal.write(
+            [
+                Outcome("a", 1, "finished", value=Leaving(at_opening=False)),
+                Outcome("b", 1, "finished", value=Leaving(at_opening=True)),
+            ]
+        )
+        assert isinstance(error, SerializationError)
+        with pytest.raises(Damaged, match=r"it cannot be opened here \(SystemExit: 3\)"):
+            journal.value(journal.stored()["b"])
+
+
+class NeedsFile:
+    def __reduce__(self) -> Any:
+        raise FileNotFoundError("no such data set")
+
+
+def test_a_value_whose_own_code_misses_a_file_is_no_full_disk(tmp_path):
+    with open_one(tmp_path) as journal:
+        ((_, error),) = journal.write([Outcome("a", 1, "finished", value=NeedsFile())])
+    assert isinstance(error, SerializationError)
+    assert "FileNotFoundError: no such data set" in str(error)
+
+
+@pytest.mark.parametrize("how", ["chmod", "chown"])
+def test_a_journal_that_others_may_have_written_is_not_opened(tmp_path, how):
+    keep(tmp_path, Outcome("a", 1, "finished", value={1}))
+    if how == "chmod":
+        (tmp_path / "journal.sqlite").chmod(0o664)
+    elif os.getuid() == 0:
+        os.chown(tmp_path / "journal.sqlite", 12345, 12345)
+    else:
+        pytest.skip("only root can give a file away")
+    with pytest.raises(JournalError, match=r"if you trust it, ch(mod go-w|own) it"):
+        open_one(tmp_path)
+
+
+def test_a_folder_that_is_removed_while_it_is_in_use_is_noticed(tmp_path):
+    with open_one(tmp_path / "run") as journal:
+        assert journal.write([Outcome("a", 1, "finished", value=1)]) == []
+        shutil.rmtree(tmp_path / "run")
+        failed = journal.write([Outcome("b", 1, "finished", value=2), Outcome("c", 1, "finished", value=2)])
+        assert [outcome.key for outcome, _ in failed] == ["b", "c"]
+        assert "was removed, or replaced, while it was in use" in str(failed[0][1])
+        with pytest.raises(OSError, match="was removed"):
+            journal.note_items([("d", 0, 1)])
+
+
+def multiply(x: int, by: int = 2) -> int:
+    return x * by
+
+
+def sourced(folder: Path, fn: Any) -> None:
+    source = Source.of(fn)
+    Journal.open(folder, source.function, None, source).close()
+
+
+def test_other_arguments_of_a_partial_are_refused(tmp_path):
+    sourced(tmp_path, functools.partial(multiply, by=3))
+    sourced(tmp_path, functools.partial(multiply, by=3))
+    with pytest.raises(JournalError, match=r"made by .*multiply with by=3 given by functools.partial; this call gives it by=4"):
+        sourced(tmp_path, functools.partial(multiply, by=4))
+    with pytest.raises(JournalError, match="this call gives it none"):
+        sourced(tmp_path, multiply)
+
+
+class Model:
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def train(self, x: int) -> int:
+        return x * self.size
+
+
+def closed_over(n: int) -> Any:
+    def inner(x: int) -> int:
+        return x + n
+
+    return inner
+
+
+@pytest.mark.parametrize(
+    ("one", "same", "other"),
+    [
+        (closed_over(1), closed_over(1), closed_over(2)),
+        (Model(1).train, Model(1).train, Model(2).train),
+        (lambda x: x + 1, None, lambda x: x + 2),
+    ],
+    ids=["closure", "method", "lambda"],
+)
+def test_a_function_that_holds_something_else_is_pointed_out(tmp_path, caplog, one, same, other):
+    caplog.set_level(logging.WARNING, "raypool")
+    sourced(tmp_path, one)
+    sourced(tmp_path, same or one)
+    assert not caplog.records
+    sourced(tmp_path, other)
+    assert "holds other values" in caplog.text
 
 
 def test_a_relative_folder_stays_where_it_was_when_the_process_goes_elsewhere(tmp_path, monkeypatch):

@@ -143,6 +143,30 @@ def test_where_there_is_no_run_it_says_so(tmp_path):
         load_results(tmp_path)
 
 
+def looked_at(folder: Path) -> int | str:
+    try:
+        return len(load_results(folder))
+    except JournalError as error:
+        return "no run yet" if "There is no run in" in str(error) else str(error)
+
+
+def test_a_run_that_just_begins_is_no_damage(tmp_path, caplog, start_python):
+    caplog.set_level(logging.WARNING, "raypool")
+    process = start_python(
+        f"""
+        from raypool.journal.journal import Journal
+        for number in range(30):
+            Journal.open({str(tmp_path)!r} + f"/{{number}}", "sweeps.train", None).close()
+        """
+    )
+    while process.process.poll() is None:
+        for number in range(30):
+            if (tmp_path / str(number)).exists():
+                assert looked_at(tmp_path / str(number)) in (0, "no run yet")
+    assert process.process.returncode == 0
+    assert not caplog.records
+
+
 def test_a_value_that_is_gone_is_missing_and_that_is_said(tmp_path, caplog):
     caplog.set_level(logging.WARNING, "raypool")
     run(tmp_path, [("a", 1), ("b", 2)], finished("a", "x" * 5000), finished("b", 3))
