@@ -38,6 +38,7 @@ class TraceWriter:
     def __init__(self, path: str | PathLike[str], **settings: float | None) -> None:
         self._file = Path(path).open("a", encoding="utf-8")  # noqa: SIM115 - closed with the pool
         self._file.write(json.dumps({"settings": settings}) + "\n")
+        self._file.flush()
 
     def __call__(self, now: float, event: m.Event) -> None:
         """Write one event."""
@@ -88,9 +89,10 @@ def read_trace(path: str | Path) -> Iterator[tuple[float, m.Event]]:
 
 
 def read_settings(path: str | Path) -> dict[str, Any]:
-    """Return the settings that stand at the beginning of a file."""
+    """Return the settings that stand at the beginning of a file; none, if a crash has cut it off there already."""
     with Path(path).open(encoding="utf-8") as file:
-        settings: dict[str, Any] = json.loads(file.readline()).get("settings", {})
+        line = file.readline()
+    settings: dict[str, Any] = json.loads(line).get("settings", {}) if line.endswith("\n") else {}
     return settings
 
 

@@ -63,3 +63,11 @@ def test_a_trace_without_settings_can_be_replayed(tmp_path):
     path = tmp_path / "trace.jsonl"
     path.write_text(encode(0.0, m.ResizeRequested(add=(0,))) + "\n")
     assert len(replay(path)) == 1
+
+
+@pytest.mark.parametrize("left", ["", '{"settings": {"start_time'])
+def test_a_trace_that_was_cut_off_at_its_beginning_is_empty(tmp_path, left):
+    """Its driver was killed just then."""
+    trace = tmp_path / "events.jsonl"
+    trace.write_text(left)
+    assert replay(trace) == []
