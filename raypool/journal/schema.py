@@ -119,9 +119,9 @@ def read(connection: sqlite3.Connection, table: str) -> list[Row]:
     names = ", ".join(TABLES[table].names)
     rows = []
     person = table.encode()
-    for known, *entries in connection.execute(f"SELECT checksum, n, {names} FROM {table} ORDER BY n"):
-        row = tuple(entries)
-        if blake2b(ascii(row).encode(), digest_size=CHECKSUM_BYTES, person=person).digest() != known:
+    for entry in connection.execute(f"SELECT n, {names}, checksum FROM {table} ORDER BY n"):
+        row = entry[:-1]
+        if blake2b(ascii(row).encode(), digest_size=CHECKSUM_BYTES, person=person).digest() != entry[-1]:
             raise WrongRowError(f"row {row[0]} of {table}")
         rows.append(row)
     return rows
