@@ -165,6 +165,7 @@ def check_metrics(sweep: Sweep) -> None:
     assert all(counted[number, half] >= 1 for number in rows["number"] for half in (1, 2))
 
 
+@pytest.mark.seeds(10)
 def test_a_sweep_survives_drivers_that_are_ended(
     seed: int, tmp_path: Path, start_python: Any, eventually: Any, make_killer: Any, make_trace: Callable[[], Path]
 ) -> None:

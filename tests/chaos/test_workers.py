@@ -79,7 +79,7 @@ def test_loops_survive_any_number_of_lost_workers(
 
 
 @pytest.mark.long
-@pytest.mark.seeds(10)
+@pytest.mark.seeds(5)
 @pytest.mark.parametrize("also_agents", [False, True], ids=["workers", "agents"])
 def test_futures_survive_any_number_of_lost_processes(
     ray_session: None, by_value: None, seed: int, also_agents: bool, make_killer: Any, make_trace: Callable[[], Path]
