@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -66,7 +67,6 @@ class LoopWork:
         self._owner = ""
         if options.checkpoints is not None:
             self._home, self._owner = options.checkpoints
-        self._names = ItemNames(options.label)
         self.keys: list[str] = []  # of the items, where something is kept of them
         self.run_dir: Path | None = None  # where what becomes of the items is kept
         self.trouble: BaseException | None = None  # why not all of it could be kept
@@ -82,6 +82,10 @@ class LoopWork:
         self.changed = threading.Condition()
         self.feed = Feed()
         self._catch_ups: dict[int, Callable[[], None]] = {}  # by worker: waits for what it said before it answered last
+
+    @functools.cached_property
+    def _names(self) -> ItemNames:
+        return ItemNames(self.label)
 
     def caught_up(self) -> Feed:
         """Return the feed, when all that items have said which have come back is in it. From any thread."""

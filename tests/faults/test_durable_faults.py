@@ -47,7 +47,7 @@ def train(item):
     (FOLDER / "marks" / f"{{item}}#{{uuid.uuid4().hex}}").touch()
     print("item", item)
     report(loss=1 / (item + 1))
-    time.sleep(0.005)
+    time.sleep(0.02)
     return {{"square": item * item, "history": [item] * 1_000}}
 
 with parpool(3, profile={profile!r}, quiet=True) as pool:
@@ -66,39 +66,67 @@ def test_a_driver_killed_at_random_moments_loses_nothing_that_was_done(
     profile: str, num_kills: int, tmp_path: Path, marks: Any, start_python: Any, eventually: Callable[..., bool]
 ) -> None:
     """Whatever the moment: what the journal has is never run again, and in the end every item is there once, with its value."""
-    code, moments = SWEEP.format(folder=str(tmp_path), profile=profile), random.Random(44)
-    done: dict[int, int] = {}  # items in the journal after a kill, and how often they had run by then
-    for kill in range(num_kills):
-        seen = len(marks.all())
-        begun_by_then = moments.randint(0, max(2, 100 // num_kills))
-        started = start_python(code)
-        assert eventually(functools.partial(has_gone_so_far, marks, seen + begun_by_then, started), 60), (
-            f"kill {kill}: it does not go on"
-        )
-        time.sleep(moments.uniform(0, 0.02))  # in the midst of whatever it is at
-        os.kill(started.pid, signal.SIGKILL)
-        started.process.wait(30)
-        assert eventually(lambda started=started: not started.family(), 60), "what the driver had started lives on"
-        if not done and not num_finished(tmp_path / "run"):
-            continue
-        results = load_results(tmp_path / "run")
-        counts = {item: marks.count(item) for item in range(60)}
-        assert all(counts[item] == count for item, count in done.items()), f"kill {kill}: what was done has run again"
-        there = [
-            item for item, status in zip(items_of(results), results.to_frame()["status"], strict=True) if status == "finished"
-        ]
-        assert set(done) <= set(there), f"kill {kill}: what was there is gone"
+    moments, num_sweeps = random.Random(44), 0
+    while num_kills > 0:
+        home = tmp_path / f"sweep-{num_sweeps}"
+        (home / "marks").mkdir(parents=True)
+        sweep = Sweep(home, type(marks)(home / "marks"), profile, start_python, eventually)
+        num_kills -= sweep.kill(num_kills, moments)
+        sweep.finish()
+        num_sweeps += 1
+
+
+class Sweep:
+    """A sweep of 60 items in drivers that are killed, one after the other."""
+
+    def __init__(self, home: Path, marks: Any, profile: str, start_python: Any, eventually: Callable[..., bool]) -> None:
+        self.run_dir = home / "run"
+        self.marks = marks
+        self.code = SWEEP.format(folder=str(home), profile=profile)
+        self.start_python = start_python
+        self.eventually = eventually
+        self.done: dict[int, int] = {}  # items in the journal after a kill, and how often they had run by then
+
+    def kill(self, most: int, moments: random.Random) -> int:
+        """Kill drivers until one gets to its end; return how many."""
+        for kill in range(most):
+            num_marks = len(self.marks.all()) + moments.randint(0, 8)
+            started = self.start_python(self.code)
+            assert self.eventually(functools.partial(has_gone_so_far, self.marks, num_marks, started), 60), "it does not go on"
+            time.sleep(moments.uniform(0, 0.02))  # in the midst of whatever it is at
+            if started.process.poll() is not None:
+                assert started.finish().returncode == 0, started.finish().stderr
+                return kill
+            os.kill(started.pid, signal.SIGKILL)
+            started.process.wait(30)
+            assert self.eventually(functools.partial(is_gone, started), 60), "what the driver had started lives on"
+            self.check()
+        return most
+
+    def check(self) -> None:
+        if not self.done and not num_finished(self.run_dir):
+            return
+        results = load_results(self.run_dir)
+        counts = {item: self.marks.count(item) for item in range(60)}
+        assert all(counts[item] == count for item, count in self.done.items()), "what was done has run again"
+        statuses = results.to_frame()["status"]
+        there = [item for item, status in zip(items_of(results), statuses, strict=True) if status == "finished"]
+        assert set(self.done) <= set(there), "what was there is gone"
         assert len(set(there)) == len(there)
-        done = {item: counts[item] for item in there}
+        self.done = {item: counts[item] for item in there}
 
-    last = start_python(code).finish(120)
+    def finish(self) -> None:
+        last = self.start_python(self.code).finish(120)
+        assert last.stdout.splitlines()[-1:] == ["True 60"], last.stderr
+        self.check()
+        results = load_results(self.run_dir)
+        assert items_of(results) == list(range(60))
+        assert [value["square"] for value in results] == [x * x for x in range(60)]
+        assert set(results.to_frame()["status"]) == {"finished"}
 
-    assert last.stdout.splitlines()[-1] == "True 60", last.stderr
-    assert all(marks.count(item) == count for item, count in done.items())
-    results = load_results(tmp_path / "run")
-    assert items_of(results) == list(range(60))
-    assert [value["square"] for value in results] == [x * x for x in range(60)]
-    assert set(results.to_frame()["status"]) == {"finished"}
+
+def is_gone(started: Any) -> bool:
+    return not started.family()
 
 
 def has_gone_so_far(marks: Any, num_marks: int, started: Any) -> bool:
