@@ -114,8 +114,9 @@ class Journal:
 
         try:
             if source is not None and source.pickled is not None:
-                path = self.run_dir / "function.pkl"
-                write_file(path, source.pickled)
+                path = self.run_dir / source.pickle_name
+                if not path.exists():
+                    write_file(path, source.pickled)
             where = None if source is None else source.to_text()
             row = (
                 function[:MAX_TEXT_BYTES],

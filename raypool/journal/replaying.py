@@ -179,7 +179,7 @@ def _function(folder: Path, source: Source) -> Callable[[Any], Any]:
     if source.qualname is None:
         if source.digest is None:
             raise Damaged(f"{source.function} has no name to be found by, and could not be pickled")
-        path = folder / "function.pkl"
+        path = folder / source.pickle_name
         check_owner(path)
         fn = load(read_file(path, path.stat().st_size, bytes.fromhex(source.digest)))
     else:

@@ -64,6 +64,11 @@ class Source(NamedTuple):
         words = ", ".join([*map(_said, given[0]), *(f"{name}={_said(value)}" for name, value in given[1].items())])
         return source._replace(given=_key_of(lambda: given), words=words[:MAX_WORDS] or None, held=_key_of(lambda: _held(inner)))
 
+    @property
+    def pickle_name(self) -> str:
+        """The name of the file with the pickle: runs with other functions have others."""
+        return f"function-{(self.digest or '')[:12]}.pkl"
+
     def to_text(self) -> str:
         """Return it as JSON, without the pickle."""
         return json.dumps(self._replace(pickled=None)._asdict())

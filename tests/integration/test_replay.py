@@ -143,6 +143,14 @@ def test_a_function_without_a_name_is_kept_with_the_run(tmp_path):
     with parpool(2, profile="threads", quiet=True) as pool:
         pool.parfor(lambda x: x * factor, [1, 2, {3}.pop()], run_dir=tmp_path / "run")
     assert replay(tmp_path / "run", 2).stdout == "9\n"
-    (tmp_path / "run" / "function.pkl").write_bytes(b"something else")
+    (pickled,) = (tmp_path / "run").glob("function-*.pkl")
+    pickled.write_bytes(b"something else")
     done = replay(tmp_path / "run", 2)
     assert (done.exit_code, "is not what was written" in done.output) == (2, True)
+
+
+def test_an_item_of_an_older_run_has_the_function_of_that_run(tmp_path):
+    with parpool(2, profile="threads", quiet=True) as pool:
+        pool.parfor(lambda x: x + 1, [10], run_dir=tmp_path / "run")
+        pool.parfor(lambda x: x + 2, [10, 20], run_dir=tmp_path / "run")
+    assert [replay(tmp_path / "run", item).stdout for item in (0, 1)] == ["11\n", "22\n"]

@@ -176,7 +176,7 @@ def check_prefix(sample: Sample, folder: Path, where: str) -> None:
 @pytest.mark.parametrize("damage", [*DAMAGES, cuts])
 @pytest.mark.parametrize("name", FILES)
 def test_every_byte_of_a_journal_may_be_damaged(name, damage, sample, memory, said, caplog):
-    for where, data in damage(sample.files[name], None if damage is flips else 4000):
+    for where, data in damage(sample.files[name], None if damage is flips else 1000):
         folder = lay_out(sample, memory / "every", name, data)
         if damage is cuts and name == "journal.sqlite-wal":
             check_prefix(sample, folder, f"{name}, {where}")
