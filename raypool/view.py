@@ -44,15 +44,17 @@ class PoolView(LoopVerbs, TrainingVerbs, concurrent.futures.Executor):
 
         Args:
             **changes: `retries`: how often an item runs again after its worker was lost; 0 means that no item ever runs twice.
-                `retry_on`: exception types of the user's own after which an item runs again too. `retry_delay_s`: it waits so
-                long [s] before it runs for the second time, twice as long before each further one, at most 300 s. `timeout_s`:
-                an item that runs longer [s] is stopped as by `Future.cancel`, and fails with `TaskTimeoutError`.
+                `retry_on`: exception types of the user's own after which an item runs again too; without a delay that may be on
+                the same worker, at once. `retry_delay_s`: it waits so long [s] before it runs for the second time, twice as long
+                before each further one, at most 300 s. `timeout_s`: an item that runs longer [s] is stopped as by
+                `Future.cancel`, and fails with `TaskTimeoutError`.
                 `fresh_process`: an item runs in a process in which nothing has run before, and which ends after it, whatever it
                 leaves behind there (it costs a worker's start; in pools of this process it means nothing). `priority`: higher
                 goes first; equal ones go in the order in which they were handed in. `worker`: run on the worker with this
                 number only; if that one is lost, so is the task. `name`: what to call the work in messages and displays.
                 `checkpoints`: a folder or URL ("gs://...") in which `current_task().checkpoint_dir` of each item is kept, for
-                whoever hands in an equal one later too (of the same function, with equal arguments).
+                whoever hands in an equal one later too (of the same function, with equal arguments); equal calls that run at
+                the same time share it.
 
         Raises:
             InvalidTypeError: There is no such option.
