@@ -25,8 +25,9 @@ if not os.fork():
     try:
         held = os.open(os.path.join(sys.argv[1], ".lock"), os.O_RDWR)
         fcntl.flock(held, fcntl.LOCK_EX)
-    finally:
-        shutil.rmtree(sys.argv[1], ignore_errors=True)
+    except FileNotFoundError:
+        pass
+    shutil.rmtree(sys.argv[1], ignore_errors=True)
 """
 
 
@@ -55,7 +56,7 @@ class TemporaryFolder:
     """
 
     def __init__(self) -> None:
-        self._path = Path(tempfile.gettempdir()) / f"raypool-{uuid.uuid4().hex}"
+        self._path = _new_name()
         self._remove: Callable[[], object] | None = None
 
     def path(self) -> Path:
@@ -70,7 +71,12 @@ class TemporaryFolder:
         """Remove it, if it was made; whoever asks again gets an empty one."""
         remove, self._remove = self._remove, None
         if remove is not None:
+            self._path = _new_name()  # somebody still waits for the end of the old one
             remove()
+
+
+def _new_name() -> Path:
+    return Path(tempfile.gettempdir()) / f"raypool-{uuid.uuid4().hex}"
 
 
 def hold(folder: Path) -> int:

@@ -51,7 +51,7 @@ def checked_home(home: Any) -> str | None:
 
     Raises:
         InvalidTypeError: It is no text or path.
-        InvalidValueError: It is the path of a file.
+        InvalidValueError: It is the path of a file, or names nothing.
 
     Example:
         >>> checked_home("gs://bucket/sweep"), checked_home("/data/./sweep")
@@ -62,6 +62,11 @@ def checked_home(home: Any) -> str | None:
     if not isinstance(home, (str, os.PathLike)):
         raise InvalidTypeError(f"checkpoints={home!r} is neither the path of a folder nor a URL.")
     text = os.fspath(home)
+    scheme, _, place = text.partition("://")
+    if not scheme or ("://" in text and not place.strip("/")):
+        raise InvalidValueError(
+            f'checkpoints={text!r} names no place. Give the path of a folder, or a URL with a bucket: "s3://bucket/sweep".'
+        )
     if isinstance(home, str) and "://" in text:
         return text.rstrip("/")
     folder = Path(text).expanduser().absolute()

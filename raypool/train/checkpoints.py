@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from raypool.errors import InvalidTypeError, InvalidValueError
+from raypool.folders import sync_folder
 
 PARTIAL = ".partial"
 
@@ -146,6 +147,8 @@ def open_partial(run_dir: Folder, name: str | None, token: str) -> Partial:
 def copy_in(source: Folder, target: Path, rank: int) -> None:
     """Copy what is in a folder into another, in which other ranks may do the same; a file is there as a whole or not at all.
 
+    It is on the disk then: a checkpoint that counts is not lost to a power cut.
+
     Raises:
         OSError: Something cannot be read, or does not fit.
     """
@@ -156,7 +159,18 @@ def copy_in(source: Folder, target: Path, rank: int) -> None:
             copy_in(entry.path, target / entry.name, rank)
         else:
             shutil.copyfile(entry.path, spare)
+            _sync(spare)
             spare.replace(target / entry.name)
+    sync_folder(target)
+
+
+def _sync(file: Path) -> None:
+    """See to it that what was written into a file is on the disk."""
+    descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def commit(partial: Partial, metrics: Mapping[str, Any], attempt: int, elsewhere: str | None = None) -> Path:
@@ -176,7 +190,9 @@ def commit(partial: Partial, metrics: Mapping[str, Any], attempt: int, elsewhere
     if elsewhere is not None:
         shutil.rmtree(folder, ignore_errors=True)
         return Path(elsewhere)
-    return folder.replace(folder.with_name(name))
+    path = folder.replace(folder.with_name(name))
+    sync_folder(path.parent)
+    return path
 
 
 def note_down(folder: Path, index: int, metrics: Mapping[str, Any], attempt: int, elsewhere: str | None = None) -> None:

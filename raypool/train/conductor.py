@@ -10,11 +10,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, InvalidStateError
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from raypool.engine.engine import Engine
 from raypool.errors import (
     InvalidValueError,
+    JournalError,
     PoolBrokenError,
     PoolClosedError,
     ResourceError,
@@ -24,6 +26,7 @@ from raypool.errors import (
     WorkerLostError,
 )
 from raypool.futures import Future
+from raypool.journal.lock import RunLock
 from raypool.options import Options
 from raypool.train.checkpoints import Kept, best, latest
 from raypool.train.plan import Plan, RankEnd
@@ -82,6 +85,11 @@ class Conductor:
         self._first_start: str | None = None
         self._failed: SpmdError | None = None  # the last attempt, which is to be made again
         self._spent_s = 0.0  # of the time limit, by attempts that have ended
+
+    @property
+    def has_named_folder(self) -> bool:
+        """Whether the user has named the folder of the run, so that others may name it too."""
+        return self._kept.run_dir is not None
 
     def begin(self) -> Future[Any]:
         """Start the next attempt.
@@ -195,7 +203,7 @@ class Conductor:
             checkpoint=None if last is None else Checkpoint.from_directory(str(last.path)),
             best_checkpoint=None if top is None else Checkpoint.from_directory(str(top.path)),
             values=[end.value for end in self._ends],
-            path=folder if folder.is_dir() else None,
+            path=folder if has_kept(folder) else None,
         )
 
     def _described_if_possible(self, error: BaseException) -> BaseException:
@@ -270,14 +278,28 @@ def _of(last: Kept | None) -> dict[str, Any]:
 _here: weakref.WeakSet[TrainingRun] = weakref.WeakSet()
 """The trainings of this process; each has its folder to itself."""
 
+
+class Locked(NamedTuple):
+    """A folder that is kept from other processes: how, for which training, and whether it was made for that."""
+
+    lock: RunLock
+    run: TrainingRun
+    is_new: bool
+
+
+_locked: dict[Path, Locked] = {}
+"""The folders that were named for them."""
+
 _starting = threading.Lock()
 
+LOCK = ".training.lock"
 
-def _take_folder(run: TrainingRun) -> None:
-    """Note that a folder is in use.
+
+def _take_folder(run: TrainingRun, is_named: bool) -> None:
+    """Note that a folder is in use; a new one, with a name of its own, nobody else knows.
 
     Raises:
-        InvalidValueError: It is already.
+        InvalidValueError: It is already, here or in another process.
     """
     folder = run.path.resolve()
     with _starting:
@@ -287,20 +309,62 @@ def _take_folder(run: TrainingRun) -> None:
                 f"run_dir={run.path} is in use by the training {other.name!r}, which is {other.state}. Name another folder, or "
                 "wait for its end."
             )
+        if is_named:
+            _lock(folder, run)
         _here.add(run)
+    run.add_done_callback(lambda _: _leave_folder(run, folder))
+
+
+def _lock(folder: Path, run: TrainingRun) -> None:
+    """Keep other processes out of a folder. One that cannot be written is left as it is: the first checkpoint will say so.
+
+    Raises:
+        InvalidValueError: Another process has it.
+    """
+    if folder in _locked:  # of a training that has just ended
+        _locked[folder] = _locked[folder]._replace(run=run)
+        return
+    is_new = not folder.exists()
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _locked[folder] = Locked(RunLock(folder, LOCK), run, is_new)
+    except OSError:
+        return
+    except JournalError as error:
+        if not isinstance(error.__cause__, OSError):
+            raise InvalidValueError(f"run_dir={error}") from None
+
+
+def _leave_folder(run: TrainingRun, folder: Path) -> None:
+    """Let others have a folder; one in which nothing was kept goes."""
+    with _starting:
+        _here.discard(run)
+        if folder in _locked and _locked[folder].run is run:
+            lock, _, is_new = _locked.pop(folder)
+            with contextlib.suppress(OSError):
+                if not has_kept(folder):
+                    (folder / LOCK).unlink()
+                    if is_new:
+                        folder.rmdir()
+            lock.release()
+
+
+def has_kept(folder: Path) -> bool:
+    """Whether there is anything in the folder of a run."""
+    return folder.is_dir() and any(path.name != LOCK for path in folder.iterdir())
 
 
 def start_run(run: TrainingRun, conductor: Conductor, engine: Engine) -> TrainingRun:
     """Let a training begin: in a thread of its own; "inline" in this one, so that a debugger stops in the user's loop.
 
     Raises:
-        InvalidValueError: Another training of this process has its folder.
+        InvalidValueError: Another training has its folder, here or in another process.
     """
-    _take_folder(run)
+    _take_folder(run, conductor.has_named_folder)
     try:
         first = conductor.begin()  # here: what cannot begin at all fails at the call
     except BaseException:
-        _here.discard(run)
+        _leave_folder(run, run.path.resolve())
         raise
     if engine.profile.backend == "inline":
         conductor.conduct(first)

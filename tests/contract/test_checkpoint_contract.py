@@ -113,5 +113,8 @@ def test_where_checkpoints_are_kept_is_a_folder_or_a_url(pool: ParallelPool, tmp
     (tmp_path / "file").touch()
     with pytest.raises(InvalidValueError, match="is a file"):
         pool.options(checkpoints=tmp_path / "file")
+    for nowhere in ("", "s3://", "://x"):
+        with pytest.raises(InvalidValueError, match="names no place"):
+            pool.options(checkpoints=nowhere)
     with pytest.raises(InvalidTypeError, match="checkpoints=3 is neither"):
         pool.options(checkpoints=3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Callable
 from concurrent.futures import CancelledError
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -294,6 +295,38 @@ def test_a_folder_is_one_trainings_own(tmp_path: Path) -> None:
         train(ScriptedLane("cannot begin"), tmp_path / "a")
     train(ScriptedLane(ENDS), tmp_path / "a").result(WAIT_S)
     assert repr(run) == "<TrainingRun 'fit': finished>"
+
+
+HOLDER = """
+    import sys, time
+    from pathlib import Path
+    from raypool.journal.lock import RunLock
+    from raypool.train.conductor import LOCK
+    lock = RunLock(Path({folder!r}), LOCK)
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_folder_is_one_processes_own(tmp_path: Path, start_python: Callable[..., Any]) -> None:
+    folder = tmp_path / "a"
+    folder.mkdir()
+    other = start_python(HOLDER.format(folder=str(folder)))
+    assert other.process.stdout.readline() == "held\n"
+    with pytest.raises(InvalidValueError, match=rf"run_dir={folder} is in use by process {other.pid} on .*, since 20"):
+        train(ScriptedLane(ENDS), folder)
+    other.clean_up()
+    assert train(ScriptedLane(ENDS), folder).result(WAIT_S).path is None
+    assert folder.is_dir()
+
+
+def test_a_folder_that_was_made_for_a_training_goes_if_it_keeps_nothing(tmp_path: Path, eventually: Callable[..., bool]) -> None:
+    lane = ScriptedLane("runs")
+    run = train(lane, tmp_path / "a" / "b")
+    assert (tmp_path / "a" / "b").is_dir()
+    lane.attempts[0].set_result(ENDS)
+    assert run.result(WAIT_S).path is None
+    assert eventually(lambda: not (tmp_path / "a" / "b").exists())
 
 
 def test_a_checkpoint_that_led_nowhere_is_not_recommended(tmp_path: Path) -> None:
