@@ -153,15 +153,23 @@ class LoopRun:
         except BaseException as error:
             self.cancel()
             if work.run_dir is not None:
-                self._driver.barrier()  # what has been brought back until now is written down
-                work.close()
-                if work.trouble is not None:
-                    error.add_note(f"raypool: {work.trouble}")
+                self._write_rest(error)
             attach(error, self.results())
             if isinstance(error, KeyboardInterrupt):
                 self._note_rest(error)
             raise
         return self.results()
+
+    def _write_rest(self, error: BaseException) -> None:
+        """Have what was brought back until now written down; interrupted again, leave it."""
+        try:
+            self._driver.barrier()
+            self._work.close()
+        except BaseException as again:
+            attach(again, self.results())
+            raise
+        if self._work.trouble is not None:
+            error.add_note(f"raypool: {self._work.trouble}")
 
     def _feed(self, items: Iterator[Any], make_spec: Callable[[int, int, bool], TaskSpec]) -> None:
         """Draw from a generator, never more than the look-ahead before the first item without a result."""

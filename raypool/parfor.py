@@ -161,7 +161,11 @@ def checkpoint_owner(fn: Callable[[Any], Any]) -> str:
     """Return what the names of folders for checkpoints begin with, so that functions do not share those of equal items."""
     from raypool.journal.keys import content_key, function_key
 
-    return f"{content_key(function_key(fn), 'a function')[:8]}-"
+    try:
+        key = content_key(fn, "a function")  # also what it holds
+    except InvalidTypeError:
+        key = content_key(function_key(fn), "a function")
+    return f"{key[:8]}-"
 
 
 def durable_loop(

@@ -22,6 +22,7 @@ from raypool.feed import Feed
 from raypool.futures import Missing
 from raypool.journal.files import Damaged, make_folder
 from raypool.journal.journal import Journal, Outcome, Stored
+from raypool.journal.reading import positions_of, read_contents
 from raypool.journal.source import Source
 from raypool.results import Row
 
@@ -87,8 +88,29 @@ class DurableLoop(LoopWork):
         numbers: Sequence[int] = range(len(items)) if self._order is None else self._order
         order = [index for index in numbers if not self._restore(index)]
         self._order = None if items and order == list(range(len(items))) else order
+        if self._options.seed is not None and self.restored:
+            self._check_places()
         self._recorder.start()
         return len(order)
+
+    def _check_places(self) -> None:
+        """Say it if random numbers, which depend on an item's number, were given to another item before."""
+        contents = read_contents(self._journal.run_dir)
+        keys = {row[0]: row[1] for row in contents["items"]}
+        num_moved = 0
+        for run in set(self._runs.values()):
+            places = {keys.get(number): place for place, number in positions_of(contents, run).items()}
+            mine = (self.keys[index] for index, its_run in self._runs.items() if its_run == run)
+            numbers = (index for index, its_run in self._runs.items() if its_run == run)
+            num_moved += sum(places.get(key, number) != number for key, number in zip(mine, numbers, strict=True))
+        if num_moved:
+            logger.warning(
+                "%s items of %s had another number when they ran, and with seed=%s the random numbers that belong to that: other "
+                "items may get the same now. Put new items behind those that were there, or run all again with rerun='all'.",
+                f"{num_moved:,}",
+                self.label,
+                self._options.seed,
+            )
 
     def add(self, item: Any) -> int:
         """Take one more item, as it is now: a generator may yield the same object again, changed."""

@@ -131,11 +131,12 @@ class Recorder:
 
     def close(self) -> None:
         """Write what is there, now or never, and wait for the thread's end."""
+        is_first = not self._is_hurried
         self._is_hurried = True
         self._inbox.put(End(lambda error: None))
         if self._thread.ident is None:
             self._journal.close()
-        else:
+        elif is_first:  # whoever was interrupted once waiting for it does not want to wait
             self._thread.join()
 
     # --- in the thread ------------------------------------------------------------------------------------------------

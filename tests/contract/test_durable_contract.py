@@ -105,6 +105,18 @@ def test_a_generator_goes_on_where_it_was(pool: ParallelPool, noted: Callable[..
     assert sum(counts) - len(counts) <= 190 - num_ran, "what was in .results has run again"
 
 
+@pytest.mark.parametrize("make_pool", ["inline"], indirect=True)
+def test_items_that_had_another_number_are_pointed_out_where_there_is_a_seed(
+    make_pool: Any, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with make_pool(1) as pool:
+        pool.parfor(abs, [-1, -2], run_dir=folder, seed=1)
+        pool.parfor(abs, [-1, -2, -3], run_dir=folder, seed=1)
+        assert "another number" not in caplog.text
+        pool.parfor(abs, [-4, -1, -2], run_dir=folder, seed=1)
+    assert "2 items of abs had another number" in caplog.text
+
+
 def test_what_a_generator_changes_later_is_kept_as_it_was(pool: ParallelPool, folder: Path) -> None:
     def configurations() -> Iterator[dict[str, int]]:
         config = {"x": -1}
