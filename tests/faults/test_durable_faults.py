@@ -50,7 +50,7 @@ def train(item):
     time.sleep(0.02)
     return {{"square": item * item, "history": [item] * 1_000}}
 
-with parpool(3, profile={profile!r}, quiet=True) as pool:
+with parpool(2, profile={profile!r}, quiet=True) as pool:
     print("begun", flush=True)
     results = pool.parfor(train, range(60), run_dir=FOLDER / "run", chunk_size=1)
     print([value["square"] for value in results] == [x * x for x in range(60)], len(results.metrics), flush=True)
