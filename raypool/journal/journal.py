@@ -307,12 +307,12 @@ def _check_held(folder: Path, contents: Contents, source: Source | None) -> None
     if known.given is not None and source.given is not None and known.given != source.given:
         raise JournalError(
             f"{folder} was made by {source.function} with {known.words or 'no arguments'} given by functools.partial; "
-            f"this call gives it {source.words or 'none'}. Give another folder.",
+            f"this call gives it {source.words or 'none'}. Give another folder; load_results reads what is in this one.",
             run_dir=str(folder),
         )
     if known.held is not None and source.held is not None and known.held != source.held:
         logger.warning(
-            "%s holds other values (in its closure, its defaults, or the object that it belongs to) than when %s was made, "
+            "%s holds other values (in a partial, a closure, defaults, or the object that it belongs to) than when %s was made, "
             "or is another lambda. What is there stays as it is: rerun='all' or another folder gives new results.",
             source.function,
             folder,

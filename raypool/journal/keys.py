@@ -200,6 +200,11 @@ def _function(fn: FunctionType, path: str, outer: list[int]) -> bytes:
     return _node("function", _name(fn), _code(fn.__code__, path, outer), held)
 
 
+def code_key(code: CodeType) -> str:
+    """Return the key of what a function does."""
+    return blake2b(_code(code, "it", []), digest_size=KEY_BYTES).hexdigest()
+
+
 def _code(code: CodeType, path: str, outer: list[int]) -> bytes:
     constants = [
         _code(constant, path, outer) if isinstance(constant, CodeType) else _canonical(constant, path, outer)
@@ -239,7 +244,8 @@ def _array(array: Any, path: str, outer: list[int]) -> bytes:
     shape = repr(array.shape).encode()
     if array.dtype.hasobject:
         return _node("array", b"object", shape, *_each(array.ravel().tolist(), path, outer))
-    data = blake2b(array.tobytes(), digest_size=32).digest()
+    memory = array if array.flags.c_contiguous else array.copy(order="C")
+    data = blake2b(memory.reshape(-1).view("u1") if memory.nbytes else b"", digest_size=32).digest()
     return _node("array", repr(array.dtype.descr).encode(), shape, data)
 
 
@@ -256,7 +262,7 @@ def _of_torch(value: Any) -> bytes | None:
     plain = value.detach()
     plain = plain.as_subclass(torch.Tensor) if plain.layout is torch.strided else plain.to_dense()
     plain = plain.cpu().resolve_conj().resolve_neg().contiguous()
-    data = blake2b(plain.reshape(-1).view(torch.uint8).numpy().tobytes(), digest_size=32).digest()
+    data = blake2b(plain.reshape(-1).view(torch.uint8).numpy(), digest_size=32).digest()
     return _node("tensor", _name(type(value)), f"{value.dtype} {tuple(value.shape)} {value.layout}".encode(), data)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import json
 import sys
 from collections.abc import Callable
@@ -10,11 +11,15 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
-from raypool.errors import SerializationError
-from raypool.journal.files import cloudpickled, digest
-from raypool.journal.keys import content_key, function_key, module_name
+from raypool.journal.files import digest
+from raypool.journal.keys import code_key, content_key, function_key, module_name
+from raypool.journal.plain import encode
 
 MAX_WORDS = 300
+"""So much of a partial's arguments is kept to be read."""
+
+MAX_PICKLE_BYTES = 16 * 1024 * 1024
+"""A function that holds more than this is not kept with the run."""
 
 
 class Source(NamedTuple):
@@ -27,7 +32,7 @@ class Source(NamedTuple):
         file: The module's file, if it has one.
         is_script: Whether that is a script, which is not to be found by its name only.
         digest: The hash of `pickled`, in hexadecimal digits.
-        given: The key of what a partial gives it; None if nothing, or what has no key.
+        given: The hash of what partials give it, if that is plain data.
         words: That, to be read.
         held: The key of what it holds: closure, defaults, the object that it is a method of; None if that has no key.
         pickled: The function, where it has no name to be found by.
@@ -60,9 +65,13 @@ class Source(NamedTuple):
         if qualname is None:
             pickled = _pickled(fn)
             source = source._replace(pickled=pickled, digest=None if pickled is None else digest(pickled).hex())
-        given, inner = _arguments(fn)
-        words = ", ".join([*map(_said, given[0]), *(f"{name}={_said(value)}" for name, value in given[1].items())])
-        return source._replace(given=_key_of(lambda: given), words=words[:MAX_WORDS] or None, held=_key_of(lambda: _held(inner)))
+        (args, keywords), inner = _arguments(fn)
+        plain = encode([list(args), keywords])
+        if plain is None:
+            return source._replace(held=_key_of(lambda: [*_held(inner), *args, *keywords, *keywords.values()]))
+        words = ", ".join([*map(repr, args), *(f"{name}={value!r}" for name, value in keywords.items())])
+        given = digest(plain.encode()).hex()
+        return source._replace(given=given, words=words[:MAX_WORDS] or None, held=_key_of(lambda: _held(inner)))
 
     @property
     def pickle_name(self) -> str:
@@ -87,12 +96,27 @@ def found(module: ModuleType, qualname: str) -> Any:
     return value
 
 
+class _Room(io.BytesIO):
+    """A file that takes so much and no more."""
+
+    def write(self, data: Any) -> int:
+        if self.tell() + memoryview(data).nbytes > MAX_PICKLE_BYTES:
+            raise OverflowError("a large function")
+        return super().write(data)
+
+
 def _pickled(fn: Any) -> bytes | None:
-    """Pickle a function with what it holds; None if that cannot be."""
+    """Pickle a function with what it holds; None if that cannot be, or is too much."""
+    import cloudpickle
+
+    file = _Room()
     try:
-        return cloudpickled(fn)
-    except SerializationError:
+        cloudpickle.CloudPickler(file, protocol=5).dump(fn)
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
         return None
+    return file.getvalue()
 
 
 def _arguments(fn: Any) -> tuple[tuple[tuple[Any, ...], dict[str, Any]], Any]:
@@ -105,29 +129,24 @@ def _arguments(fn: Any) -> tuple[tuple[tuple[Any, ...], dict[str, Any]], Any]:
     return (args, keywords), fn
 
 
-def _held(fn: Any) -> Any:
-    """Return what a function holds besides its name; of one without a name of its own also what it does."""
+def _held(fn: Any) -> list[Any]:
+    """Return what a function holds besides its name; of a lambda, which has none, also what it does."""
     if isinstance(fn, FunctionType):
         cells = [cell.cell_contents for cell in fn.__closure__ or ()]
-        code = (fn.__code__.co_code, list(map(repr, fn.__code__.co_consts))) if fn.__name__ == "<lambda>" else None
-        return cells, fn.__defaults__, fn.__kwdefaults__, code
+        code = [code_key(fn.__code__)] if fn.__name__ == "<lambda>" else []
+        return [*cells, *(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values(), *code]
     owner = getattr(fn, "__self__", None)
     if owner is not None:
-        return None if isinstance(owner, ModuleType) else owner
-    return None if hasattr(fn, "__qualname__") else fn
+        return [] if isinstance(owner, ModuleType) else [owner]
+    return [] if hasattr(fn, "__qualname__") else [fn]
 
 
-def _key_of(make: Callable[[], Any]) -> str | None:
-    """Return the key of a value; None if it has none, or one that may be another in the next run: raypool's own objects."""
+def _key_of(find: Callable[[], list[Any]]) -> str | None:
+    """Return the key of some values; None if one has none, or another in each run: raypool's own objects."""
     try:
-        value = make()
-        return None if b"raypool" in cloudpickled(value) else content_key(value, "it")
+        values = find()
+        if any(type(value).__module__.partition(".")[0] == "raypool" for value in values):
+            return None
+        return content_key(values, "it")
     except Exception:
         return None
-
-
-def _said(value: Any) -> str:
-    try:
-        return repr(value)
-    except Exception:
-        return f"<{type(value).__name__}>"
