@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -158,14 +159,19 @@ class LoopVerbs:
 
 
 def checkpoint_owner(fn: Callable[[Any], Any]) -> str:
-    """Return what the names of folders for checkpoints begin with, so that functions do not share those of equal items."""
-    from raypool.journal.keys import content_key, function_key
+    """Return what the names of folders for checkpoints begin with: others for other functions, and for other values in a partial.
 
-    try:
-        key = content_key(fn, "a function")  # also what it holds
-    except InvalidTypeError:
-        key = content_key(function_key(fn), "a function")
-    return f"{key[:8]}-"
+    Values that are no plain data do not count: they may have another key after a restart.
+    """
+    from raypool.journal.keys import content_key, function_key
+    from raypool.journal.plain import encode
+
+    given = []
+    inner: Any = fn
+    while isinstance(inner, functools.partial):
+        given.append(encode([list(inner.args), inner.keywords]))
+        inner = inner.func
+    return f"{content_key((function_key(fn), given), 'a function')[:8]}-"
 
 
 def durable_loop(

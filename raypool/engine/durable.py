@@ -22,7 +22,6 @@ from raypool.feed import Feed
 from raypool.futures import Missing
 from raypool.journal.files import Damaged, make_folder
 from raypool.journal.journal import Journal, Outcome, Stored
-from raypool.journal.reading import positions_of, read_contents
 from raypool.journal.source import Source
 from raypool.results import Row
 
@@ -47,6 +46,8 @@ class DurableLoop(LoopWork):
             JournalError: It is in use, was made for something else, or cannot be written.
         """
         source = Source.of(fn)
+        if rerun == "all":
+            source = source._replace(given=None)  # it may hold other values then
         journal = Journal.open(Path(run_dir).expanduser().absolute(), source.function, options.seed, source)
         return cls(function, options, journal, rerun)
 
@@ -95,14 +96,11 @@ class DurableLoop(LoopWork):
 
     def _check_places(self) -> None:
         """Say it if random numbers, which depend on an item's number, were given to another item before."""
-        contents = read_contents(self._journal.run_dir)
-        keys = {row[0]: row[1] for row in contents["items"]}
         num_moved = 0
         for run in set(self._runs.values()):
-            places = {keys.get(number): place for place, number in positions_of(contents, run).items()}
-            mine = (self.keys[index] for index, its_run in self._runs.items() if its_run == run)
-            numbers = (index for index, its_run in self._runs.items() if its_run == run)
-            num_moved += sum(places.get(key, number) != number for key, number in zip(mine, numbers, strict=True))
+            places = self._journal.positions(run)
+            indices = (index for index, its_run in self._runs.items() if its_run == run)
+            num_moved += sum(places.get(self.keys[index], index) != index for index in indices)
         if num_moved:
             logger.warning(
                 "%s items of %s had another number when they ran, and with seed=%s the random numbers that belong to that: other "

@@ -30,7 +30,7 @@ from raypool.journal.outcomes import (
     put_away,
     to_row,
 )
-from raypool.journal.schema import MAX_TEXT_BYTES, SCHEMA, Row, insert, order_rows
+from raypool.journal.schema import MAX_TEXT_BYTES, SCHEMA, Row, insert, numbers_of, order_rows
 from raypool.journal.source import Source
 
 __all__ = ["Damaged", "Journal", "Outcome", "Stored"]
@@ -65,6 +65,7 @@ class Journal:
         self._mutex = threading.Lock()
         self._next = {table: rows[-1][0] + 1 if rows else 1 for table, rows in contents.items()}
         self._numbers: dict[str, int] = {row[1]: row[0] for row in contents["items"]}
+        self._orders = contents["orders"]
         self._newest: dict[str, Stored] = {}
         for row in sorted(contents["attempts"], key=lambda row: (row[2], row[0])):
             self._take(row)
@@ -166,6 +167,13 @@ class Journal:
         """Return the newest outcome of each item that has one, by key."""
         with self._mutex:
             return dict(self._newest)
+
+    def positions(self, run: int) -> dict[str, int]:
+        """Return where each item stood in an earlier run, by key."""
+        keys = {number: key for key, number in self._numbers.items()}
+        orders = ((first, text) for _, own, first, text in self._orders if own == run)
+        places = ((keys.get(n), place) for first, text in orders for place, n in enumerate(numbers_of(text), first))
+        return {key: place for key, place in places if key is not None}
 
     def value(self, stored: Stored) -> Any:
         """Return what an item returned.
