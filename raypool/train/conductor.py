@@ -251,6 +251,7 @@ class Conductor:
 
     def _resolve(self, result: TrainingResult | None, error: BaseException | None) -> None:
         run = self._run
+        _leave_folder(run, run.path.resolve())  # before anybody hears of the end
         if not run.start():
             return
         run.finished_at = datetime.now(UTC)
@@ -327,7 +328,11 @@ def _lock(folder: Path, run: TrainingRun) -> None:
     is_new = not folder.exists()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _locked[folder] = Locked(RunLock(folder, LOCK), run, is_new)
+        lock = RunLock(folder, LOCK)
+        while not (folder / LOCK).exists():  # whoever had it has removed it in this instant
+            lock.release()
+            lock = RunLock(folder, LOCK)
+        _locked[folder] = Locked(lock, run, is_new)
     except OSError:
         return
     except JournalError as error:
@@ -336,16 +341,15 @@ def _lock(folder: Path, run: TrainingRun) -> None:
 
 
 def _leave_folder(run: TrainingRun, folder: Path) -> None:
-    """Let others have a folder; one in which nothing was kept goes."""
+    """Let others have a folder; one that was made for a training which has kept nothing goes."""
     with _starting:
         _here.discard(run)
         if folder in _locked and _locked[folder].run is run:
             lock, _, is_new = _locked.pop(folder)
             with contextlib.suppress(OSError):
-                if not has_kept(folder):
-                    (folder / LOCK).unlink()
-                    if is_new:
-                        folder.rmdir()
+                (folder / LOCK).unlink()
+                if is_new and not has_kept(folder):
+                    folder.rmdir()
             lock.release()
 
 

@@ -320,13 +320,13 @@ def test_a_folder_is_one_processes_own(tmp_path: Path, start_python: Callable[..
     assert folder.is_dir()
 
 
-def test_a_folder_that_was_made_for_a_training_goes_if_it_keeps_nothing(tmp_path: Path, eventually: Callable[..., bool]) -> None:
+def test_a_folder_that_was_made_for_a_training_goes_if_it_keeps_nothing(tmp_path: Path) -> None:
     lane = ScriptedLane("runs")
     run = train(lane, tmp_path / "a" / "b")
     assert (tmp_path / "a" / "b").is_dir()
     lane.attempts[0].set_result(ENDS)
     assert run.result(WAIT_S).path is None
-    assert eventually(lambda: not (tmp_path / "a" / "b").exists())
+    assert not (tmp_path / "a" / "b").exists()
 
 
 def test_a_checkpoint_that_led_nowhere_is_not_recommended(tmp_path: Path) -> None:
