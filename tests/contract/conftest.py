@@ -13,7 +13,7 @@ from raypool import ParallelPool, WorkerResources, parpool
 
 PROFILES = ("inline", "threads", "local")
 
-WITH_A_POOL_OF_THEIR_OWN = {"composite", "constants", "corners", "life", "partition", "queues"}
+WITH_A_POOL_OF_THEIR_OWN = {"black_hole", "composite", "constants", "corners", "life", "partition", "queues"}
 """Of these files (test_..._contract.py) the tests that open another pool on Ray, a second or more each, are `long`: the same
 tests run with "threads" and "inline", and other files open and end pools on Ray."""
 
