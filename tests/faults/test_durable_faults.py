@@ -90,7 +90,7 @@ class Sweep:
     def kill(self, most: int, moments: random.Random) -> int:
         """Kill drivers until one gets to its end; return how many."""
         for kill in range(most):
-            num_marks = len(self.marks.all()) + moments.randint(0, 8)
+            num_marks = len(self.marks.all()) + moments.randint(0, 25)
             started = self.start_python(self.code)
             assert self.eventually(functools.partial(has_gone_so_far, self.marks, num_marks, started), 60), "it does not go on"
             time.sleep(moments.uniform(0, 0.02))  # in the midst of whatever it is at
