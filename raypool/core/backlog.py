@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from heapq import heappop, heappush
+from typing import NamedTuple
 
 from raypool.core import policy
 from raypool.core.model import Attempt, Flight, Order, Rest, Slice, Task, TaskSpec
@@ -11,6 +12,14 @@ from raypool.core.policy import Pace
 
 MAX_IDLE_PACES = 256
 """So many functions without a task keep their measured times; the ones idle for longest are forgotten."""
+
+
+class Aside(NamedTuple):
+    """What is kept for others for a moment: whole tasks, or items of one."""
+
+    tasks: list[Task]
+    task: Task
+    piece: Slice | None
 
 
 class Backlog:
@@ -119,6 +128,41 @@ class Backlog:
         task.again, task.cursor = None, task.size
         return pieces
 
+    def set_aside(self, heap: list[Order], count: int) -> Aside:
+        """Keep up to so many items at the head of a heap for others, so that something behind them comes first; not the last."""
+        task = self.tasks[heap[0][1]]
+        if task.waiting > 1:
+            return Aside([], task, self._skip(task, count))
+        skipped = []
+        while count > len(skipped) and (head := self.head(heap)) is not None and _may_wait(head, task):
+            skipped.append(self.pop(heap))
+        aside = Aside(skipped, task, None)
+        head = self.head(heap)
+        if head is not None and not head.spec.is_gang and head.spec.fn_id == task.spec.fn_id:
+            return aside
+        self.put_back(aside, heap)
+        return Aside([], task, None)
+
+    def _skip(self, task: Task, count: int) -> Slice | None:
+        count = min(count, task.waiting - 1)
+        if task.again:
+            first = task.again.popleft()
+            stop = min(first.start + count, first.stop)
+            if stop < first.stop:
+                task.again.appendleft(first._replace(start=stop))
+            return first._replace(stop=stop)
+        start, task.cursor = task.cursor, task.cursor + count
+        return Slice(task.spec.task_id, start, task.cursor, 1)
+
+    def put_back(self, aside: Aside, heap: list[Order]) -> None:
+        """Let what was set aside be next."""
+        for task in aside.tasks:
+            self.push(task, heap)
+        if aside.piece is not None:
+            if aside.task.again is None:
+                aside.task.again = deque()
+            aside.task.again.appendleft(aside.piece)
+
     def wants_look_ahead(self, task: Task, num_workers: int) -> bool:
         """Whether the next slice of a task may queue up behind a running call."""
         spec = task.spec
@@ -175,6 +219,11 @@ class Backlog:
         if heap is not None and not task.is_ready:
             self.pop(heap)
         return piece
+
+
+def _may_wait(task: Task, first: Task) -> bool:
+    """Whether a task, which is the head of its heap, may let another like it go before."""
+    return task.spec.fn_id == first.spec.fn_id and task.waiting == 1 and not task.spec.is_gang
 
 
 def _may_share(task: Task, following: Task) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from raypool.core import messages as m
 from raypool.core.backlog import Backlog
 from raypool.core.crew import Crew
+from raypool.core.faults import Faults
 from raypool.core.ledger import Ledger
 from raypool.core.model import Attempt, Gathering, Lane, Order, Task, TaskState, Worker, WorkerState
 
@@ -14,10 +15,11 @@ BUSY = WorkerState.BUSY  # Python 3.11 takes its time to look these up
 class Dispatcher:
     """Gives work to the free: the first, in order of priority and submission, of what each of them may take."""
 
-    def __init__(self, backlog: Backlog, crew: Crew, ledger: Ledger) -> None:
+    def __init__(self, backlog: Backlog, crew: Crew, ledger: Ledger, faults: Faults) -> None:
         self._backlog = backlog
         self._crew = crew
         self._ledger = ledger
+        self._faults = faults
         self._now = 0.0
         self._out: list[m.Command] = []
 
@@ -84,12 +86,16 @@ class Dispatcher:
     def _send(self, worker: Worker, lane: Lane | None = None) -> None:
         """Send a worker the next call from a lane, or from the pool's queue."""
         heap, num_workers = (self._backlog.heap, self._crew.size) if lane is None else (lane.heap, len(lane.places))
+        num_skipped = self._faults.num_to_skip(worker) if self._crew.streaks else 0
+        aside = self._backlog.set_aside(heap, num_skipped) if num_skipped else None
         if worker.has_delivered and self._backlog.tasks[heap[0][1]].spec.is_fresh:
             worker = self._crew.renew(worker)
             self._out += self._crew.launch(worker, self._now)
         before = self._first_elsewhere(worker, heap) if self._crew.lanes else None
         attempt_id = self._crew.next_attempt_id
         attempt = self._backlog.take(heap, (attempt_id, worker.worker_id), num_workers, before)
+        if aside is not None:
+            self._backlog.put_back(aside, heap)
         self._crew.engage(worker, attempt)
         if not attempt.is_fresh or worker.state is not WorkerState.STARTING:  # else `begin` follows when it is ready
             self._out.append(self._call(worker, attempt_id, attempt))

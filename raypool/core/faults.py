@@ -16,6 +16,12 @@ MOST_STREAKS = 8
 """Of so many functions the failures in a place are remembered; those of the oldest are forgotten."""
 
 
+SUSPECT_AFTER = 3
+"""A place where so many calls have failed in a row gets what is further behind in the queue, each time further."""
+
+MOST_SKIPPED = 16
+
+
 class Faults:
     """Counts failures in a row, by place and function: the first failure of each item, whatever runs together as one."""
 
@@ -36,6 +42,15 @@ class Faults:
         """Take in that a call has taken its worker with it, or too long; return why the place has to go, if it has to."""
         attempt.pace.lost += 1
         return self._note_failure(worker, attempt) if task is not None and _is_telling(task) else None
+
+    def num_to_skip(self, worker: Worker) -> int:
+        """Return how many items a worker leaves to others, so that it is not always the same kind that it gets.
+
+        With four workers and every fourth item bad, one of them may get all of these, step by step, and is to be blamed for none.
+        """
+        streaks = self._crew.streaks.get(worker.place, ())
+        in_a_row = sum(streak.calls + streak.repeats for streak in streaks)
+        return min(max(in_a_row - SUSPECT_AFTER + 1, 0), MOST_SKIPPED) if self._crew.size > 1 else 0
 
     def _note_failure(self, worker: Worker, attempt: Attempt) -> Leaving | None:
         streak = self._streak(worker, attempt.pace)

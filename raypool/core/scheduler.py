@@ -47,7 +47,7 @@ class Scheduler:
         self.counts = self.ledger.counts
         self._faults = Faults(self.crew)
         self._losses = Losses(self.backlog, self.crew, self.ledger, self._faults)
-        self._dispatcher = Dispatcher(self.backlog, self.crew, self.ledger)
+        self._dispatcher = Dispatcher(self.backlog, self.crew, self.ledger, self._faults)
         self._idleness = Idleness(idle_timeout_s) if idle_timeout_s is not None else None
         self._last_task_id = -1
         self._is_close_told = False

@@ -90,6 +90,48 @@ def test_nor_one_that_often_fails(busy):
     assert busy.scheduler.crew.size == 4
 
 
+def test_every_fourth_item_may_fail_with_four_workers_in_step(busy):
+    for _ in range(60):
+        for place in range(4):
+            attempt_id = call_of(busy, place)
+            (piece,) = busy.calls[attempt_id].slices
+            busy.finish(attempt_id, *((FAILED,) if piece.start % 4 == 3 else ()))
+    assert busy.scheduler.crew.size == 4
+
+
+def test_so_may_two_of_eight(pool_of):
+    pool = pool_of(8)
+    pool.submit(0, size=5000)
+    for _ in range(100):
+        for place in range(8):
+            attempt_id = call_of(pool, place)
+            (piece,) = pool.calls[attempt_id].slices
+            pool.finish(attempt_id, *((FAILED,) if piece.start % 8 > 5 else ()))
+    assert pool.scheduler.crew.size == 8
+
+
+def test_calls_in_step_are_no_fault_of_their_worker(pool_of):
+    pool = pool_of(4)
+    for task_id in range(400):
+        pool.submit(task_id)
+    for _ in range(60):
+        for place in range(4):
+            attempt_id = call_of(pool, place)
+            (piece,) = pool.calls[attempt_id].slices
+            pool.finish(attempt_id, *((FAILED,) if piece.task_id % 4 == 3 else ()))
+    assert pool.scheduler.crew.size == 4
+
+
+def test_an_item_that_fails_in_a_place_again_and_again_goes_elsewhere(pool_of):
+    pool = pool_of(2)
+    pool.submit(0, size=50, retries=50)
+    again = Report(1, failed=1, retry=(0,), busy_s=1.0)
+    for _ in range(3):
+        pool.finish(call_of(pool, 0), again)
+    assert pool.calls[call_of(pool, 0)].slices[0].start == 2
+    assert pool.finish(call_of(pool, 1))[0] == pool.runs(1, 5, (0, 0, 1, 4))
+
+
 def test_a_function_that_nobody_else_runs_says_nothing(pool_of):
     pool = pool_of(2)
     pool.submit(0, fn_id=1)
