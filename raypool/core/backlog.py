@@ -170,17 +170,19 @@ class Backlog:
             return False
         return policy.should_look_ahead(task.pace, num_workers)
 
-    def take(self, heap: list[Order], flight: Flight, num_workers: int, before: Order | None = None) -> Attempt:
+    def take(
+        self, heap: list[Order], flight: Flight, num_workers: int, before: Order | None = None, is_on_trial: bool = False
+    ) -> Attempt:
         """Cut the next call from the head of a heap, for one of so many workers.
 
         Short tasks of one function share the call, each with one slice, as long as they stand one after the other; and `before`
-        something else, where the worker has to look elsewhere too.
+        something else, where the worker has to look elsewhere too. A worker on trial gets one item, unless the user wants more.
         """
         task = self.tasks[heap[0][1]]
         if task.again and task.is_suspect:
             return Attempt((self._cut(task, heap, flight, room=task.size),), task.pace, True, task.spec.is_fresh)
         runs_alone = task.spec.runs_alone()
-        room = 1 if runs_alone else task.spec.chunk_size or policy.chunk_size(task.pace, num_workers)
+        room = 1 if runs_alone else task.spec.chunk_size or (1 if is_on_trial else policy.chunk_size(task.pace, num_workers))
         piece = self._cut(task, heap, flight, room)
         slices = [piece]
         while room := room - (piece.stop - piece.start):

@@ -93,7 +93,8 @@ class Dispatcher:
             self._out += self._crew.launch(worker, self._now)
         before = self._first_elsewhere(worker, heap) if self._crew.lanes else None
         attempt_id = self._crew.next_attempt_id
-        attempt = self._backlog.take(heap, (attempt_id, worker.worker_id), num_workers, before)
+        is_on_trial = bool(self._crew.streaks) and self._faults.is_on_trial(worker)
+        attempt = self._backlog.take(heap, (attempt_id, worker.worker_id), num_workers, before, is_on_trial)
         if aside is not None:
             self._backlog.put_back(aside, heap)
         self._crew.engage(worker, attempt)

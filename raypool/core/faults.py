@@ -21,6 +21,9 @@ SUSPECT_AFTER = 3
 
 MOST_SKIPPED = 16
 
+TRIAL = 16
+"""After so many it would have been taken out, if what fails there did not fail elsewhere."""
+
 
 class Faults:
     """Counts failures in a row, by place and function: the first failure of each item, whatever runs together as one."""
@@ -48,9 +51,14 @@ class Faults:
 
         With four workers and every fourth item bad, one of them may get all of these, step by step, and is to be blamed for none.
         """
-        streaks = self._crew.streaks.get(worker.place, ())
-        in_a_row = sum(streak.calls + streak.repeats for streak in streaks)
-        return min(max(in_a_row - SUSPECT_AFTER + 1, 0), MOST_SKIPPED) if self._crew.size > 1 else 0
+        return min(max(self._in_a_row(worker) - SUSPECT_AFTER + 1, 0), MOST_SKIPPED) if self._crew.size > 1 else 0
+
+    def is_on_trial(self, worker: Worker) -> bool:
+        """Whether a worker gets one item at a time: what fails at once would else be taken for what is short, and share calls."""
+        return self._crew.size > 1 and 0 < self._in_a_row(worker) < TRIAL
+
+    def _in_a_row(self, worker: Worker) -> int:
+        return sum(streak.calls + streak.repeats for streak in self._crew.streaks.get(worker.place, ()))
 
     def _note_failure(self, worker: Worker, attempt: Attempt) -> Leaving | None:
         streak = self._streak(worker, attempt.pace)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ def test_a_worker_that_fails_every_item_is_taken_out_and_said_by_name(make_pool:
         assert all(results[item] == item for item in range(60) if item not in results.errors)
         assert pool.num_workers == 2
         assert "Worker 1 (" in caplog.text
-        assert f"the last {len(results.errors)} items there have all failed" in caplog.text
+        assert re.search(r"the last \d+ items there have all failed", caplog.text)
         assert pool.parfor(abs, range(5)) == list(range(5))
 
 
@@ -65,7 +66,7 @@ def test_a_call_that_waits_can_be_cancelled(make_pool: Any, eventually: Any) -> 
 
     with make_pool(1) as pool:
         future = pool.options(retry_on=ConnectionError, retry_delay_s=200).parfeval(fail)
-        assert eventually(lambda: future.attempts == 1 and not pool.busy)
+        assert eventually(lambda: future.attempts == 1 and pool.statistics().running == 0)
         assert future.cancel()
         assert pool.parfeval(abs, -1).result(30) == 1
 
