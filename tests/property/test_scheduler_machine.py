@@ -8,7 +8,9 @@ to a close.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from math import inf
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -23,7 +25,10 @@ from raypool.errors import LossReason
 PICK = st.integers(0, 1000)
 PLACES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 TIMEOUTS = st.sampled_from([None, None, None, 5.0])
+DELAYS = st.sampled_from([0.0, 0.0, 7.0, 200.0])
 IDLE_S = 40.0
+LOSSES = [reason for reason in LossReason if reason is not LossReason.FAULTY]  # that one the scheduler finds by itself
+MOVES = (m.PlaceLeaving, m.TimerFired)  # after these, what runs may be interrupted to run elsewhere
 
 
 @dataclass
@@ -37,6 +42,7 @@ class Job:
     outcomes: dict[int, str] = field(default_factory=dict)
     attempts: dict[int, int] = field(default_factory=dict)  # the last one of each item
     flying: Counter[int] = field(default_factory=Counter)  # items
+    rests: list[tuple[float, set[int]]] = field(default_factory=list)  # items that are to run again, but not before this time
     calls: int = 0  # slices in flight
     end: TaskState | None = None
     is_cancelled: bool = False
@@ -53,10 +59,21 @@ class Job:
         return self.worker_id in (None, worker_id) and (self.spec.places is None or place in self.spec.places)
 
     @property
+    def resting(self) -> set[int]:
+        """Items that may not run yet."""
+        return {item for _, items in self.rests for item in items}
+
+    def lay_to_rest(self, items: Iterable[int], attempt: int, now: float) -> None:
+        """Note that items run again after this attempt, but not at once, if the task wants that."""
+        delay_s = min(self.spec.retry_delay_s * 2 ** (attempt - 1), 300.0)
+        if delay_s and self.end is None and set(items):
+            self.rests.append((now + delay_s, set(items)))
+
+    @property
     def has_more(self) -> bool:
         """Whether one more slice of it could be sent."""
         limit = self.spec.max_workers
-        is_left = len(self.outcomes) + self.flying.total() < self.size
+        is_left = len(self.outcomes) + self.flying.total() + len(self.resting) < self.size
         return self.end is None and is_left and (limit is None or self.calls < limit)
 
 
@@ -89,6 +106,8 @@ class World(RuleBasedStateMachine):
         self.numbers: set[int] = set()  # all workers that ever were
         self.timed_out: set[int] = set()  # calls that run on, although their time is over
         self.signals: set[tuple[int, int]] = set()  # (attempt, task) that were told to end
+        self.moved: set[tuple[int, int]] = set()  # (attempt, task) that were interrupted to run elsewhere
+        self.leaving: dict[int, float] = {}  # places that are to go, and when what is there is interrupted
         self.pardoned: dict[tuple[int, int], int] = {}  # (task, item) -> attempt, that was lost for no fault of its own
         self.timers: list[m.SetTimer] = []
         self.shutdown_asked = False
@@ -118,6 +137,7 @@ class World(RuleBasedStateMachine):
         places=st.none() | PLACES,
         timeout_s=TIMEOUTS,
         is_fresh=st.sampled_from([False, False, False, True]),
+        retry_delay_s=DELAYS,
     )
     def submit(self, fn_id, size, is_open, priority, retries, max_workers, **wishes) -> None:
         is_open = is_open and size in (0, 2)
@@ -133,6 +153,7 @@ class World(RuleBasedStateMachine):
         priority=st.sampled_from([0, 0, 1]),
         fail_fast=st.booleans(),
         timeout_s=TIMEOUTS,
+        retry_delay_s=DELAYS,
     )
     def submit_bound(self, fn_id, size, is_open, priority, retries, max_workers, **wishes) -> None:
         self.submit_spec(TaskSpec(len(self.jobs), fn_id, size, is_open and size < 2, priority, retries, max_workers, **wishes))
@@ -253,6 +274,8 @@ class World(RuleBasedStateMachine):
         for piece, report in zip(call.slices, reports, strict=True):
             job = self.jobs[piece.task_id]
             job.is_broken_up |= job.spec.is_gang and job.end is None and report.failed > 0
+            if self.counts(call, piece.task_id) and piece.attempt <= job.spec.retries and not job.spec.is_gang:
+                job.lay_to_rest(report.retry, piece.attempt, self.now)
         self.past.append((call.worker_id, call.attempt_id, reports))
         self.tell(m.AttemptFinished(call.worker_id, call.attempt_id, reports), answered=call)
 
@@ -262,14 +285,19 @@ class World(RuleBasedStateMachine):
         assert self.tell(m.AttemptFinished(*picked(self.past, pick))) == []
 
     @precondition(lambda self: self.hands)
-    @rule(pick=PICK, reason=st.sampled_from(LossReason), was_idle=st.booleans())
+    @rule(pick=PICK, reason=st.sampled_from(LOSSES), was_idle=st.booleans())
     def die(self, pick: int, reason: LossReason, was_idle: bool) -> None:
         worker_id = picked(list(self.hands), pick)
         is_ready = self.hands[worker_id].is_ready
-        self.bury(worker_id, is_pardoned=was_idle or reason is LossReason.STOPPED, was_idle=was_idle)
+        self.bury(worker_id, is_pardoned=was_idle or self.is_forgiven(worker_id, reason), was_idle=was_idle)
         commands = self.tell(m.WorkerLost(worker_id, reason, was_idle))
         is_held_against_it = any(isinstance(command, m.SetTimer) and command.kind == "start" for command in commands)
         assert not (is_ready and reason is LossReason.STOPPED and is_held_against_it)
+
+    def is_forgiven(self, worker_id: int, reason: LossReason) -> bool:
+        """Whether nothing that a worker runs is to blame for its loss."""
+        is_announced = reason is LossReason.NODE and self.hands[worker_id].place in self.leaving
+        return is_announced or reason in (LossReason.STOPPED, LossReason.PREEMPTED)
 
     @precondition(lambda self: self.stubborn())
     @rule(pick=PICK)
@@ -282,7 +310,7 @@ class World(RuleBasedStateMachine):
             self.come_up(-1)
 
     def stubborn(self) -> list[int]:
-        told = {attempt_id for attempt_id, _ in self.signals}
+        told = {attempt_id for attempt_id, _ in self.signals | self.moved}
         return [call.worker_id for call in self.running() if call.attempt_id in told]
 
     @precondition(lambda self: self.running())
@@ -299,10 +327,14 @@ class World(RuleBasedStateMachine):
         hand = self.hands.pop(worker_id)
         for attempt_id in hand.calls:
             call = self.calls[attempt_id]
-            for piece in call.slices if is_pardoned else ():
-                job = self.jobs[piece.task_id]
-                if self.counts(call, piece.task_id) and job.end is None and (was_idle or job.spec.retries > 0):
-                    self.pardoned |= {(piece.task_id, item): piece.attempt for item in range(piece.start, piece.stop)}
+            for piece in call.slices:
+                job, items = self.jobs[piece.task_id], range(piece.start, piece.stop)
+                if not self.counts(call, piece.task_id) or job.end is not None or job.spec.is_gang:
+                    continue
+                if is_pardoned and (was_idle or job.spec.retries > 0):
+                    self.pardoned |= {(piece.task_id, item): piece.attempt for item in items}
+                elif piece.attempt <= job.spec.retries:
+                    job.lay_to_rest(items, piece.attempt, self.now)
             self.land(attempt_id)
             self.past.append((worker_id, attempt_id, tuple(Report(p.stop - p.start) for p in call.slices)))
 
@@ -318,6 +350,29 @@ class World(RuleBasedStateMachine):
             job.calls -= 1
             job.flying.subtract(range(piece.start, piece.stop))
 
+    # --- what machines do ---------------------------------------------------------------------------------------------
+
+    @precondition(lambda self: self.places)
+    @rule(pick=PICK, delay_s=st.sampled_from([None, -1.0, 15.0, 60.0]))
+    def announce(self, pick: int, delay_s: float | None) -> None:
+        """Say that a place will be gone soon."""
+        place = picked(list(self.places), pick)
+        hand = self.hands.get(self.places[place])
+        self.leaving[place] = inf if delay_s is None else self.now + delay_s
+        self.tell(m.PlaceLeaving(place, None if delay_s is None else self.now + delay_s))
+        assert (place in self.places) == bool(hand and hand.calls), "a place that nothing runs in goes at once"
+
+    @precondition(lambda self: self.places)
+    @rule(pick=PICK, reason=st.sampled_from([LossReason.NODE, LossReason.PREEMPTED]))
+    def lose_place(self, pick: int, reason: LossReason) -> None:
+        """Lose a place with its worker."""
+        place = picked(list(self.places), pick)
+        worker_id = self.places[place]
+        if worker_id in self.hands:
+            self.bury(worker_id, is_pardoned=self.is_forgiven(worker_id, reason))
+        self.tell(m.PlaceLost(place, reason))
+        assert place not in self.places
+
     # --- what time does -----------------------------------------------------------------------------------------------
 
     @precondition(lambda self: self.timers)
@@ -329,7 +384,10 @@ class World(RuleBasedStateMachine):
         hand = self.hands.get(timer.worker_id)
         if hand is not None and timer.kind == "ready" and not hand.is_ready:
             del self.hands[timer.worker_id]
-        self.tell(m.TimerFired(timer.kind, timer.worker_id, timer.attempt_id))
+        if timer.kind == "retry" and (rests := self.jobs[timer.task_id].rests):
+            assert min(until for until, _ in rests) == timer.at
+            rests.remove(min(rests, key=lambda rest: rest[0]))
+        self.tell(m.TimerFired(timer.kind, timer.worker_id, timer.attempt_id, timer.task_id))
 
     @rule()
     def pass_time(self) -> None:
@@ -352,7 +410,7 @@ class World(RuleBasedStateMachine):
             elif isinstance(command, m.Vacate):
                 self.on_vacate(command, event)
             elif isinstance(command, m.SignalTask):
-                self.on_signal(command, event)
+                self.on_signal(command, event, [other.task_id for other in commands if isinstance(other, m.EndTask)])
             else:
                 getattr(self, f"on_{type(command).__name__}")(command)
         runs = [call for command in commands for call in calls_in(command)]
@@ -391,6 +449,7 @@ class World(RuleBasedStateMachine):
         hand = self.hands[call.worker_id]
         assert hand.is_ready
         assert not hand.is_spent
+        assert hand.place not in self.leaving, "a place that is about to go has got something more"
         is_fresh = any(self.jobs[piece.task_id].spec.is_fresh for piece in call.slices)
         assert not (is_fresh and hand.is_used)
         hand.is_used, hand.is_spent = True, is_fresh
@@ -411,6 +470,7 @@ class World(RuleBasedStateMachine):
         assert job.end is None
         assert 0 <= piece.start < piece.stop <= job.size
         assert not any(item in job.outcomes or job.flying[item] > 0 for item in items), "an item runs twice"
+        assert job.resting.isdisjoint(items), "too early"
         assert all(job.attempts.get(item, 1) <= piece.attempt <= job.spec.retries + 1 for item in items)
         assert piece.attempt <= job.spec.retries or len(items) == 1, "the last attempt is made alone"
         assert all(self.pardoned.pop((piece.task_id, item), piece.attempt) == piece.attempt for item in items), "wrongly charged"
@@ -458,6 +518,8 @@ class World(RuleBasedStateMachine):
         waiting = [job for job in self.jobs.values() if job.has_more]
         for call in runs:
             started, place = self.jobs[call.slices[0].task_id], self.hands[call.worker_id].place
+            if place in self.scheduler.crew.streaks:
+                continue  # it may leave something to others: what it gets fails
             for job in waiting:
                 if job.spec.is_fresh or started.spec.is_fresh:
                     continue  # it may have its worker already, which is starting
@@ -472,15 +534,21 @@ class World(RuleBasedStateMachine):
         running = {(call.attempt_id, p.task_id) for call in self.calls.values() for p in call.slices if p.task_id in ended}
         assert running | late <= self.signals
 
-    def on_signal(self, command: m.SignalTask, event: m.Event) -> None:
+    def on_signal(self, command: m.SignalTask, event: m.Event, ended: list[int]) -> None:
         call = self.calls[command.attempt_id]
         assert call.worker_id == command.worker_id
         assert self.counts(call, command.task_id)
         assert self.jobs[command.task_id].end is None
         if command.signal is m.Signal.STOP:
             assert isinstance(event, m.StopRequested)
+        elif command.task_id not in ended and getattr(event, "kind", "leave") == "leave" and isinstance(event, MOVES):
+            job = self.jobs[command.task_id]
+            assert self.leaving[self.hands[call.worker_id].place] <= self.now, "too early"
+            assert job.spec.is_gang or job.spec.retries > 0, "what may run once only was interrupted"
+            self.moved.add((call.attempt_id, command.task_id))
         else:
-            assert (call.attempt_id, command.task_id) not in self.signals, "told twice"
+            is_news = (call.attempt_id, command.task_id) not in self.signals
+            assert is_news or isinstance(event, MOVES), "told twice"
             self.signals.add((call.attempt_id, command.task_id))
 
     def call_of(self, items: Slice) -> m.RunTasks:
@@ -524,6 +592,8 @@ class World(RuleBasedStateMachine):
         for item in range(items.start, items.stop):
             assert item not in job.outcomes, "an item counts twice"
             assert job.flying[item] <= 0
+            for _, items_resting in job.rests:
+                items_resting.discard(item)
             job.outcomes[item] = outcome
 
     def on_EndTask(self, command: m.EndTask) -> None:
@@ -563,6 +633,8 @@ class World(RuleBasedStateMachine):
             (piece,) = self.calls[command.attempt_id].slices
             assert command.worker_id == self.calls[command.attempt_id].worker_id
             assert command.at == self.now + self.jobs[piece.task_id].spec.timeout_s
+        if command.kind == "retry":
+            assert command.at in [until for until, _ in self.jobs[command.task_id].rests]
         if command.kind == "start":
             place = next(place for place, worker_id in self.places.items() if worker_id not in (None, *self.hands))
             self.places[place] = command.worker_id
@@ -573,6 +645,7 @@ class World(RuleBasedStateMachine):
             assert self.shutdown_asked or self.is_broken
             return
         worker_id = self.places.pop(command.place)
+        self.leaving.pop(command.place, None)
         if worker_id in self.hands:
             self.bury(worker_id)
 
@@ -586,6 +659,7 @@ class World(RuleBasedStateMachine):
 
     def on_DropPlace(self, command: m.DropPlace) -> None:
         assert command.place not in self.places
+        assert command.reason is not LossReason.FAULTY or self.places, "the last place was taken out"
 
     def on_BreakPool(self, command: m.BreakPool) -> None:
         assert not self.places
