@@ -14,10 +14,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from raypool.errors import JournalError, SerializationError
+from raypool.errors import SerializationError
+from raypool.journal.descriptors import Identity, closed, identity, opening
 from raypool.journal.files import Damaged, make_folder, write_file
 from raypool.journal.lock import RunLock
-from raypool.journal.opening import Contents, cannot_write, open_database
+from raypool.journal.opening import Contents, cannot_write, connect, open_database
 from raypool.journal.outcomes import (
     DATABASE,
     NOWHERE,
@@ -30,6 +31,7 @@ from raypool.journal.outcomes import (
     put_away,
     to_row,
 )
+from raypool.journal.sameness import check_held, check_same
 from raypool.journal.schema import MAX_TEXT_BYTES, SCHEMA, Row, insert, numbers_of, order_rows
 from raypool.journal.source import Source
 
@@ -37,6 +39,10 @@ __all__ = ["Damaged", "Journal", "Outcome", "Stored"]
 
 COUNTS = frozenset({"finished", "failed"})
 """What stands until the item has another outcome; the rest only says what it took."""
+
+
+NO_LOG = (-1, -1)
+"""Stands for a log that has to be opened again."""
 
 
 class Journal:
@@ -61,7 +67,8 @@ class Journal:
         self._lock = lock
         self._connection = connection
         self._database = run_dir / DATABASE
-        self._opened = _identity(self._database)
+        self._opened = identity(self._database)
+        self._log: Identity | None = None
         self._mutex = threading.Lock()
         self._next = {table: rows[-1][0] + 1 if rows else 1 for table, rows in contents.items()}
         self._numbers: dict[str, int] = {row[1]: row[0] for row in contents["items"]}
@@ -96,14 +103,17 @@ class Journal:
             raise cannot_write(folder, error) from error
         lock = RunLock(folder)
         try:
-            connection, contents = open_database(folder)
+            with opening(folder / DATABASE):
+                connection, contents = open_database(folder)
+            known = identity(folder / DATABASE)
             try:
-                _check_same(folder, contents, function, seed)
-                _check_held(folder, contents, source)
+                check_same(folder, contents, function, seed)
+                check_held(folder, contents, source)
                 journal = cls(folder, lock, connection, contents)
                 journal._begin(function, seed, source)
             except BaseException:
                 connection.close()
+                closed(known)
                 raise
         except BaseException:
             lock.release()
@@ -130,7 +140,8 @@ class Journal:
                 raypool.__version__,
             )
             with self._mutex:
-                self._commit({"runs": [(self.run, *row)]})
+                self._insert({"runs": [(self.run, *row)]})
+                self._log = identity(self._log_path)  # a new one has it only now
         except OSError as error:
             raise cannot_write(self.run_dir, error) from error
 
@@ -141,6 +152,7 @@ class Journal:
             OSError: It cannot be written, and nothing is noted; it may be tried again.
         """
         with self._mutex:
+            self._look_after_log()
             number = self._next["items"]
             new: dict[str, int] = {}
             items: list[Row] = []
@@ -196,6 +208,10 @@ class Journal:
         with self._mutex:
             ready: list[tuple[Outcome, tuple[Any, ...]]] = []
             failed: list[tuple[Outcome, Exception]] = []
+            try:
+                self._look_after_log()
+            except OSError as error:
+                return [(outcome, error) for outcome in outcomes]
             for outcome in outcomes:
                 try:
                     ready.append((outcome, to_row(outcome, self.run, self.run_dir)))
@@ -235,16 +251,25 @@ class Journal:
             self._newest[row[1]] = Stored._make(row)
 
     def _commit(self, rows: dict[str, list[Row]]) -> None:
+        """Add rows in one transaction, where others see them.
+
+        Raises:
+            OSError: They cannot be written; none of them counts.
+        """
+        if not any(rows.values()):
+            return
+        self._insert(rows)
+        if identity(self._log_path) != self._log:
+            self._renew()
+            self._insert_missing(rows)
+
+    def _insert(self, rows: dict[str, list[Row]]) -> None:
         """Add rows in one transaction.
 
         Raises:
             OSError: They cannot be written; none of them is there.
         """
-        if not any(rows.values()):
-            return
         connection = self._connection
-        if _identity(self._database) != self._opened:
-            raise OSError(errno.ENOENT, "the journal was removed, or replaced, while it was in use", str(self._database))
         try:
             if not connection.in_transaction:  # the one that makes the tables may still be open
                 connection.execute("BEGIN IMMEDIATE")
@@ -262,6 +287,54 @@ class Journal:
             if entries:
                 self._next[table] = max(self._next[table], entries[-1][0] + 1)
 
+    @property
+    def _log_path(self) -> Path:
+        return self.run_dir / f"{DATABASE}-wal"
+
+    def _look_after_log(self) -> None:
+        """Make sure that what is written now goes into the files that others see.
+
+        Raises:
+            OSError: The journal is not there any more, or cannot be opened again.
+        """
+        if identity(self._database) != self._opened:
+            raise OSError(errno.ENOENT, "the journal was removed, or replaced, while it was in use", str(self._database))
+        if identity(self._log_path) != self._log:
+            self._renew()
+
+    def _renew(self) -> None:
+        """Open the database again: another program took this process for gone, tidied up the log and removed it.
+
+        Raises:
+            OSError: It cannot be opened.
+        """
+        logger.warning("Another program has removed the log of %s, which is in use; it is opened again.", self._database)
+        self._log = NO_LOG
+        try:
+            self._connection.close()
+            self._connection = connect(self._database)
+            for table in self._next:
+                (last,) = self._connection.execute(f"SELECT max(n) FROM {table}").fetchone()
+                self._next[table] = max(self._next[table], (last or 0) + 1)
+        except sqlite3.Error as error:
+            raise _as_os_error(error, self.run_dir) from error
+        self._log = identity(self._log_path)
+
+    def _insert_missing(self, rows: dict[str, list[Row]]) -> None:
+        """Add those of these rows that went into a file that nobody sees.
+
+        Raises:
+            OSError: They cannot be written.
+        """
+        missing = {table: [row for row in entries if not self._has(table, row[0])] for table, entries in rows.items()}
+        self._insert(missing)
+
+    def _has(self, table: str, number: int) -> bool:
+        try:
+            return self._connection.execute(f"SELECT 1 FROM {table} WHERE n = ?", (number,)).fetchone() is not None
+        except sqlite3.Error as error:
+            raise _as_os_error(error, self.run_dir) from error
+
     def folder(self, key: str) -> Path:
         """Return the folder of an item; it is there only if something is in it (`files.make_folder` makes it)."""
         return self.run_dir / "items" / key
@@ -271,6 +344,7 @@ class Journal:
         with self._mutex:
             with contextlib.suppress(sqlite3.Error):
                 self._connection.close()
+            closed(self._opened)
             self._lock.release()
 
     def __enter__(self) -> Self:
@@ -278,62 +352,6 @@ class Journal:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
-
-
-def _check_same(folder: Path, contents: Contents, function: str, seed: int | None) -> None:
-    """Make sure that a folder was made for this function and seed.
-
-    Raises:
-        JournalError: It was not.
-    """
-    if not contents["runs"]:
-        return
-    _, known_function, known_seed, *_ = contents["runs"][-1]
-    known_seed = json.loads(known_seed)
-    if known_function != function[:MAX_TEXT_BYTES]:
-        raise JournalError(
-            f"{folder} holds what became of {known_function}; this call is for {function}. Give each function its own folder.",
-            run_dir=str(folder),
-        )
-    if known_seed != seed:
-        raise JournalError(
-            f"{folder} was made with seed={known_seed}; this call has seed={seed}, which gives other values. "
-            f"Give seed={known_seed}, or another folder.",
-            run_dir=str(folder),
-        )
-
-
-def _check_held(folder: Path, contents: Contents, source: Source | None) -> None:
-    """See whether a function holds what it held in the run before.
-
-    Raises:
-        JournalError: It is given other arguments: what it returns is something else then.
-    """
-    known = next((Source.from_text(row[3]) for row in reversed(contents["runs"]) if row[3]), None)
-    if known is None or source is None:
-        return
-    if known.given is not None and source.given is not None and known.given != source.given:
-        raise JournalError(
-            f"{folder} was made by {source.function} with {known.words or 'no arguments'} given by functools.partial; "
-            f"this call gives it {source.words or 'none'}. Give another folder; load_results reads what is in this one.",
-            run_dir=str(folder),
-        )
-    if known.held is not None and source.held is not None and known.held != source.held:
-        logger.warning(
-            "%s holds other values (in a partial, a closure, defaults, or the object that it belongs to) than when %s was made, "
-            "or is another lambda. What is there stays as it is: rerun='all' or another folder gives new results.",
-            source.function,
-            folder,
-        )
-
-
-def _identity(path: Path) -> tuple[int, int] | None:
-    """Return by which a file is known, whatever it is called; None if it is not there."""
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino
 
 
 def _as_os_error(error: sqlite3.Error, folder: Path) -> OSError:

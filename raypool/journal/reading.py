@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from raypool.errors import JournalError
 from raypool.feed import Feed
 from raypool.feed import Row as Report
+from raypool.journal.descriptors import bare
 from raypool.journal.files import Damaged
 from raypool.journal.lock import is_in_use
 from raypool.journal.opening import (
@@ -188,7 +189,7 @@ def read_contents(folder: Path) -> Contents:
         raise JournalError(f"There is no run in {folder}: it has no {DATABASE}, or an empty one.", run_dir=str(folder))
     try:
         return _read(path)
-    except (OSError, sqlite3.Error) as error:
+    except (OSError, *UNREADABLE) as error:
         reason = getattr(error, "strerror", None) or error
         raise JournalError(f"The journal in {folder} cannot be read ({reason}).", run_dir=str(folder)) from error
 
@@ -196,16 +197,27 @@ def read_contents(folder: Path) -> Contents:
 def _read(path: Path) -> Contents:
     failure: Exception | None = None
     for pause_s in (0.05, 0.2, None):  # a run that just begins or ends moves files under the reader's hands
-        try:
-            return _read_once(path)
-        except UNREADABLE as error:
-            failure = error
-        if pause_s is None or not is_in_use(path.parent):
-            break
+        with bare(path) as is_bare:
+            try:
+                return _read_once(path) if is_bare else _read_own(path)
+            except UNREADABLE as error:
+                failure = error
+            if not is_damage(failure) or not is_bare:
+                raise failure
+            if pause_s is None or not is_in_use(path.parent):
+                return _left(path)
         time.sleep(pause_s)
-    assert failure is not None
-    if not is_damage(failure):
-        raise failure
+    raise AssertionError
+
+
+def _read_own(path: Path) -> Contents:
+    """Return all rows of a journal that this process writes: SQLite knows them all."""
+    with _open_beside(path) as connection:
+        return read_all(connection)
+
+
+def _left(path: Path) -> Contents:
+    """Return what is left of a damaged journal, and say so."""
     data, rest = path.read_bytes(), _log_of(path)
     found = rescued(path, data, rest)
     if not any(found.values()) and data[:16] == b"SQLite format 3\0" and not any(data[68:72]):

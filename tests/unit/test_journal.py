@@ -10,6 +10,7 @@ import os
 import pickle
 import shutil
 import sqlite3
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from raypool import load_results
 from raypool.errors import JournalError, LossReason, RemoteTraceback, SerializationError, TaskError, WorkerLostError
 from raypool.journal import schema
 from raypool.journal.files import dump, load
 from raypool.journal.journal import Damaged, Journal, Outcome
 from raypool.journal.opening import connect
+from raypool.journal.outcomes import to_row
 from raypool.journal.source import Source
 
 
@@ -283,6 +286,43 @@ def test_a_folder_that_is_removed_while_it_is_in_use_is_noticed(tmp_path):
         assert "was removed, or replaced, while it was in use" in str(failed[0][1])
         with pytest.raises(OSError, match="was removed"):
             journal.note_items([("d", 0, 1)])
+
+
+LOOK = "import sqlite3, sys; c = sqlite3.connect(sys.argv[1]); c.execute('SELECT count(*) FROM attempts').fetchall(); c.close()"
+
+
+@pytest.mark.parametrize("before", ["nothing", "load_results", "a copy"])
+def test_whoever_looks_at_the_journal_with_other_programs_takes_nothing_from_it(tmp_path, before):
+    path = tmp_path / "journal.sqlite"
+    with open_one(tmp_path) as journal:
+        journal.note_items((f"k{i}", i, i) for i in range(10))
+        assert journal.write([Outcome("k0", 1, "finished", value=0)]) == []
+        for i in range(1, 10):
+            if before == "load_results":
+                assert len(load_results(tmp_path)) == 10
+            elif before == "a copy":
+                path.read_bytes()  # drops this process's locks
+            subprocess.run([sys.executable, "-c", LOOK, path], check=True)
+            assert (tmp_path / "journal.sqlite-wal").exists() is (before != "a copy")
+            assert journal.write([Outcome(f"k{i}", 1, "finished", value=i)]) == []
+        shutil.copytree(tmp_path, tmp_path / "killed")
+    for folder in (tmp_path, tmp_path / "killed"):
+        assert list(load_results(folder)) == list(range(10))
+        with open_one(folder) as journal:
+            assert len(journal.stored()) == 10
+
+
+def test_a_log_that_is_removed_in_the_midst_costs_nothing(tmp_path, caplog):
+    with open_one(tmp_path) as journal:
+        journal.note_items([("a", 0, 1), ("b", 1, 2)])
+        assert journal.write([Outcome("a", 1, "finished", value=1)]) == []
+        (tmp_path / "journal.sqlite").read_bytes()
+        subprocess.run([sys.executable, "-c", LOOK, tmp_path / "journal.sqlite"], check=True)
+        journal._insert({"attempts": [(2, *to_row(Outcome("b", 1, "finished", value=2), 1, tmp_path))]})  # nobody sees that
+        journal._renew()
+        journal._insert_missing({"attempts": [(2, *to_row(Outcome("b", 1, "finished", value=2), 1, tmp_path))]})
+    assert list(load_results(tmp_path)) == [1, 2]
+    assert "is opened again" in caplog.text
 
 
 def multiply(x: int, by: int = 2) -> int:
