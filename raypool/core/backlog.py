@@ -133,7 +133,7 @@ class Backlog:
         task = self.tasks[heap[0][1]]
         if task.waiting > 1:
             return Aside([], task, self._skip(task, count))
-        skipped = []
+        skipped: list[Task] = []
         while count > len(skipped) and (head := self.head(heap)) is not None and _may_wait(head, task):
             skipped.append(self.pop(heap))
         aside = Aside(skipped, task, None)
