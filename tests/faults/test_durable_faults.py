@@ -50,7 +50,7 @@ def train(item):
     time.sleep(0.02)
     return {{"square": item * item, "history": [item] * 1_000}}
 
-with parpool(2, profile={profile!r}, quiet=True) as pool:
+with parpool(2, quiet=True, **{where!r}) as pool:
     print("begun", flush=True)
     results = pool.parfor(train, range(60), run_dir=FOLDER / "run", chunk_size=1)
     print([value["square"] for value in results] == [x * x for x in range(60)], len(results.metrics), flush=True)
@@ -63,14 +63,24 @@ with parpool(2, profile={profile!r}, quiet=True) as pool:
     ids=["threads-4", "threads-30", "local-30"],
 )
 def test_a_driver_killed_at_random_moments_loses_nothing_that_was_done(
-    profile: str, num_kills: int, tmp_path: Path, marks: Any, start_python: Any, eventually: Callable[..., bool]
+    profile: str,
+    num_kills: int,
+    tmp_path: Path,
+    marks: Any,
+    start_python: Any,
+    eventually: Callable[..., bool],
+    request: pytest.FixtureRequest,
 ) -> None:
     """Whatever the moment: what the journal has is never run again, and in the end every item is there once, with its value."""
+    where = {"profile": profile}
+    if profile == "local":  # on a Ray that stays, so that a driver is there in two seconds
+        request.getfixturevalue("ray_session")
+        where = {"address": ray_address()}
     moments, num_sweeps = random.Random(44), 0
     while num_kills > 0:
         home = tmp_path / f"sweep-{num_sweeps}"
         (home / "marks").mkdir(parents=True)
-        sweep = Sweep(home, type(marks)(home / "marks"), profile, start_python, eventually)
+        sweep = Sweep(home, type(marks)(home / "marks"), where, start_python, eventually)
         num_kills -= sweep.kill(num_kills, moments)
         sweep.finish()
         num_sweeps += 1
@@ -79,10 +89,10 @@ def test_a_driver_killed_at_random_moments_loses_nothing_that_was_done(
 class Sweep:
     """A sweep of 60 items in drivers that are killed, one after the other."""
 
-    def __init__(self, home: Path, marks: Any, profile: str, start_python: Any, eventually: Callable[..., bool]) -> None:
+    def __init__(self, home: Path, marks: Any, where: dict[str, str], start_python: Any, eventually: Callable[..., bool]) -> None:
         self.run_dir = home / "run"
         self.marks = marks
-        self.code = SWEEP.format(folder=str(home), profile=profile)
+        self.code = SWEEP.format(folder=str(home), where=where)
         self.start_python = start_python
         self.eventually = eventually
         self.done: dict[int, int] = {}  # items in the journal after a kill, and how often they had run by then
@@ -123,6 +133,12 @@ class Sweep:
         assert items_of(results) == list(range(60))
         assert [value["square"] for value in results] == [x * x for x in range(60)]
         assert set(results.to_frame()["status"]) == {"finished"}
+
+
+def ray_address() -> str:
+    import ray
+
+    return str(ray.get_runtime_context().gcs_address)
 
 
 def is_gone(started: Any) -> bool:
