@@ -73,7 +73,7 @@ class LoopVerbs:
                 items in any order, more of them or fewer, goes on from there: also after the machine went down. An item is known
                 again by what it is; `fn` by its name. Beside the journal are, for each item, what it reported and printed.
             rerun: What of a `run_dir` runs again: "failed": what failed, and what is missing; "missing": only what has no outcome
-                yet; "all": everything.
+                yet; "all": everything. Checkpoints of the items stay in any case.
 
         Returns:
             `Results`: the values in order, and a table of them; with `reduce` the folded value.
