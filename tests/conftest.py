@@ -6,6 +6,7 @@ Nothing in the tests sleeps to let something happen: a task waits at a `Gate`, a
 from __future__ import annotations
 
 import atexit
+import gc
 import itertools
 import os
 import shutil
@@ -271,6 +272,7 @@ def no_process_or_file_is_left() -> Iterator[None]:
     yield
     if "raypool.folders" in sys.modules:  # what ran outside a pool has a folder as long as this process
         sys.modules["raypool.folders"]._of_process.remove()
+    gc.collect()  # pools that were made for one call go with it, and their folders
     assert poll(lambda: not strays() - before), [psutil.Process(pid).cmdline() for pid in strays() - before]
     assert poll(lambda: groups_left() <= groups)
     assert poll(lambda: not files_left()), files_left()

@@ -47,11 +47,11 @@ def test_pools_in_this_process(profile: str, eventually: Callable[..., bool]) ->
             use(pool)
 
     come_and_go()  # what the first one opens may stay: it serves all
-    before = descriptors()
+    before, threads = descriptors(), set(threading.enumerate())
     for _ in range(20):
         come_and_go()
     assert eventually(lambda: descriptors() <= before), (descriptors(), before)
-    assert eventually(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("raypool-")])
+    assert eventually(lambda: not set(threading.enumerate()) - threads), set(threading.enumerate()) - threads
 
 
 @pytest.mark.long
