@@ -265,10 +265,10 @@ class Snare:
 @pytest.mark.parametrize("size", [10, 10**6], ids=["in the answer", "in the object store"])
 @pytest.mark.parametrize("verb", ["parfeval", "parfor"])
 def test_a_worker_that_is_killed_between_its_result_and_the_answer(pool: ParallelPool, marks: Any, size: int, verb: str) -> None:
-    """It may have run twice; its value is there once, and right."""
+    """It may have run twice; its value is there once, and right. One item of the loop sets it: two workers would set two."""
 
-    def fn(_: int) -> Any:
-        return Snare(marks, size)
+    def fn(i: int) -> Any:
+        return bytes(size) if i else Snare(marks, size)
 
     if verb == "parfeval":
         values = [pool.parfeval(fn, 0).result(60)]
