@@ -37,9 +37,10 @@ from raypool.errors import (
 from raypool.futures import Future
 from raypool.partition import PoolPart
 from raypool.pool import ParallelPool, Statistics, fit, gcp, parpool
-from raypool.profiles import Profile, WorkerResources
+from raypool.profiles import Profile
 from raypool.queue_home import Listener
 from raypool.queues import DataQueue
+from raypool.resources import WorkerResources
 from raypool.results import Results
 from raypool.shared import Constant
 from raypool.store import ValueStore

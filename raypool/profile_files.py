@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from raypool.errors import InvalidTypeError, InvalidValueError, RaypoolError
-from raypool.profiles import Profile, WorkerResources
+from raypool.profiles import Profile
+from raypool.resources import WorkerResources
 
 BUILT_IN = {
     "local": Profile(),

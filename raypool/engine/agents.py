@@ -17,6 +17,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raypool.core.messages import Signal
+from raypool.devices.gpus import Inventory
 from raypool.engine.exchange import POOL_ENDED
 from raypool.engine.hub import Hub
 from raypool.engine.node_agent import OFFERED, NodeAgent
@@ -77,11 +78,13 @@ class Agents:
         hub: Where what workers say comes together.
         cancel_grace_s: How long a cancelled task has to end [s].
         stays: Whether a node is there, and not about to go.
+        inventory: Who knows the GPUs of a machine.
     """
 
-    def __init__(self, hub: Hub, cancel_grace_s: float, stays: Callable[[str], bool]) -> None:
+    def __init__(self, hub: Hub, cancel_grace_s: float, stays: Callable[[str], bool], inventory: Inventory) -> None:
         self._hub = hub
         self._stays = stays
+        self._inventory = inventory
         self._cancel_grace_s = cancel_grace_s
         self._agents: dict[str, Any] = {}  # by node
         self._by_worker: dict[int, tuple[Any, Any]] = {}  # the agent of its node, and the reference of its answer to `watch`
@@ -141,7 +144,7 @@ class Agents:
                 is_here = node_id == ray.get_runtime_context().get_node_id()
                 place = NodeAffinitySchedulingStrategy(node_id, soft=False)
                 options = {"num_cpus": 0, "num_gpus": 0, "scheduling_strategy": place, "max_concurrency": 100_000}
-                agent = ray.remote(NodeAgent).options(**options).remote(here if is_here else None)
+                agent = ray.remote(NodeAgent).options(**options).remote(here if is_here else None, self._inventory)
                 self._agents[node_id] = agent
                 self._take(agent)
             return agent

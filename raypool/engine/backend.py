@@ -31,6 +31,7 @@ class WorkerInfo:
         pid: Its process.
         gpus: The indices of its GPUs on that machine.
         gpu_uuids: Their UUIDs, as far as NVML knows them.
+        gpu_name: What kind of card its (first) GPU is, such as "NVIDIA H200"; None without one, or where NVML does not know it.
         state: "starting", "idle", "busy" or "lost".
     """
 
@@ -39,6 +40,7 @@ class WorkerInfo:
     pid: int
     gpus: tuple[int, ...] = ()
     gpu_uuids: tuple[str, ...] = ()
+    gpu_name: str | None = None
     state: str = "starting"
 
     @property
@@ -119,7 +121,7 @@ class SliceResult:
     It began with item number `start`, and `done` of its items have an outcome. Their values are
     `values.get()[offset : offset + done]`; `failures` maps such numbers to what went wrong instead. `durations_s` has one entry
     for each; the first began at `started_at` (Unix time [s]). `catch_up` waits until all that was reported meanwhile has arrived;
-    None if it has.
+    None if it has. `peak_memory_bytes`: the most that the process had of its GPU's memory meanwhile, None if it used none.
     """
 
     start: int
@@ -130,6 +132,7 @@ class SliceResult:
     durations_s: array[float]
     started_at: float
     catch_up: Callable[[], None] | None = None
+    peak_memory_bytes: int | None = None
 
 
 class LocalValues:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import platform
-import random
 import threading
 import time
 import uuid
@@ -19,18 +18,13 @@ from ray.util import placement_group, placement_group_table, remove_placement_gr
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from raypool.devices.inventory import gpu_identity
 from raypool.errors import ResourceError
-from raypool.profiles import WorkerResources
+from raypool.resources import WorkerResources
 
 POLL_S = 0.01
 
 OURS = ("PoolWorker", "NodeAgent")
 """Actors of pools, which hold nothing beside their pools' placement groups."""
-
-PROBE_TIMEOUT_S = 10.0
-ROUND_S = 1.0
-"""How long to hold on to GPUs that are not meant while the one that is might still turn up [s]."""
 
 SETTLE_S = 1.0
 """How long to wait for resources that somebody seems to hold, when any number will do: they may just have been given back [s]."""
@@ -130,10 +124,10 @@ def claim_number(needs: Sequence[Need], wanted: Wanted) -> list[list[Claim]]:
     try:
         for need, total in zip(needs, totals, strict=True):
             claims.append([])
-            claims[-1] += (_request(need.demand) for _ in range(min(need.most, total)))
+            claims[-1] += (request(need.demand) for _ in range(min(need.most, total)))
         started = time.monotonic()
         while ready != claims:
-            ready = [[claim for claim in group if _is_ready(claim)] for group in claims]
+            ready = [[claim for claim in group if is_ready(claim)] for group in claims]
             are_enough = all(len(group) >= need.least for group, need in zip(ready, needs, strict=True))
             if wanted.is_over() or (are_enough and time.monotonic() - started > SETTLE_S):
                 break
@@ -159,87 +153,15 @@ def release_all(claims: Sequence[Claim]) -> None:
             claim.release()
 
 
-_choosing = threading.Lock()  # two pools of this process that choose at once would hold what the other wants
-
-
-def claim_gpus(demand: Demand, indices: Sequence[int], wanted: Wanted, besides: Sequence[Claim] = ()) -> list[Claim]:
-    """Claim these GPUs of this machine.
-
-    Ray gives out GPUs without being asked for a particular one. So, in rounds, all that are free are claimed, each claim is asked
-    which GPU it got, and those that were not meant are given back.
-
-    Raises:
-        ResourceError: One of them does not exist, or is not free in time; nothing is kept, nor what was claimed `besides`.
-    """
-    node_id = ray.get_runtime_context().get_node_id()
-    total = int(next(node["Resources"].get("GPU", 0) for node in ray.nodes() if node["NodeID"] == node_id))
-    found: dict[int, Claim] = {}
-    seen: set[int] = set()
-    try:
-        if len(indices) > total:
-            raise _no_such_gpus([index for index in indices if index >= total] or indices, range(total), total)
-        while not set(indices) <= set(found) and len(seen) < total:
-            with _choosing:
-                _choose(demand, indices, node_id, total, found, seen)
-            if set(indices) <= set(found) or wanted.is_over():
-                break
-            time.sleep(random.uniform(0.01, 0.1))  # another process may be choosing too: let it
-        missing = [index for index in indices if index not in found]
-        if missing and len(seen) == total:
-            raise _no_such_gpus([index for index in missing if index not in seen] or missing, sorted(seen), total)
-        if missing:
-            release_all([*found.values(), *besides])  # before it is said who holds any
-            raise _gpus_in_use(indices, missing, sorted(seen))
-    except BaseException:
-        release_all([*found.values(), *besides])
-        raise
-    return [found[index] for index in indices]
-
-
-def _choose(demand: Demand, indices: Sequence[int], node_id: str, total: int, found: dict[int, Claim], seen: set[int]) -> None:
-    """Claim what is free, keep in `found` what is wanted of it, and note in `seen` what was free."""
-    claims: list[Claim] = []
-    deadline = time.monotonic() + ROUND_S
-    try:
-        claims += (_request(demand, node_id) for _ in range(total - len(found)))
-        while claims and time.monotonic() < deadline and not set(indices) <= set(found):
-            for claim in [claim for claim in claims if claim.gpu is None and _is_ready(claim)]:
-                claim.gpu = _gpu_of(claim)
-                if claim.gpu is None:
-                    return  # the machine is very busy; in the next round, with another claim
-                seen.add(claim.gpu)
-                if claim.gpu in indices and claim.gpu not in found:
-                    claims.remove(claim)
-                    found[claim.gpu] = claim
-            if all(claim.gpu is not None for claim in claims):
-                break
-            time.sleep(POLL_S)
-    finally:
-        for claim in claims:
-            claim.release()
-
-
-def _visible_gpu() -> int:
-    device = ray.get_runtime_context().get_accelerator_ids()["GPU"][0]
-    return gpu_identity(str(device))[0]
-
-
-def _gpu_of(claim: Claim) -> int | None:
-    """Ask a claim which GPU it got; None if no answer comes."""
-    probe = ray.remote(num_cpus=0, num_gpus=0.0001, scheduling_strategy=claim.strategy())(_visible_gpu)
-    try:
-        return int(ray.get(probe.remote(), timeout=PROBE_TIMEOUT_S))
-    except ray.exceptions.GetTimeoutError:
-        return None
-
-
-def _request(demand: Demand, node_id: str | None = None) -> Claim:
+def request(demand: Demand, node_id: str | None = None) -> Claim:
+    """Ask Ray for what a claim takes, on a particular node if one is named."""
     selector = [{"ray.io/node-id": node_id}] if node_id is not None else None
     name = f"raypool in process {os.getpid()} on {platform.node()}#{uuid.uuid4().hex}"  # Ray wants each name once
     return Claim(placement_group([demand.bundle], name=name, bundle_label_selector=selector), demand)
 
 
-def _is_ready(claim: Claim) -> bool:
+def is_ready(claim: Claim) -> bool:
+    """Whether it is there."""
     return locate(claim) is not None
 
 
@@ -281,7 +203,8 @@ def _other_actors() -> list[str]:
     ]
 
 
-def _held_by(names: tuple[str, ...]) -> str:
+def held_by(names: tuple[str, ...]) -> str:
+    """Say who holds what is missing."""
     names = names or holders()
     return f"Held by: {'; '.join(names)}." if names else "Nobody holds any."
 
@@ -318,7 +241,7 @@ def _too_few(need: Need, there: int) -> ResourceError:
     names = holders()
     return ResourceError(
         f"{demand.kind}: requested {requested:g}, available {available:g} (the cluster has {capacity:g}). "
-        f"{_held_by(names)} {_next_step(need, there, capacity)}",
+        f"{held_by(names)} {_next_step(need, there, capacity)}",
         requested=requested,
         available=available,
         holders=names,
@@ -344,29 +267,6 @@ def _lacking(demand: Demand) -> list[str]:
         for name, amount in demand.bundle.items()
         if largest[name] < amount and name != demand.kind
     ]
-
-
-def _gpus_in_use(indices: Sequence[int], missing: Sequence[int], free: Sequence[int]) -> ResourceError:
-    names = holders()
-    there = len(indices) - len(missing)
-    return ResourceError(
-        f"GPU {', '.join(map(str, missing))} is in use: requested {len(indices)}, available {there} "
-        f"(of this machine's GPUs, {list(free)} are free). {_held_by(names)}",
-        requested=len(indices),
-        available=there,
-        holders=names,
-    )
-
-
-def _no_such_gpus(missing: Sequence[int], known: Sequence[int], total: int) -> ResourceError:
-    return ResourceError(
-        f"GPU {', '.join(map(str, missing))} does not exist here: this machine has {total}"
-        f"{', numbered ' + ', '.join(map(str, known)) if list(known) != list(missing) else ''}. "
-        "GPUs are numbered from 0, as nvidia-smi shows them.",
-        requested=len(missing),
-        available=total,
-        holders=(),
-    )
 
 
 def wait_released(claims: Sequence[Claim], timeout_s: float) -> None:

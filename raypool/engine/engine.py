@@ -266,7 +266,7 @@ def open_engine(profile: Profile, find_way: FindWay | None = None) -> Engine:
 
         return Engine(profile, InlineInbox(), lambda post, hub, _: InlineBackend(profile, post, hub.say, find_way=find_way))
     if profile.backend == "threads":
-        from raypool.devices.inventory import usable_cores
+        from raypool.devices.cores import usable_cores
         from raypool.engine.inline import ThreadsBackend
 
         return Engine(profile, ThreadInbox(), lambda post, hub, _: ThreadsBackend(profile, post, hub.say, usable_cores()))

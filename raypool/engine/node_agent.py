@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import psutil
 import ray
 
-from raypool.devices.inventory import gpu_memory_used
+from raypool.devices.gpus import Inventory
 from raypool.engine.exchange import Exchange
 from raypool.engine.guard import AT_HAND, STOP_SIGNAL, WISH
 from raypool.engine.homes import FolderHome
@@ -60,11 +60,11 @@ class WorkerProcess(NamedTuple):
 class Watched:
     """A worker's process on this node. It is the head of a process group, in which its children are too."""
 
-    def __init__(self, process: WorkerProcess, gpus: Sequence[int], actor: Any) -> None:
+    def __init__(self, process: WorkerProcess, gpus: Sequence[int], actor: Any, memory_used: int | None) -> None:
         self.pid = process.pid
         self.gpus = gpus
         self.actor = actor
-        self.memory_used = gpu_memory_used(gpus)  # before it has done anything
+        self.memory_used = memory_used  # of its GPUs, before it has done anything
         self.process = psutil.Process(process.pid)
         self._descriptor = os.pidfd_open(process.pid)  # its number may be somebody else's one day
         self._pipe = os.open(f"/proc/{process.pid}/fd/{process.pipe}", os.O_WRONLY | os.O_NONBLOCK)
@@ -131,12 +131,14 @@ class NodeAgent:
     Args:
         driver: The process of the driver and when it was started, if it is on this node: when it ends, however it does, so does
             everything here.
+        inventory: Who knows the GPUs of a machine.
     """
 
-    def __init__(self, driver: tuple[int, float] | None) -> None:
+    def __init__(self, driver: tuple[int, float] | None, inventory: Inventory) -> None:
         with contextlib.suppress(PermissionError):  # it is the head of a group already
             os.setpgid(0, 0)  # Ctrl-C in the driver's terminal is not for this process
         self._driver = driver
+        self._inventory = inventory
         self._watched: dict[int, Watched | None] = {}  # by worker id; None: it had gone before
         self._mailbox: list[tuple[int, int, Any]] = []
         self._mailbox_bytes = 0
@@ -157,7 +159,7 @@ class NodeAgent:
             self._watch_driver()
         self._watched.setdefault(worker_id, None)
         with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError, FileNotFoundError):  # it has gone already
-            self._watched[worker_id] = Watched(process, gpus, actor)
+            self._watched[worker_id] = Watched(process, gpus, actor, self._inventory.memory_used(gpus))
 
     def _watch_driver(self) -> None:
         if self._driver is None:
@@ -236,8 +238,8 @@ class NodeAgent:
                 watched.kill()
             await asyncio.sleep(0.005)
         watched.close()
-        if watched.gpus:
-            await memory_back(lambda: gpu_memory_used(watched.gpus), watched.memory_used)
+        if watched.gpus and watched.memory_used is not None:
+            await memory_back(lambda: self._inventory.memory_used(watched.gpus), watched.memory_used)
 
     async def temporary(self) -> str:
         """Return the pool's folder for temporary files on this node, which goes when its processes here have ended."""
@@ -294,12 +296,16 @@ class NodeAgent:
         return await getattr(self._exchange, method)(*args)
 
 
-async def memory_back(read: Callable[[], int], before: int) -> None:
-    """Wait until no more memory is in use than before [bytes]: a GPU's driver takes its time after the end of a process."""
+async def memory_back(read: Callable[[], int | None], before: int) -> None:
+    """Wait until no more memory is in use than before [bytes]: a GPU's driver takes its time after the end of a process.
+
+    If nothing is known of it any more (None), nothing is waited for.
+    """
     used, since = read(), time.monotonic()
-    while used > before and time.monotonic() < since + STEADY_S:
+    while used is not None and used > before and time.monotonic() < since + STEADY_S:
         await asyncio.sleep(0.02)
-        if (now := read()) < used:
+        now = read()
+        if now is None or now < used:
             used, since = now, time.monotonic()
 
 

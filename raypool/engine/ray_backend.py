@@ -88,7 +88,7 @@ class RayBackend:
         self._actor_class = ray.remote(PoolWorker)
         self._nodes = NodeWatch(self, post, profile.cancel_grace_s)
         self.sizing = self._nodes.sizing
-        self._agents = Agents(hub, profile.cancel_grace_s, self._nodes.stays)
+        self._agents = Agents(hub, profile.cancel_grace_s, self._nodes.stays, profile.inventory)
         add_source(self._agents)
         self._teardown = packing.pack(profile.teardown, "the teardown") if profile.teardown is not None else None
         self._retiring = 0  # workers that have not quite ended
@@ -200,7 +200,7 @@ class RayBackend:
             options["runtime_env"] = {"env_vars": env}
         seat.worker_id, seat.known, seat.stale, seat.calls, seat.is_ending = worker_id, set(), [], 0, False
         seat.process = None
-        seat.actor = self._actor_class.options(**options).remote(place, worker_id)
+        seat.actor = self._actor_class.options(**options).remote(place, worker_id, self._profile.inventory)
         seat.run = seat.actor.run.remote
         self._by_worker[worker_id] = seat
         introduction = seat.actor.introduce.remote(tuple(packing.dump([setup.packed for setup in setups])))

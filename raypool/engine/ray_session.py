@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from raypool.devices.inventory import usable_cpus
+from raypool.devices.cores import usable_cpus
 from raypool.errors import StartupError
 
 LOOPBACK_ONLY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"

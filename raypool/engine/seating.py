@@ -5,13 +5,15 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from raypool.devices.inventory import usable_cores
+from raypool.devices.cores import usable_cores
 from raypool.engine import claims as claiming
+from raypool.engine.choosing import Choice
 from raypool.engine.claims import Claim, Demand, Need, Wanted
 from raypool.errors import PoolClosedError, ResourceError
-from raypool.profiles import Profile, WorkerResources
+from raypool.profiles import Profile
+from raypool.resources import WorkerResources
 
 NO_LIMIT = 10**6
 
@@ -27,6 +29,7 @@ class Seating:
 
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
+        self._chosen = tuple(profile.gpus) if isinstance(profile.gpus, tuple) else None
         self._demands = {kind: claiming.demand_of(kind, profile.gpus is not None) for kind in profile.kinds}
         self._claims: dict[int, Claim] = {}  # by place
         self._entries: dict[int, int] = {}  # by place; which of the profile's list of resources it is for
@@ -68,8 +71,8 @@ class Seating:
 
     def _claim_all(self, kind: WorkerResources, wanted: Wanted) -> Found:
         demand = self._demands[kind]
-        if self._profile.gpus is not None:
-            return {kind: claiming.claim_gpus(demand, self._profile.gpus, wanted)}
+        if self._chosen is not None:
+            return {kind: self._choice(kind, self._chosen).claim(wanted)}
         is_elsewhere = self._profile.address is not None
         most = NO_LIMIT if demand.kind == "GPU" or is_elsewhere else usable_cores()
         return {kind: claiming.claim_number([Need(demand, 1, most)], wanted)[0]}
@@ -101,19 +104,22 @@ class Seating:
             need = Need(
                 demand, max(0, -(-(least - spare) // share)), max(0, most - spare), len(held), len(self._profile.listed) > 0
             )
-            if self._profile.gpus is not None and demand.kind == "GPU":
+            if self._chosen is not None and demand.kind == "GPU":
                 chosen[kind] = self._chosen_gpus(need, held, least)
             else:
                 needs[kind] = need
         for kind, claims in zip(needs, claiming.claim_number(list(needs.values()), wanted), strict=True):
             found[kind] += claims
         for kind, gpus in chosen.items():
-            found[kind] += claiming.claim_gpus(self._demands[kind], gpus, wanted, besides=_unused(found))
+            found[kind] += self._choice(kind, gpus).claim(wanted, besides=_unused(found))
         return found
+
+    def _choice(self, kind: WorkerResources, gpus: Sequence[int]) -> Choice:
+        return Choice(self._demands[kind], gpus, self._profile.inventory)
 
     def _chosen_gpus(self, need: Need, held: list[Claim], least: int) -> list[int]:
         """Return which of the GPUs that the user has chosen come next."""
-        gpus, share = self._profile.gpus or (), need.demand.workers_per_claim
+        gpus, share = self._chosen or (), need.demand.workers_per_claim
         others = [gpu for gpu in gpus if gpu not in {claim.gpu for claim in held}]
         if need.least > len(others):
             there = sum(share - claim.num_workers for claim in held) + len(others) * share

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import ray
 from ray import cloudpickle
 
-from raypool.devices.inventory import gpu_identity
+from raypool.devices.gpus import Inventory, index_of
 from raypool.devices.links import prefer_fast_links
 from raypool.engine import diary
 from raypool.engine.backend import Part, Refusal, WorkerInfo
@@ -68,9 +68,10 @@ class PoolWorker:
     Args:
         index: Its number in the pool.
         worker_id: The number of this process among all that the pool starts.
+        inventory: Who knows the GPUs of a machine.
     """
 
-    def __init__(self, index: int, worker_id: int) -> None:
+    def __init__(self, index: int, worker_id: int, inventory: Inventory) -> None:
         mark_worker_process()
         let_notes_travel()
         with contextlib.suppress(PermissionError):  # it is the head of a group already
@@ -78,6 +79,7 @@ class PoolWorker:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # and those of its children, which would be init's otherwise
         diary.install()
         self._worker_id = worker_id
+        self._inventory = inventory
         self._guard = ProcessGuard()
         self._agent: Any = None
         self._rooms = Rooms()
@@ -99,10 +101,11 @@ class PoolWorker:
         problem = pin(given, os.environ)
         if problem is not None:
             return problem
-        identities = [gpu_identity(device) for device in given]
-        gpus = tuple(index for index, _ in identities)
-        uuids = tuple(uuid for _, uuid in identities if uuid is not None)
-        self._info = WorkerInfo(self._info.index, self._info.host, self._info.pid, gpus, uuids)
+        found = [self._inventory.find(device) for device in given]
+        gpus = tuple(index_of(device, known) for device, known in zip(given, found, strict=True))
+        uuids = tuple(known.uuid for known in found if known is not None and known.uuid is not None)
+        name = found[0].name if found and found[0] is not None else None
+        self._info = WorkerInfo(self._info.index, self._info.host, self._info.pid, gpus, uuids, name)
         try:
             set_up([unpack(setup) for setup in load(Parcel(*setups))], self._info)
         except (Exception, SystemExit) as error:

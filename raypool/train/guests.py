@@ -30,7 +30,7 @@ from raypool.engine.outbox import Outbox
 from raypool.engine.packing import Packed, snapshot, unpack
 from raypool.engine.worker import _packed_error
 from raypool.errors import CollectiveError, InvalidTypeError
-from raypool.profiles import PINNING
+from raypool.profile_checks import PINNING
 from raypool.queues import DataQueue
 from raypool.spmd.failures import is_disconnect
 from raypool.spmd.group import Assignment, leave_other

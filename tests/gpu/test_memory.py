@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from raypool import ParallelPool, parpool
-from raypool.devices.inventory import gpu_memory_used, nvml
+from raypool.devices.nvml import NvmlInventory, nvml
 
 with nvml() as library:
     HAS_GPU = library is not None and library.nvmlDeviceGetCount() > 0
@@ -29,7 +29,7 @@ def pool(by_value: None) -> Iterator[ParallelPool]:
 def test_memory_is_back_before_the_next_task(pool: ParallelPool, gate: Any, is_stubborn: bool) -> None:
     """A task that stops gives back what it held but for PyTorch's cache; one that is killed gives back all."""
     (worker,) = pool.workers
-    before = gpu_memory_used(worker.gpus)
+    before = NvmlInventory().memory_used(worker.gpus)
 
     def hold() -> None:
         import torch
@@ -47,8 +47,8 @@ def test_memory_is_back_before_the_next_task(pool: ParallelPool, gate: Any, is_s
 
     future = pool.parfeval(hold)
     gate.wait(120)
-    assert gpu_memory_used(worker.gpus) > before + 8 * GIBIBYTE
+    assert NvmlInventory().memory_used(worker.gpus) > before + 8 * GIBIBYTE
     assert future.cancel()
-    used = pool.parfeval(gpu_memory_used, worker.gpus).result(120)
+    used = pool.parfeval(NvmlInventory().memory_used, worker.gpus).result(120)
     assert future.worker_replaced is is_stubborn
     assert used < before + GIBIBYTE

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from raypool import parpool
-from raypool.devices.inventory import nvml
+from raypool.devices.nvml import nvml
 
 pytestmark = [
     pytest.mark.gpu,

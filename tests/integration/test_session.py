@@ -19,7 +19,7 @@ import pytest
 import ray
 
 from raypool import ParallelPool, WorkerResources, parpool
-from raypool.devices.inventory import usable_cores
+from raypool.devices.cores import usable_cores
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 

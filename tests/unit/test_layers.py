@@ -35,11 +35,14 @@ LAYERS = [
     ["engine"],
     ["profile_files"],
     ["journal"],
-    ["results", "checkpoint", "options", "shared", "profiles", "waiting"],
+    ["results", "checkpoint", "options", "shared", "waiting"],
+    ["profiles"],
+    ["profile_checks"],
+    ["resources"],
     ["feed", "futures", "task", "queues", "queue_away", "queue_home", "store", "engine.exchange", "folders"],
     ["core"],
-    ["errors"],
     ["devices"],
+    ["errors"],
 ]
 
 RAY_MAY_STAND_IN = {
@@ -51,6 +54,7 @@ RAY_MAY_STAND_IN = {
     "engine.ray_nodes",
     "engine.ray_session",
     "engine.ray_values",
+    "engine.choosing",
     "engine.claims",
     "engine.packing",
     "engine.worker",

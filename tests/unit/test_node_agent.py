@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from raypool.devices.inventory import gpu_memory_used
+from raypool.devices.nvml import NvmlInventory
 from raypool.engine import node_agent
 from raypool.engine.node_agent import memory_back
 
@@ -31,5 +31,11 @@ def test_memory_that_is_back_already() -> None:
 
 
 def test_without_a_gpu_nothing_is_used() -> None:
-    assert gpu_memory_used([]) == 0
-    assert gpu_memory_used([99]) == 0
+    assert NvmlInventory().memory_used([]) == 0
+    assert NvmlInventory().memory_used([99]) is None
+
+
+def test_memory_of_which_nothing_is_known_any_more_is_not_waited_for() -> None:
+    readings = iter([900, None, 500])
+    asyncio.run(memory_back(lambda: next(readings), 100))
+    assert list(readings) == [500]
