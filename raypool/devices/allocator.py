@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Mapping, MutableMapping
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
+
+SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""Environment variables that set up torch's allocator: only the first that is there is read."""
+
+FRACTION = "per_process_memory_fraction"
+"""The setting that says which part of a GPU's memory a process may have."""
+
+FIRST_WITH_FRACTION = (2, 10)
+"""The first torch that has this setting; those before refuse to start with it."""
 
 
 class TorchAllocator:
@@ -32,6 +44,58 @@ class TorchAllocator:
         """Give back what torch keeps for later."""
         if self.is_in_use:
             _cuda().empty_cache()
+
+    def limit(self, fraction: float) -> None:
+        """Let this process have no more than this part of its GPU's memory.
+
+        A torch that has not used CUDA yet does so when it does; one that is not imported yet is told in the environment. One that
+        is too old for that can be told only once it is imported.
+        """
+        torch = sys.modules.get("torch")
+        if torch is not None:
+            torch.cuda._lazy_call(lambda: torch.cuda.set_per_process_memory_fraction(float(fraction)))
+        elif _torch_version() >= FIRST_WITH_FRACTION:
+            set_fraction(os.environ, fraction)
+
+
+def fraction_of(environ: Mapping[str, str]) -> float:
+    """Return which part of its GPU's memory the environment grants a process; all of it, if nothing is said.
+
+    Example:
+        >>> fraction_of({"PYTORCH_CUDA_ALLOC_CONF": "backend:native,per_process_memory_fraction:0.5"}), fraction_of({})
+        (0.5, 1.0)
+    """
+    for setting in next((environ[name] for name in SETTINGS if name in environ), "").split(","):
+        name, _, value = setting.partition(":")
+        if name.strip() == FRACTION:
+            return float(value)
+    return 1.0
+
+
+def set_fraction(environ: MutableMapping[str, str], fraction: float) -> None:
+    """Grant a process a part of its GPU's memory, and leave all else that is set as it is.
+
+    Source:
+        PyTorch, CUDAAllocatorConfig.h: where PYTORCH_CUDA_ALLOC_CONF is set, PYTORCH_ALLOC_CONF is not read.
+
+    Example:
+        >>> environ = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+        >>> set_fraction(environ, 0.25)
+        >>> environ
+        {'PYTORCH_ALLOC_CONF': 'expandable_segments:True,per_process_memory_fraction:0.25'}
+    """
+    name = next((name for name in SETTINGS if name in environ), SETTINGS[0])
+    others = [
+        setting for setting in environ.get(name, "").split(",") if setting and setting.partition(":")[0].strip() != FRACTION
+    ]
+    environ[name] = ",".join([*others, f"{FRACTION}:{fraction:g}"])
+
+
+def _torch_version() -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in version("torch").split(".")[:2])
+    except (PackageNotFoundError, ValueError):
+        return (0,)
 
 
 def _cuda() -> Any:

@@ -96,6 +96,9 @@ class Allocator(Protocol):
     def empty_cache(self) -> None:
         """Give back what is only kept for later."""
 
+    def limit(self, fraction: float) -> None:
+        """Let this process have no more than this part of its GPU's memory, from 0 to 1, from its first use of it on."""
+
 
 def index_of(device: str, known: GpuDevice | None) -> int:
     """Return the index of a GPU that is named by its index or its UUID, given what is known of it.

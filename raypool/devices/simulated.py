@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-import psutil
-
+from raypool.devices.allocator import fraction_of
 from raypool.devices.gpus import GpuDevice, GpuProcess
 
 CONTEXT_BYTES = 400 * 2**20
@@ -62,9 +63,10 @@ class SimulatedGpus:
 
     def change(self, index: int, **fields: Any) -> None:
         """Let something be otherwise: `used_bytes` is what others use, outside of the pool; None stands for unknown."""
-        cards = self._read()
-        cards[index].update(fields)
-        self._write(cards)
+        with self.turn():
+            cards = self._read()
+            next(card for card in cards if card["index"] == index).update(fields)
+            self._write(cards)
 
     def break_down(self, is_broken: bool = True) -> None:
         """Let nothing be known of any card any more, but its index; or let all be well again."""
@@ -77,9 +79,24 @@ class SimulatedGpus:
         """Take memory of this process's card.
 
         Raises:
-            torch.OutOfMemoryError: There is not so much, or this process may not have so much.
+            torch.OutOfMemoryError: There is not so much, or this process may not have so much: see `Allocator.limit`, and
+                "per_process_memory_fraction" in PYTORCH_CUDA_ALLOC_CONF.
         """
         return self.allocator().allocate(num_bytes)
+
+    @contextlib.contextmanager
+    def computing(self, utilisation: float) -> Iterator[None]:
+        """Let this process keep its card busy for so much of the time, from 0 to 1, beside what others do with it.
+
+        Example:
+            >>> import tempfile
+            >>> gpus = SimulatedGpus(Path(tempfile.mkdtemp()), 1)
+            >>> with gpus.computing(0.25):
+            ...     gpus.devices()[0].utilisation
+            0.25
+        """
+        with self.allocator().computing(utilisation):
+            yield
 
     # --- what everybody sees ------------------------------------------------------------------------------------------
 
@@ -108,32 +125,39 @@ class SimulatedGpus:
             _allocators[key] = SimulatedAllocator(self)
         return _allocators[key]
 
-    def held_by_process(self, index: int) -> dict[int, int]:
-        """Return how much memory of a card each process has [bytes], by process."""
+    def held_by_process(self, index: int) -> dict[int, Held]:
+        """Return what each process has of a card, by process."""
         held = {}
         for path in self._folder.glob(f"held-{index}-*"):
             _, _, pid, started = path.name.split("-")
-            with contextlib.suppress(OSError, ValueError, psutil.NoSuchProcess):  # it has just ended
-                process = psutil.Process(int(pid))
-                if process.status() != psutil.STATUS_ZOMBIE and f"{process.create_time():.2f}" == started:
-                    held[int(pid)] = int(path.read_text())
+            with contextlib.suppress(OSError, ValueError):  # it has just ended
+                if _started(int(pid)) == int(started):
+                    held[int(pid)] = Held(**json.loads(path.read_text()))
         return held
 
-    def hold(self, index: int, num_bytes: int) -> None:
-        """Note how much memory of a card this process has."""
-        name = f"held-{index}-{os.getpid()}-{psutil.Process().create_time():.2f}"
-        draft = self._folder / f".{name}"
-        draft.write_text(str(num_bytes))
-        draft.replace(self._folder / name)
+    def hold(self, index: int, held: Held) -> None:
+        """Note what this process has of a card."""
+        name = f"held-{index}-{os.getpid()}-{_started(os.getpid())}"
+        _replace(self._folder / name, json.dumps(dataclasses.asdict(held)))
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """Wait until nobody else takes memory, or changes anything."""
+        with (self._folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
 
     def _seen(self, card: dict[str, Any]) -> GpuDevice:
         held = self.held_by_process(card["index"])
         fields = dict(card)
         if card["used_bytes"] is not None:
-            fields["used_bytes"] = card["used_bytes"] + sum(held.values())
+            fields["used_bytes"] = card["used_bytes"] + sum(entry.num_bytes for entry in held.values())
+        if card["utilisation"] is not None:
+            fields["utilisation"] = min(card["utilisation"] + sum(entry.utilisation for entry in held.values()), 1.0)
         if card["processes"] is not None:
             others = [GpuProcess(**entry) for entry in card["processes"]]
-            fields["processes"] = (*others, *(GpuProcess(pid=pid, used_bytes=used) for pid, used in held.items()))
+            ours = [GpuProcess(pid=pid, used_bytes=entry.num_bytes) for pid, entry in held.items()]
+            fields["processes"] = (*others, *ours)
         for name in ("mig", "compute_capability"):
             fields[name] = None if card[name] is None else tuple(card[name])
         return GpuDevice(**fields)
@@ -143,9 +167,15 @@ class SimulatedGpus:
         return cards
 
     def _write(self, cards: Sequence[dict[str, Any]]) -> None:
-        draft = self._folder / f".cards-{os.getpid()}"
-        draft.write_text(json.dumps(cards))
-        draft.replace(self._folder / "cards.json")
+        _replace(self._folder / "cards.json", json.dumps(cards))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Held:
+    """What a process has of a card: memory [bytes], and how much of the time it keeps it busy."""
+
+    num_bytes: int
+    utilisation: float = 0.0
 
 
 class SimulatedAllocator:
@@ -153,9 +183,12 @@ class SimulatedAllocator:
 
     def __init__(self, gpus: SimulatedGpus) -> None:
         self._gpus = gpus
-        self._allocated = 0
+        self._live: dict[int, int] = {}  # how large each tensor is; tensors end at any moment, so nothing is counted
+        self._names = count()
         self._reserved = 0
         self._peak = 0
+        self._utilisation = 0.0
+        self._fraction: float | None = None
         self._is_in_use = False
 
     @property
@@ -165,7 +198,7 @@ class SimulatedAllocator:
 
     def allocated(self) -> int:
         """Return how much memory is in use."""
-        return self._allocated
+        return sum(list(self._live.values()))
 
     def peak(self) -> int:
         """Return the most that was taken."""
@@ -177,31 +210,61 @@ class SimulatedAllocator:
 
     def empty_cache(self) -> None:
         """Give back what is kept for later."""
-        self._reserved = self._allocated
         if self._is_in_use:
-            self._note()
+            with self._gpus.turn():
+                self._reserved = self.allocated()
+                self._note()
+
+    def limit(self, fraction: float) -> None:
+        """Let this process have no more than this part of its card's memory."""
+        self._fraction = fraction
 
     def allocate(self, num_bytes: int) -> SimulatedTensor:
         """Take memory; see `SimulatedGpus.allocate`."""
+        with self._gpus.turn():
+            more = max(self.allocated() + num_bytes - self._reserved, 0)
+            self._check(num_bytes, more)
+            name = next(self._names)
+            self._live[name] = num_bytes
+            self._reserved += more
+            self._peak = max(self._peak, self._reserved)
+            self._note()
+        return SimulatedTensor(self._live, name)
+
+    @contextlib.contextmanager
+    def computing(self, utilisation: float) -> Iterator[None]:
+        """Keep the card busy; see `SimulatedGpus.computing`."""
+        before = self._utilisation
+        self._work(before + utilisation)
+        try:
+            yield
+        finally:
+            self._work(before)
+
+    def _check(self, num_bytes: int, more: int) -> None:
+        """Use the card from now on, and see that there is so much more."""
         import torch
 
-        self._is_in_use = True
-        more = max(self._allocated + num_bytes - self._reserved, 0)
+        if not self._is_in_use:
+            self._is_in_use = True
+            self._fraction = fraction_of(os.environ) if self._fraction is None else self._fraction
+            self._note()
         card = self._gpus.find(str(self._index()))
-        free = None if card is None else card.free_bytes
-        before = self._gpus.held_by_process(self._index()).get(os.getpid(), 0)
-        needed = self._reserved + more + CONTEXT_BYTES - before
-        if free is not None and needed > free:
-            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {num_bytes} bytes, {free} are free (simulated).")
-        self._allocated += num_bytes
-        self._reserved += more
-        self._peak = max(self._peak, self._reserved)
-        self._note()
-        return SimulatedTensor(self, num_bytes)
+        if card is None or card.total_bytes is None or card.free_bytes is None:
+            return
+        allowed = int(card.total_bytes * (1.0 if self._fraction is None else self._fraction))
+        if more > card.free_bytes or self._reserved + more > allowed:
+            raise torch.OutOfMemoryError(
+                f"CUDA out of memory. Tried to allocate {num_bytes} bytes. GPU 0 has {card.total_bytes} bytes, of which "
+                f" {card.free_bytes} are free; {allowed} are allowed to this process, which has {self._reserved}. "
+                "(simulated)"
+            )
 
-    def give_back(self, num_bytes: int) -> None:
-        """Let memory be free for whatever this process allocates next."""
-        self._allocated -= num_bytes
+    def _work(self, utilisation: float) -> None:
+        with self._gpus.turn():
+            self._utilisation = utilisation
+            self._is_in_use = True
+            self._note()
 
     def _index(self) -> int:
         device = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
@@ -209,18 +272,39 @@ class SimulatedAllocator:
         return card.index if card is not None else int(device)
 
     def _note(self) -> None:
-        self._gpus.hold(self._index(), self._reserved + CONTEXT_BYTES)
+        self._gpus.hold(self._index(), Held(self._reserved + CONTEXT_BYTES, self._utilisation))
 
 
 class SimulatedTensor:
     """Memory of a simulated card, for as long as somebody refers to it."""
 
-    def __init__(self, allocator: SimulatedAllocator, num_bytes: int) -> None:
-        self._allocator = allocator
-        self.num_bytes = num_bytes
+    def __init__(self, live: dict[int, int], name: int) -> None:
+        self._live = live
+        self._name = name
+        self.num_bytes = live[name]
 
     def __del__(self) -> None:
-        self._allocator.give_back(self.num_bytes)
+        self._live.pop(self._name, None)
 
 
 _allocators: dict[tuple[str, int], SimulatedAllocator] = {}  # by folder and process
+
+
+def _started(pid: int) -> int | None:
+    """Return when a process began, in ticks since the machine did; None if it has ended.
+
+    Source:
+        proc_pid_stat(5): the name, in parentheses, may contain anything; after it come the state and, as field 22, the start.
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in ("Z", "X") else int(fields[19])
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file that others read, so that they see it whole."""
+    draft = path.with_name(f".{path.name}-{os.getpid()}")
+    draft.write_text(text)
+    draft.replace(path)
