@@ -69,6 +69,8 @@ class Future(concurrent.futures.Future[T], Generic[T]):
         worker_replaced: What its cancellation has cost, if it was running then: False, the task has stopped and the worker goes
             on; True, it did not stop and was killed with its worker, which is replaced; None while that is not known, or was not
             asked.
+        peak_memory_bytes: The most that its worker had of its GPU's memory while it ran [bytes]; None before its end, or if it
+            had none.
         read: Whether `fetch_next` or `fetch_outputs` has delivered it.
     """
 
@@ -82,6 +84,7 @@ class Future(concurrent.futures.Future[T], Generic[T]):
         self.finished_at: datetime | None = None
         self.read = False
         self.duration_s: float | None = None
+        self.peak_memory_bytes: int | None = None
         self._unopened: BaseException | Literal[False] | None = None  # why its value can't be opened; None: not tried
         self.stop_requested = False
         self.worker_replaced: bool | None = None

@@ -258,6 +258,7 @@ def _rows(work: LoopWork, segments: list[Segment], lost: list[tuple[Slice, TaskE
             row.status = "failed" if index in errors else "finished"
             row.duration_s, row.started_at = result.durations_s[position], starts[position]
             row.worker, row.gpu, row.attempts = worker.index, worker.gpu, piece.attempt
+            row.peak_memory_bytes = result.peak_memory_bytes
     for piece, _ in lost:
         for index in work.numbers(piece):
             row = rows[index]

@@ -13,7 +13,7 @@ from raypool.feed import Feed
 if TYPE_CHECKING:
     import pandas as pd
 
-RUN_COLUMNS = ("status", "duration_s", "started_at", "worker", "gpu", "attempts", "error")
+RUN_COLUMNS = ("status", "duration_s", "started_at", "worker", "gpu", "attempts", "peak_memory_bytes", "error")
 """Columns of `Results.to_frame` that raypool adds."""
 
 STATUSES = ("finished", "failed", "cancelled", "missing")
@@ -33,6 +33,7 @@ class Row:
     worker: int | None = None
     gpu: int | None = None
     attempts: int = 0
+    peak_memory_bytes: int | None = None
 
 
 class Results(Sequence[Any]):
@@ -125,7 +126,8 @@ class Results(Sequence[Any]):
 
         A dict or dataclass gives a column a key, anything else one column ("item", "value"). A key that a configuration and a
         value share appears as "result_KEY" for the value. Then come `status`, `duration_s` [s], `started_at` (Unix time [s]),
-        `worker`, `gpu`, `attempts` and `error` (the exception's type and text).
+        `worker`, `gpu`, `attempts`, `peak_memory_bytes` (the most that its worker had of its GPU's memory while it ran, or while
+        the short items ran that shared a call with it; empty if it had none) and `error` (the exception's type and text).
         """
         import pandas as pd
 
@@ -134,7 +136,7 @@ class Results(Sequence[Any]):
         finished = [row.status == "finished" for row in self._rows]
         values = _columns(self._values, "value", taken | set(configs), "result_", finished)
         run: dict[str, Any] = {name: [getattr(row, name) for row in self._rows] for name in RUN_COLUMNS if name != "error"}
-        for name in ("worker", "gpu"):
+        for name in ("worker", "gpu", "peak_memory_bytes"):
             run[name] = pd.array(run[name], dtype="Int64")
         run["error"] = [self._described(index) for index in range(len(self))]
         return pd.DataFrame({**configs, **values, **run}, index=pd.RangeIndex(len(self), name="index"))

@@ -9,7 +9,6 @@ import pickle
 import platform
 import threading
 import weakref
-from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +18,8 @@ import ray
 from raypool.core.messages import AttemptFinished, Signal, WorkerLost, WorkerReady
 from raypool.engine import packing
 from raypool.engine.agents import Agents, Chore, MemoryLimit
-from raypool.engine.backend import Failure, Function, Part, Post, SliceResult, WorkerInfo
+from raypool.engine.answers import unpack_results
+from raypool.engine.backend import Function, Part, Post, WorkerInfo
 from raypool.engine.claims import Claim, locate
 from raypool.engine.hub import Hub
 from raypool.engine.nodes import Nodes, NodeWatch
@@ -31,7 +31,7 @@ from raypool.engine.ray_values import MessageValues, StoredValues, bring_home
 from raypool.engine.seating import Seating
 from raypool.engine.traffic import Traffic
 from raypool.engine.worker import Introduction, PoolWorker, pack_call
-from raypool.errors import LossReason, TaskError
+from raypool.errors import LossReason
 from raypool.futures import Values
 from raypool.profiles import Profile
 from raypool.queues import add_source, drop_source
@@ -339,12 +339,7 @@ class RayBackend:
             values = MessageValues(header)
         else:
             values = StoredValues(values_ref, functools.partial(self._traffic.add, place, 0))
-        results = []
-        offset = 0
-        for start, done, durations, started_at, errors in sendables:
-            failures = {index: _unpacked_failure(packed) for index, packed in errors.items()}
-            results.append(SliceResult(start, done, values, offset, failures, array("d", durations), started_at, catch_up))
-            offset += done
+        results = unpack_results(sendables, values, catch_up)
         self._post(AttemptFinished(worker_id, attempt_id, ()), results)
 
     def close(self) -> None:
@@ -382,18 +377,3 @@ def _note_stale(seat_ref: weakref.ref[Seat], fn_id: int) -> None:
     seat = seat_ref()
     if seat is not None:
         seat.stale.append(fn_id)
-
-
-def _unpacked_failure(packed: bytes) -> Failure:
-    body, summary, text, notes = pickle.loads(packed)
-    try:
-        error = pickle.loads(body)
-    except BaseException:  # it runs code of the user's
-        error = None
-    if not isinstance(error, BaseException):
-        error = TaskError(f"{summary} (the exception itself could not travel; the remote traceback is its cause)")
-    with contextlib.suppress(Exception):  # it is the user's class, and may refuse attributes
-        for note in notes:
-            if note not in getattr(error, "__notes__", ()):
-                error.add_note(note)
-    return Failure(error, text)

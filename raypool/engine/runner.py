@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from raypool.engine.backend import Part, WorkerInfo
 from raypool.engine.diary import note_last_lines
 from raypool.engine.guard import Guard
+from raypool.engine.upkeep import Upkeep
 from raypool.errors import TaskCancelled
 from raypool.task import Folders, Running, Say, item_seed, running, unbroken
 
@@ -28,7 +29,7 @@ CALL_LIMIT_S = 0.2
 class RawResult:
     """What became of one slice, before it travels: values and failures as they are. It begins no item after its `deadline`."""
 
-    __slots__ = ("deadline", "done", "durations_s", "errors", "start", "started_at", "values")
+    __slots__ = ("deadline", "done", "durations_s", "errors", "peak_memory_bytes", "start", "started_at", "values")
 
     def __init__(self, start: int) -> None:
         self.start = start
@@ -38,6 +39,7 @@ class RawResult:
         self.durations_s = array("d")
         self.started_at = 0.0
         self.deadline = inf
+        self.peak_memory_bytes: int | None = None
 
     def discard(self) -> None:
         """Let it be as if nothing had been begun."""
@@ -53,7 +55,8 @@ class Surroundings(NamedTuple):
     `functions` finds a function by its id, `unpack` opens the items of a part. `guard` stops a slice that somebody cancels. `say`
     takes what a task reports and prints. `keep` turns each value, as soon as it is returned, into something that later items
     cannot change; what it raises is the item's error (None: values stay here). `find_way` finds the pool's exchange if that is in
-    this process. `folders` gives items their folders for checkpoints.
+    this process. `folders` gives items their folders for checkpoints. `upkeep` watches over the memory of the worker's
+    GPU, if it has one.
     """
 
     worker: WorkerInfo
@@ -64,6 +67,7 @@ class Surroundings(NamedTuple):
     keep: Callable[[Any], Any] | None = None
     find_way: Callable[[], Any] | None = None
     folders: Folders | None = None
+    upkeep: Upkeep | None = None
 
 
 def run_parts(attempt_id: int, parts: Sequence[Part], here: Surroundings) -> list[RawResult]:
@@ -81,7 +85,12 @@ def run_parts(attempt_id: int, parts: Sequence[Part], here: Surroundings) -> lis
         if perf_counter() < deadline or len(results) == 1:
             if not part.is_fixed:
                 result.deadline = deadline
-            _run_part(part, here, result)
+            if here.upkeep is None:
+                _run_part(part, here, result)
+            else:
+                here.upkeep.begin()
+                _run_part(part, here, result)
+                result.peak_memory_bytes = here.upkeep.peak()
     return results
 
 

@@ -127,6 +127,7 @@ class CallWork:
         if future.cancelled():
             return
         future.duration_s = result.durations_s[0]
+        future.peak_memory_bytes = result.peak_memory_bytes
         future.started_at = datetime.fromtimestamp(result.started_at, UTC)
         future.finished_at = datetime.now(UTC)
         future.catch_up = result.catch_up

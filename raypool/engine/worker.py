@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import ray
-from ray import cloudpickle
 
 from raypool.devices.gpus import Inventory, index_of
 from raypool.devices.links import prefer_fast_links
 from raypool.engine import diary
+from raypool.engine.answers import pack_results
 from raypool.engine.backend import Part, Refusal, WorkerInfo
 from raypool.engine.guard import ProcessGuard
 from raypool.engine.homes import FarHome, Home, sees
@@ -28,9 +28,9 @@ from raypool.engine.outbox import Outbox
 from raypool.engine.packing import Fetched, Packed, Parcel, dump, join, keep, load, snapshot, unpack
 from raypool.engine.ray_calls import answer_to, ask
 from raypool.engine.runner import Surroundings, run_parts, set_up
+from raypool.engine.upkeep import Upkeep
 from raypool.errors import InvalidValueError
 from raypool.folders import hold
-from raypool.results import Results
 from raypool.shared import discard_all
 from raypool.task import let_notes_travel, mark_worker_process, set_link
 
@@ -38,9 +38,6 @@ DRAIN_TIMEOUT_S = 2.0
 """How long a worker that ends waits until what it has said last is sent [s]."""
 
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
-
-Sendable = tuple[int, int, bytes, float, dict[int, bytes]]
-"""Of a `RawResult`: start, done, durations, start, errors (each pickled by itself, since each may fail to)."""
 
 
 def pack_call(attempt_id: int, parts: Sequence[Part], functions: dict[int, Packed], stale: Sequence[int]) -> Parcel:
@@ -81,6 +78,7 @@ class PoolWorker:
         self._worker_id = worker_id
         self._inventory = inventory
         self._guard = ProcessGuard()
+        self._upkeep: Upkeep | None = None
         self._agent: Any = None
         self._rooms = Rooms()
         self._folders = ItemFolders(self._rooms.temporary, self._rooms.find_home)
@@ -106,6 +104,7 @@ class PoolWorker:
         uuids = tuple(known.uuid for known in found if known is not None and known.uuid is not None)
         name = found[0].name if found and found[0] is not None else None
         self._info = WorkerInfo(self._info.index, self._info.host, self._info.pid, gpus, uuids, name)
+        self._upkeep = Upkeep(self._inventory.allocator()) if given else None
         try:
             set_up([unpack(setup) for setup in load(Parcel(*setups))], self._info)
         except (Exception, SystemExit) as error:
@@ -135,19 +134,19 @@ class PoolWorker:
         self.forget(stale)
         self._packed.update(functions)
         keep_value = functools.partial(keep, is_last=sum(part.num_items for part in parts) == 1)
-        here = Surroundings(self._info, self._function, unpack, self._guard, self._outbox.say, keep_value, folders=self._folders)
+        here = Surroundings(
+            self._info,
+            self._function,
+            unpack,
+            self._guard,
+            self._outbox.say,
+            keep_value,
+            folders=self._folders,
+            upkeep=self._upkeep,
+        )
         results = run_parts(attempt_id, parts, here)
         parcel = join([value for result in results for value in result.values])
-        sendables: list[Sendable] = [
-            (
-                result.start,
-                result.done,
-                result.durations_s.tobytes(),
-                result.started_at,
-                {index: _packed_error(error) for index, error in result.errors.items()},
-            )
-            for result in results
-        ]
+        sendables = pack_results(results)
         said, fetched = self._outbox.flush(), Fetched.num_bytes - fetched_before
         if parcel.is_small:
             return pickle.dumps((sendables, said, fetched, parcel.header), protocol=5), None
@@ -270,17 +269,3 @@ def pin(given: Sequence[str], environ: MutableMapping[str, str]) -> str | None:
     elif list(given) != visible:
         return f"it was given GPU {', '.join(given)}, but something has set CUDA_VISIBLE_DEVICES={','.join(visible)} there"
     return None
-
-
-def _packed_error(error: BaseException) -> bytes:
-    """Pickle an exception with its traceback as text; its text stands in where it can't be pickled or unpickled."""
-    if isinstance(getattr(error, "results", None), Results):
-        del error.results  # type: ignore[attr-defined]  # of a loop within the task; whoever is outside gets those of his own
-    text = "".join(traceback.format_exception(error))
-    summary = "".join(traceback.format_exception_only(error)).strip()
-    try:
-        body = cloudpickle.dumps(error)
-        pickle.loads(body)
-    except BaseException:  # it runs code of the user's
-        body = None
-    return pickle.dumps((body, summary, text, [str(note) for note in getattr(error, "__notes__", ())]), protocol=5)

@@ -26,9 +26,9 @@ from ray.train import Checkpoint
 from ray.train.v2._internal.execution.train_fn_utils import DistributedTrainFnUtils, set_train_fn_utils
 
 from raypool.engine import diary
+from raypool.engine.answers import pack_error
 from raypool.engine.outbox import Outbox
 from raypool.engine.packing import Packed, snapshot, unpack
-from raypool.engine.worker import _packed_error
 from raypool.errors import CollectiveError, InvalidTypeError
 from raypool.profile_checks import PINNING
 from raypool.queues import DataQueue
@@ -170,7 +170,7 @@ class Guest:
         except BaseException as error:
             diary.note_last_lines(error, note)
             outbox.drain(DRAIN_TIMEOUT_S)
-            said = self._letterbox.fail.remote(group, rank, self._kind(error), _packed_error(error), time.time())
+            said = self._letterbox.fail.remote(group, rank, self._kind(error), pack_error(error), time.time())
             ray.get(said)
             raise
         outbox.drain(DRAIN_TIMEOUT_S)

@@ -10,8 +10,8 @@ from ray.train.v2.api.exceptions import ControllerError, PreemptionError, Worker
 
 from raypool.core.model import Slice
 from raypool.engine import verdicts
+from raypool.engine.answers import unpack_failure
 from raypool.engine.backend import NOBODY, WorkerInfo
-from raypool.engine.ray_backend import _unpacked_failure
 from raypool.engine.ray_failures import loss_reason, loss_text
 from raypool.engine.work import described
 from raypool.errors import (
@@ -87,7 +87,7 @@ def _as_said(case: Case, rank: int, words: Said) -> RankFailure:
         text = "It was interrupted, because the connection to another rank broke."
         return RankFailure(rank, RankInterrupted(text, at_hand=None, place=""), words.at, worker)
     piece = Slice(0, rank, rank + 1, case.attempt)
-    error = described(_unpacked_failure(words.error), f"rank {rank} of {case.name}", piece, worker)
+    error = described(unpack_failure(words.error), f"rank {rank} of {case.name}", piece, worker)
     return RankFailure(rank, error, words.at, worker)
 
 

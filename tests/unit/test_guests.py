@@ -23,8 +23,8 @@ from ray.train.v2._internal.execution.failure_handling import FailureDecision
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 
+from raypool.engine.answers import pack_error
 from raypool.engine.backend import WorkerInfo
-from raypool.engine.worker import _packed_error
 from raypool.errors import InvalidTypeError, LossReason, ResourceError, SpmdError, TrainingError, WorkerLostError
 from raypool.train import outcome
 from raypool.train.guests import Seat, num_required
@@ -252,7 +252,7 @@ CASE = Case("mine", 3, {rank: WorkerInfo(10 + rank, "host", 1) for rank in range
 
 
 def said(kind: str, error: BaseException, at: float = 1.0) -> Said:
-    return Said(kind, _packed_error(error), at)
+    return Said(kind, pack_error(error), at)
 
 
 def test_the_exception_of_the_users_is_in_front() -> None:

@@ -47,6 +47,7 @@ LAYERS = [
 
 RAY_MAY_STAND_IN = {
     "engine.agents",
+    "engine.answers",
     "engine.node_agent",
     "engine.ray_backend",
     "engine.ray_calls",

@@ -1,0 +1,78 @@
+"""What a Ray worker answers to a call: how the outcomes of slices travel, but for their values."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import traceback
+from array import array
+from collections.abc import Callable, Sequence
+
+from ray import cloudpickle
+
+from raypool.engine.backend import Failure, SliceResult
+from raypool.engine.runner import RawResult
+from raypool.errors import TaskError
+from raypool.futures import Values
+from raypool.results import Results
+
+Sendable = tuple[int, int, bytes, float, dict[int, bytes], int | None]
+"""Of a `RawResult`: start, done, durations, start, errors (each pickled by itself: it may fail to be), peak memory [bytes]."""
+
+
+def pack_results(results: Sequence[RawResult]) -> list[Sendable]:
+    """Make the outcomes of slices ready to travel."""
+    return [
+        (
+            result.start,
+            result.done,
+            result.durations_s.tobytes(),
+            result.started_at,
+            {index: pack_error(error) for index, error in result.errors.items()},
+            result.peak_memory_bytes,
+        )
+        for result in results
+    ]
+
+
+def unpack_results(packed: Sequence[Sendable], values: Values, catch_up: Callable[[], None] | None) -> list[SliceResult]:
+    """Return the outcomes of the slices of a call, whose values follow each other in `values`."""
+    results = []
+    offset = 0
+    for start, done, durations, started_at, errors, peak_memory_bytes in packed:
+        failures = {index: unpack_failure(error) for index, error in errors.items()}
+        result = SliceResult(start, done, values, offset, failures, array("d", durations), started_at, catch_up)
+        result.peak_memory_bytes = peak_memory_bytes
+        results.append(result)
+        offset += done
+    return results
+
+
+def pack_error(error: BaseException) -> bytes:
+    """Pickle an exception with its traceback as text; its text stands in where it can't be pickled or unpickled."""
+    if isinstance(getattr(error, "results", None), Results):
+        del error.results  # type: ignore[attr-defined]  # of a loop within the task; whoever is outside gets those of his own
+    text = "".join(traceback.format_exception(error))
+    summary = "".join(traceback.format_exception_only(error)).strip()
+    try:
+        body = cloudpickle.dumps(error)
+        pickle.loads(body)
+    except BaseException:  # it runs code of the user's
+        body = None
+    return pickle.dumps((body, summary, text, [str(note) for note in getattr(error, "__notes__", ())]), protocol=5)
+
+
+def unpack_failure(packed: bytes) -> Failure:
+    """Return what an item has raised; of what cannot be unpickled, what was said of it."""
+    body, summary, text, notes = pickle.loads(packed)
+    try:
+        error = pickle.loads(body)
+    except BaseException:  # it runs code of the user's
+        error = None
+    if not isinstance(error, BaseException):
+        error = TaskError(f"{summary} (the exception itself could not travel; the remote traceback is its cause)")
+    with contextlib.suppress(Exception):  # it is the user's class, and may refuse attributes
+        for note in notes:
+            if note not in getattr(error, "__notes__", ()):
+                error.add_note(note)
+    return Failure(error, text)
