@@ -24,6 +24,7 @@ from raypool.engine.node_agent import OFFERED, NodeAgent
 from raypool.engine.nodes import LOOK_S
 from raypool.engine.packing import snapshot
 from raypool.engine.ray_calls import ask, when_done
+from raypool.engine.telemetry import Usage
 from raypool.engine.worker import Introduction
 from raypool.errors import PoolClosedError
 from raypool.queues import offer
@@ -32,6 +33,9 @@ logger = logging.getLogger("raypool")
 
 FINISH_TIMEOUT_S = 5.0
 """How long to wait at the end for what workers have said last [s]."""
+
+ANSWER_S = 3.0
+"""What is known of a node's GPUs is waited for so long [s]."""
 
 Chore = Callable[[], object]
 
@@ -133,6 +137,19 @@ class Agents:
     def knows(self, worker_id: int) -> bool:
         """Whether a worker is watched over."""
         return worker_id in self._by_worker
+
+    def usage(self, worker_id: int, since: float, until: float, take: Callable[[Usage | None], object]) -> None:
+        """Let `take` have how the (first) GPU of a worker was used between two times [s since the epoch]; None: it is not known.
+
+        It is called in the agents' thread, within `ANSWER_S`.
+        """
+        agent, _ = self._by_worker.get(worker_id, (None, None))
+        worker = self._workers.get(worker_id)
+        if agent is None or worker is None or worker[0].info.gpu is None:
+            self._chores.put(functools.partial(take, None))
+            return
+        ref = agent.usage.remote(worker[0].info.gpu, since, until)
+        self.within(ANSWER_S, ref, lambda answer: take(answer if isinstance(answer, Usage) else None))
 
     def _agent_on(self, node_id: str) -> Any:
         with self._making:

@@ -19,11 +19,12 @@ from typing import Any, NamedTuple
 import psutil
 import ray
 
-from raypool.devices.gpus import Inventory
+from raypool.devices.gpus import GpuDevice, Inventory
 from raypool.engine.exchange import Exchange
 from raypool.engine.guard import AT_HAND, STOP_SIGNAL, WISH
 from raypool.engine.homes import FolderHome
 from raypool.engine.memory import is_over, memory_used
+from raypool.engine.telemetry import Telemetry, Usage
 from raypool.folders import TemporaryFolder
 
 FIRST_LOOK_S = 0.02
@@ -139,6 +140,7 @@ class NodeAgent:
             os.setpgid(0, 0)  # Ctrl-C in the driver's terminal is not for this process
         self._driver = driver
         self._inventory = inventory
+        self._telemetry = Telemetry(inventory)
         self._watched: dict[int, Watched | None] = {}  # by worker id; None: it had gone before
         self._mailbox: list[tuple[int, int, Any]] = []
         self._mailbox_bytes = 0
@@ -160,6 +162,7 @@ class NodeAgent:
         self._watched.setdefault(worker_id, None)
         with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError, FileNotFoundError):  # it has gone already
             self._watched[worker_id] = Watched(process, gpus, actor, self._inventory.memory_used(gpus))
+            self._telemetry.watch(gpus)
 
     def _watch_driver(self) -> None:
         if self._driver is None:
@@ -238,6 +241,7 @@ class NodeAgent:
                 watched.kill()
             await asyncio.sleep(0.005)
         watched.close()
+        self._telemetry.leave(watched.gpus)
         if watched.gpus and watched.memory_used is not None:
             await memory_back(lambda: self._inventory.memory_used(watched.gpus), watched.memory_used)
 
@@ -251,6 +255,16 @@ class NodeAgent:
             return await asyncio.to_thread(getattr(FolderHome(home), verb), *args), None
         except OSError as error:
             return None, error
+
+    # --- its GPUs -----------------------------------------------------------------------------------------------------
+
+    async def devices(self) -> list[GpuDevice]:
+        """Return all GPUs of this node, whoever may use them."""
+        return await self._telemetry.devices()
+
+    async def usage(self, gpu: int, since: float, until: float) -> Usage | None:
+        """Return how a GPU was used between two times [s since the epoch]; None if nobody has looked."""
+        return self._telemetry.usage(gpu, since, until)
 
     # --- what workers say ---------------------------------------------------------------------------------------------
 

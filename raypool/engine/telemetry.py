@@ -1,0 +1,113 @@
+"""How busy the GPUs of a node have been: its agent looks at them once a second while workers of the pool have them.
+
+Whoever asks a GPU's driver may wait for long, if that is in trouble: it is asked in a thread of its own, and nobody else waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from statistics import fmean
+from typing import NamedTuple
+
+from raypool.devices.gpus import GpuDevice, Inventory
+
+LOOK_S = 1.0
+"""How often the GPUs are looked at [s]; the driver says how busy one was in the last 1/6 s to 1 s."""
+
+KEPT = 3600
+"""So many readings of each GPU are kept: an hour."""
+
+
+class Reading(NamedTuple):
+    """What a GPU was like at some time [s since the epoch]; None stands for what is not known."""
+
+    taken_at: float
+    utilisation: float | None
+    used_bytes: int | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Usage:
+    """How a GPU was used within some time, by whomever, as it was seen once a second; None stands for what is not known.
+
+    Attributes:
+        num_readings: How often it was looked at.
+        mean_utilisation, peak_utilisation: The part of the time in which it was computing, from 0 to 1.
+        mean_used_bytes, peak_used_bytes: Its memory that was in use [bytes].
+    """
+
+    num_readings: int
+    mean_utilisation: float | None
+    peak_utilisation: float | None
+    mean_used_bytes: float | None
+    peak_used_bytes: int | None
+
+
+class Telemetry:
+    """Looks at the GPUs of a node; for one event loop.
+
+    Args:
+        inventory: Who knows the GPUs of a machine.
+        look_s: How often they are looked at [s].
+    """
+
+    def __init__(self, inventory: Inventory, look_s: float = LOOK_S) -> None:
+        self._inventory = inventory
+        self._look_s = look_s
+        self._asking = ThreadPoolExecutor(1, "raypool-telemetry")
+        self._users: Counter[int] = Counter()  # by GPU
+        self._readings: dict[int, deque[Reading]] = {}
+        self._looking: asyncio.Task[None] | None = None
+
+    async def devices(self) -> list[GpuDevice]:
+        """Return all GPUs of this node as they are now."""
+        return await asyncio.get_running_loop().run_in_executor(self._asking, self._inventory.devices)
+
+    def watch(self, gpus: Iterable[int]) -> None:
+        """Look at these GPUs from now on, until as many `leave` them."""
+        self._users.update(gpu for gpu in gpus if gpu >= 0)
+        if self._users and self._looking is None:
+            self._looking = asyncio.create_task(self._look())
+
+    def leave(self, gpus: Iterable[int]) -> None:
+        """Look no more at GPUs that nobody else watches; what was seen is kept."""
+        self._users -= Counter(gpu for gpu in gpus if gpu >= 0)
+        if not self._users and self._looking is not None:
+            self._looking.cancel()
+            self._looking = None
+
+    async def _look(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            for gpu, reading in await loop.run_in_executor(self._asking, self._read, list(self._users)):
+                self.note(gpu, reading)
+            await asyncio.sleep(self._look_s)
+
+    def _read(self, gpus: Sequence[int]) -> list[tuple[int, Reading]]:
+        found = [(gpu, self._inventory.find(str(gpu))) for gpu in gpus]
+        now = time.time()
+        return [(gpu, Reading(now, card.utilisation, card.used_bytes)) for gpu, card in found if card is not None]
+
+    def note(self, gpu: int, reading: Reading) -> None:
+        """Take note of what a GPU was like."""
+        self._readings.setdefault(gpu, deque(maxlen=KEPT)).append(reading)
+
+    def usage(self, gpu: int, since: float, until: float) -> Usage | None:
+        """Return how a GPU was used between two times [s since the epoch], None if it was not looked at between them."""
+        readings = [reading for reading in self._readings.get(gpu, ()) if since <= reading.taken_at <= until]
+        if not readings:
+            return None
+        rates = [reading.utilisation for reading in readings if reading.utilisation is not None]
+        used = [reading.used_bytes for reading in readings if reading.used_bytes is not None]
+        return Usage(
+            num_readings=len(readings),
+            mean_utilisation=fmean(rates) if rates else None,
+            peak_utilisation=max(rates, default=None),
+            mean_used_bytes=fmean(used) if used else None,
+            peak_used_bytes=max(used, default=None),
+        )
