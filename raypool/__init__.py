@@ -50,7 +50,9 @@ from raypool.waiting import after_all, after_each, fetch_next, fetch_outputs, wa
 
 if typing.TYPE_CHECKING:
     from raypool.checkpoint import load_checkpoint, save_checkpoint
+    from raypool.devices.hand import as_device, copy_to, cpu, gpu
     from raypool.journal.reading import load_results
+    from raypool.metric_buffer import MetricBuffer
     from raypool.spmd.composite import Composite
     from raypool.spmd.context import SpmdContext
     from raypool.train.options import TrainingOptions
@@ -75,6 +77,7 @@ __all__ = [
     "JournalError",
     "Listener",
     "LossReason",
+    "MetricBuffer",
     "ParallelPool",
     "PoolBrokenError",
     "PoolClosedError",
@@ -106,11 +109,15 @@ __all__ = [
     "WorkerResources",
     "after_all",
     "after_each",
+    "as_device",
+    "copy_to",
+    "cpu",
     "current_task",
     "fetch_next",
     "fetch_outputs",
     "fit",
     "gcp",
+    "gpu",
     "load_checkpoint",
     "load_results",
     "parpool",
@@ -123,12 +130,17 @@ __all__ = [
 
 _LAZY = {
     "Composite": "raypool.spmd.composite",
+    "MetricBuffer": "raypool.metric_buffer",
     "RunOptions": "raypool.train.runs",
     "ScalingReport": "raypool.train.scaling",
     "SpmdContext": "raypool.spmd.context",
     "TrainingOptions": "raypool.train.options",
     "TrainingResult": "raypool.train.runs",
     "TrainingRun": "raypool.train.run",
+    "as_device": "raypool.devices.hand",
+    "copy_to": "raypool.devices.hand",
+    "cpu": "raypool.devices.hand",
+    "gpu": "raypool.devices.hand",
     "load_checkpoint": "raypool.checkpoint",
     "load_results": "raypool.journal.reading",
     "save_checkpoint": "raypool.checkpoint",

@@ -299,7 +299,8 @@ def report(**metrics: float | str) -> None:
         metrics: Numbers (Python's or NumPy's) and short texts (at most 256 characters), in units of your own.
 
     Raises:
-        InvalidTypeError: A value is neither. A tensor: report `tensor.item()`, which waits for the GPU, or every hundredth only.
+        InvalidTypeError: A value is neither. A tensor: give it to a `MetricBuffer`, or report `tensor.item()`, which waits
+            for the GPU.
         InvalidValueError: A text is too long.
 
     Source:
@@ -317,9 +318,14 @@ def report(**metrics: float | str) -> None:
     """
     if not NUMBERS.issuperset(map(type, metrics.values())):
         metrics = {name: _checked_metric(name, value) for name, value in metrics.items()}
+    report_of(time(), metrics)
+
+
+def report_of(moment: float, metrics: Mapping[str, float | str]) -> None:
+    """Report what was so at some moment [Unix time, s]; all of it has been checked."""
     note = next(notes_here(), None)
     if note is not None:
-        note.say(note, "metrics", (time(), metrics))
+        note.say(note, "metrics", (moment, metrics))
 
 
 def _checked_metric(name: str, value: Any) -> float | str:
@@ -339,7 +345,7 @@ def _checked_metric(name: str, value: Any) -> float | str:
         return value.item()  # type: ignore[no-any-return]
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
-        step = f"Report {name}.item(), which waits for the GPU if it is there: every hundredth step will do."
+        step = f"Give it to a raypool.MetricBuffer, or report {name}.item(), which waits for the GPU if it is there."
     else:
         step = "Report single numbers or short texts."
     raise InvalidTypeError(f"report({name}=...) got a {type(value).__name__}, which is neither a number nor a text. {step}")

@@ -200,15 +200,17 @@ class _Move:
         return x if all(new is value for new, value in zip(moved, old, strict=True)) else rebuild()
 
     def _tensor(self, x: torch.Tensor) -> torch.Tensor:
-        return self._lying(self._leaving(x).to(self._device, non_blocking=self._non_blocking))
+        return self._pinned_move(x) if self._pinned else x.to(self._device, non_blocking=self._non_blocking)
 
-    def _leaving(self, x: torch.Tensor) -> torch.Tensor:
-        """Return a tensor in pinned memory, if it is to leave the CPU so."""
-        return x.pin_memory() if self._pinned and x.device.type == "cpu" and self._device.type == "cuda" else x
+    def _pinned_move(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a tensor that lies in pinned memory on the CPU, or has come by it."""
+        import torch
 
-    def _lying(self, x: torch.Tensor) -> torch.Tensor:
-        """Return a tensor in pinned memory, if it is to lie there."""
-        return x.pin_memory() if self._pinned and x.device.type == "cpu" else x
+        if self._device.type == "cpu" and x.is_cuda and x.layout == torch.strided:
+            return torch.empty_like(x, device=self._device, pin_memory=True).copy_(x, non_blocking=self._non_blocking)
+        if x.device.type == "cpu":
+            x = x.pin_memory()  # itself if it is there already
+        return x.to(self._device, non_blocking=self._non_blocking)
 
     def _module(self, x: torch.nn.Module) -> torch.nn.Module:
         return x.to(self._device, non_blocking=self._non_blocking)
@@ -220,11 +222,20 @@ class _Move:
 class _Copy(_Move):
     """One call of `copy_to`: makes all that it finds anew."""
 
-    def _rebuilt(self, x: Any, old: Iterable[Any], moved: Iterable[Any], rebuild: Callable[[], Any]) -> Any:  # noqa: ARG002
+    def _rebuilt(self, x: Any, old: Iterable[Any], moved: Iterable[Any], rebuild: Callable[[], Any]) -> Any:
         return rebuild()
 
     def _tensor(self, x: torch.Tensor) -> torch.Tensor:
-        return self._lying(self._leaving(x).to(self._device, non_blocking=self._non_blocking, copy=True))
+        made = super()._tensor(x)
+        return made if made is not x else self._again(x)
+
+    def _again(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a copy of a tensor that is where it is to be."""
+        import torch
+
+        if self._pinned and self._device.type == "cpu":
+            return torch.empty_like(x, pin_memory=True).copy_(x)
+        return x.to(self._device, copy=True)
 
     def _module(self, x: torch.nn.Module) -> torch.nn.Module:
         return super()._module(copy.deepcopy(x))
@@ -238,7 +249,7 @@ class _Copy(_Move):
 def _packed(x: Any, moved: list[Any]) -> Any:
     """Return a `PackedSequence` with other data; its batch sizes stay on the CPU, where torch wants them."""
     data, sorted_indices, unsorted_indices = moved
-    return type(x)(data, x.batch_sizes, sorted_indices, unsorted_indices)
+    return type(x)(data, x.batch_sizes.clone(), sorted_indices, unsorted_indices)
 
 
 def _tuple_like(x: tuple[Any, ...], parts: list[Any]) -> Any:

@@ -35,7 +35,7 @@ LAYERS = [
     ["engine"],
     ["profile_files"],
     ["journal"],
-    ["results", "checkpoint", "options", "shared", "waiting"],
+    ["results", "checkpoint", "options", "shared", "waiting", "metric_buffer"],
     ["profiles"],
     ["profile_checks"],
     ["resources"],
