@@ -10,6 +10,7 @@ import gc
 import itertools
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -28,6 +29,9 @@ import pytest
 from raypool.engine.ray_session import ENVIRONMENT, make_token
 
 os.environ.update(ENVIRONMENT)  # before anything imports Ray, which reads its settings then
+
+# A shell that runs the tests in the background lets them, and what they start, ignore Ctrl-C.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 MARK = "RAYPOOL_TEST_PROCESS"
 """Environment variable by which a test knows what it has started, and what that has started."""
