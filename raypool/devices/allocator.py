@@ -84,7 +84,7 @@ def set_fraction(environ: MutableMapping[str, str], fraction: float) -> None:
         >>> environ
         {'PYTORCH_ALLOC_CONF': 'expandable_segments:True,per_process_memory_fraction:0.25'}
     """
-    name = next((name for name in SETTINGS if name in environ), SETTINGS[0])
+    name = next((name for name in SETTINGS if name in environ), SETTINGS[-1])
     others = [
         setting for setting in environ.get(name, "").split(",") if setting and setting.partition(":")[0].strip() != FRACTION
     ]

@@ -70,6 +70,9 @@ class Inventory(Protocol):
     def find(self, device: str) -> GpuDevice | None:
         """Return the GPU that is named so, by its index or its UUID (of a part of it, too); None if it is not known."""
 
+    def load(self, indices: Sequence[int]) -> list[GpuDevice]:
+        """Return of each of these GPUs only how much of its memory is in use, and how busy it is: this is quick."""
+
     def memory_used(self, indices: Sequence[int]) -> int | None:
         """Return how much memory of these GPUs is in use, by whomever [bytes]; None if that is not known of one of them."""
 
@@ -100,6 +103,29 @@ class Allocator(Protocol):
         """Let this process have no more than this part of its GPU's memory, from 0 to 1, from its first use of it on."""
 
 
+def named(name: str, devices: Sequence[GpuDevice]) -> GpuDevice | None:
+    """Return the GPU that is named so: by its index, its UUID or what no other's begins with, or by an instance of it.
+
+    Source:
+        NVIDIA, CUDA Programming Guide, CUDA_VISIBLE_DEVICES: abbreviated UUIDs; NVIDIA, Multi-Instance GPU User Guide: instances
+        are called MIG-<UUID>, by drivers before R470 MIG-<UUID of the GPU>/<GPU instance>/<compute instance>.
+
+    Example:
+        >>> cards = [GpuDevice(index=0, uuid="GPU-ab1", mig=("MIG-7",)), GpuDevice(index=1, uuid="GPU-ab2", mig=())]
+        >>> [card and card.index for card in (named(name, cards) for name in ("1", "GPU-ab2", "GPU-ab", "MIG-7"))]
+        [1, 1, None, 0]
+    """
+    if name.isdigit():
+        return next((card for card in devices if card.index == int(name)), None)
+    exact = next((card for card in devices if name == card.uuid or name in (card.mig or ())), None)
+    if exact is not None:
+        return exact
+    if name.startswith("MIG-GPU-"):
+        name = name.removeprefix("MIG-").partition("/")[0]
+    alike = [card for card in devices if name.startswith("GPU-") and (card.uuid or "").startswith(name)]
+    return alike[0] if len(alike) == 1 else None
+
+
 def index_of(device: str, known: GpuDevice | None) -> int:
     """Return the index of a GPU that is named by its index or its UUID, given what is known of it.
 
@@ -112,3 +138,19 @@ def index_of(device: str, known: GpuDevice | None) -> int:
     if known is not None:
         return known.index
     return int(device) if device.isdigit() else -1
+
+
+def only_load(card: GpuDevice) -> GpuDevice:
+    """Return of what is known of a GPU only what `Inventory.load` tells."""
+    return GpuDevice(index=card.index, total_bytes=card.total_bytes, used_bytes=card.used_bytes, utilisation=card.utilisation)
+
+
+def memory_of(cards: Sequence[GpuDevice]) -> int | None:
+    """Return how much memory is in use of these GPUs together [bytes]; None if that is not known of one of them.
+
+    Example:
+        >>> memory_of([GpuDevice(index=0, used_bytes=3), GpuDevice(index=1, used_bytes=4)]), memory_of([GpuDevice(index=0)])
+        (7, None)
+    """
+    used = [card.used_bytes for card in cards]
+    return None if None in used else sum(filter(None, used))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from raypool.devices.allocator import fraction_of
-from raypool.devices.gpus import GpuDevice, GpuProcess
+from raypool.devices.gpus import GpuDevice, GpuProcess, memory_of, named, only_load
 
 CONTEXT_BYTES = 400 * 2**20
 """A process that uses a simulated GPU takes so much of it beside what it allocates [bytes]."""
@@ -108,15 +108,16 @@ class SimulatedGpus:
 
     def find(self, device: str) -> GpuDevice | None:
         """Return the card that is named so."""
-        for card in self.devices():
-            if device in (str(card.index), card.uuid, *(card.mig or ())):
-                return card
-        return None
+        return named(device, self.devices())
+
+    def load(self, indices: Sequence[int]) -> list[GpuDevice]:
+        """Return how much of their memory is in use, and how busy they are."""
+        cards = {card.index: card for card in self.devices()}
+        return [only_load(cards.get(index) or GpuDevice(index=index)) for index in indices]
 
     def memory_used(self, indices: Sequence[int]) -> int | None:
         """Return how much memory of these cards is in use."""
-        used = [card.used_bytes for card in self.devices() if card.index in indices]
-        return None if len(used) < len(set(indices)) or None in used else sum(filter(None, used))
+        return memory_of(self.load(indices))
 
     def allocator(self) -> SimulatedAllocator:
         """Return this process's."""
@@ -256,7 +257,7 @@ class SimulatedAllocator:
         if more > card.free_bytes or self._reserved + more > allowed:
             raise torch.OutOfMemoryError(
                 f"CUDA out of memory. Tried to allocate {num_bytes} bytes. GPU 0 has {card.total_bytes} bytes, of which "
-                f" {card.free_bytes} are free; {allowed} are allowed to this process, which has {self._reserved}. "
+                f"{card.free_bytes} are free; {allowed} are allowed to this process, which has {self._reserved}. "
                 "(simulated)"
             )
 

@@ -96,7 +96,7 @@ def test_the_environment_is_read_when_the_card_is_first_used(gpus: SimulatedGpus
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ({}, {"PYTORCH_CUDA_ALLOC_CONF": "per_process_memory_fraction:0.3"}),
+        ({}, {"PYTORCH_ALLOC_CONF": "per_process_memory_fraction:0.3"}),
         (
             {"PYTORCH_CUDA_ALLOC_CONF": "per_process_memory_fraction:0.9, backend:native"},
             {"PYTORCH_CUDA_ALLOC_CONF": " backend:native,per_process_memory_fraction:0.3"},
@@ -122,7 +122,7 @@ def test_torch_can_be_limited_before_it_uses_cuda() -> None:
         "import os\n"
         "from raypool.devices.allocator import TorchAllocator\n"
         "TorchAllocator().limit(0.5)\n"
-        "print(os.environ['PYTORCH_CUDA_ALLOC_CONF'])\n"
+        "print(os.environ['PYTORCH_ALLOC_CONF'])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "per_process_memory_fraction:0.5"
@@ -191,10 +191,13 @@ def test_nothing_is_known_of_broken_cards(gpus: SimulatedGpus) -> None:
     gpus.break_down()
     assert gpus.devices() == [GpuDevice(index=0), GpuDevice(index=1)]
     assert gpus.memory_used([0]) is None
+    assert gpus.load([1]) == [GpuDevice(index=1)]
     tensor = gpus.allocate(GIB)  # they work all the same
     gpus.break_down(is_broken=False)
     assert gpus.memory_used([0, 1]) == tensor.num_bytes + CONTEXT_BYTES
     assert gpus.memory_used([0, 2]) is None
+    busy = GpuDevice(index=1, total_bytes=16 * GIB, used_bytes=GIB + CONTEXT_BYTES, utilisation=0.0)
+    assert gpus.load([1, 7]) == [busy, GpuDevice(index=7)]
 
 
 def test_a_card_of_which_little_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
