@@ -27,6 +27,7 @@ class Crew:
         self.barred: dict[int, None] = {}  # free, but what comes first for them is a gang that can't collect yet
         self.ahead: OrderedDict[int, None] = OrderedDict()  # running one call, could take the next
         self.retiring: dict[int, None] = {}  # end after what they are running
+        self.spent: dict[int, None] = {}  # to be replaced, as soon as they run nothing and nothing is bound to them
         self.parked: dict[int, None] = {}  # without a process, until there is work
         self.gatherings: dict[int, Gathering] = {}  # gangs that collect their workers, by task; no two want one place
         self.lanes: dict[tuple[int, ...] | int, Lane] = {}  # that have places, by key
@@ -82,6 +83,11 @@ class Crew:
         self._dismiss(worker, WorkerState.STOPPED)
         return self._succeed(worker, LossReason.EXIT)
 
+    def renew_spent(self, now: float) -> list[Command]:
+        """Replace the workers that are spent, but for those that still run something, or to which something is bound."""
+        free = [number for number in self.spent if not self.workers[number].attempts and number not in self.lanes]
+        return [command for number in free for command in self.launch(self.renew(self.workers[number]), now)]
+
     def retire(self, worker: Worker, leaving: Leaving | None = None) -> None:
         """Let a worker take nothing more; unless the user wants it, `leaving` says why."""
         place = self.places[worker.place]
@@ -128,6 +134,7 @@ class Crew:
         del self.workers[worker.worker_id]
         self._set_aside(worker)
         self.retiring.pop(worker.worker_id, None)
+        self.spent.pop(worker.worker_id, None)
 
     def _set_aside(self, worker: Worker) -> None:
         for group in (self.idle, self.torn, self.barred, self.ahead, self.parked):
@@ -225,7 +232,8 @@ class Crew:
 
     def _is_for_all(self, worker: Worker) -> bool:
         """Whether nothing could keep a worker from what comes next in the pool's queue."""
-        return worker.worker_id not in self.retiring and not (self.lanes and self.places[worker.place].lanes)
+        may_stay = worker.worker_id not in self.retiring and worker.worker_id not in self.spent
+        return may_stay and not (self.lanes and self.places[worker.place].lanes)
 
     # --- lanes --------------------------------------------------------------------------------------------------------
 

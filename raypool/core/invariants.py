@@ -48,7 +48,7 @@ def _check_groups(scheduler: Scheduler) -> None:
     crew = scheduler.crew
     occupied = {place.worker_id: place.place for place in crew.places.values()}
     assert occupied == {w.worker_id: w.place for w in crew.workers.values()}, "not one live worker in each place"
-    for group in (crew.idle, crew.barred, crew.ahead, _members(scheduler), crew.retiring, crew.parked):
+    for group in (crew.idle, crew.barred, crew.ahead, _members(scheduler), crew.retiring, crew.spent, crew.parked):
         assert group.keys() <= crew.workers.keys(), "a group names a worker that is gone"
     assert crew.streaks.keys() <= crew.places.keys(), "failures are remembered of a place that is gone"
     assert not crew.torn, "a free worker whose lanes may have work was not asked"
@@ -107,6 +107,9 @@ def _check_worker(scheduler: Scheduler, worker: Worker) -> None:
     assert is_parked == (worker.state is WorkerState.PARKED), f"worker {number}: parked, or not"
     assert not is_retiring or worker.attempts, f"worker {number}: stays without an attempt"
     assert not (is_retiring and is_ahead), f"worker {number}: is to take one more, and to go"
+    assert not (is_ahead and number in crew.spent), f"worker {number}: is to take one more, and to be replaced"
+    is_bound = bool(worker.attempts) or number in crew.lanes
+    assert number not in crew.spent or is_bound, f"worker {number}: is spent, and was not replaced"
     assert not (is_ahead and crew.places[worker.place].lanes), f"worker {number}: look-ahead past its lanes"
     assert len(worker.attempts) <= MAX_IN_FLIGHT, f"worker {number}: more than one call of look-ahead"
     assert not is_ahead or len(worker.attempts) == 1, f"worker {number}: look-ahead without a call that runs"

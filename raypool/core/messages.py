@@ -77,11 +77,15 @@ class PlaceLost(NamedTuple):
 
 
 class AttemptFinished(NamedTuple):
-    """A worker has answered; one report for each slice of the attempt, in order."""
+    """A worker has answered; one report for each slice of the attempt, in order.
+
+    `is_spent`: its process has kept what it should not, and is to be replaced before it runs anything else.
+    """
 
     worker_id: int
     attempt_id: int
     reports: tuple[Report, ...]
+    is_spent: bool = False
 
 
 class TimerFired(NamedTuple):
@@ -94,10 +98,11 @@ class TimerFired(NamedTuple):
 
 
 class ResizeRequested(NamedTuple):
-    """New places were claimed for the pool (`add`), or it is to give back so many (`remove`)."""
+    """New places were claimed for the pool (`add`), or it is to give back so many (`remove`), or these (`leave`)."""
 
     add: tuple[int, ...] = ()
     remove: int = 0
+    leave: tuple[int, ...] = ()
 
 
 class ShutdownRequested(NamedTuple):

@@ -79,6 +79,8 @@ class Scheduler:
         self._now = self.ledger.now = now
         self._out.clear()
         self._handlers[type(event)](event)
+        if self.crew.spent:
+            self._out += self.crew.renew_spent(now)
         work = self._dispatcher.give_out(now)
         if self.crew.deserted:
             self._fail_deserted()
@@ -144,7 +146,7 @@ class Scheduler:
     # --- what comes back ----------------------------------------------------------------------------------------------
 
     def _on_attempt_finished(self, event: m.AttemptFinished) -> None:
-        worker_id, attempt_id, reports = event
+        worker_id, attempt_id, reports, is_spent = event
         crew = self.crew
         if worker_id >= crew.next_worker_id or attempt_id >= crew.next_attempt_id:
             self._impossible(event, worker_id=worker_id)
@@ -171,15 +173,17 @@ class Scheduler:
             pace.observe(done, busy_s)
             if wanted is not None and (failed or crew.streaks):
                 self._losses.take_out(worker, self._faults.note_answer(worker, attempt, wanted, done, failed))
-        self._freed(worker, is_spent=is_fresh)
+        if is_spent:
+            crew.spent[worker_id] = None
+        self._freed(worker, is_over=is_fresh)
 
-    def _freed(self, worker: Worker, is_spent: bool) -> None:
-        """Note that a worker has one call less; one that is spent may take no other."""
+    def _freed(self, worker: Worker, is_over: bool) -> None:
+        """Note that a worker has one call less; one that is over may take no other."""
         if worker.attempts:
             self.crew.offer_ahead(worker, next(iter(worker.attempts.values())))
         elif worker.worker_id in self.crew.retiring:
             self._out += self.crew.stop(worker)
-        elif is_spent:
+        elif is_over:
             self._out += self.crew.launch(self.crew.renew(worker), self._now)
         else:
             self.crew.free(worker)
@@ -196,7 +200,7 @@ class Scheduler:
         if worker.attempts:  # it was started for this one
             self._out += self._dispatcher.begin(worker, self._now)
         if not worker.attempts:
-            self._freed(worker, is_spent=False)
+            self._freed(worker, is_over=False)
 
     def _on_timer_fired(self, event: m.TimerFired) -> None:
         worker = self._worker(event)
@@ -292,7 +296,12 @@ class Scheduler:
             return
         for place in event.add:
             self._out += self.crew.open_place(place, self._now)
-        for worker in self.crew.least_needed(event.remove):
+        named = [worker for place in event.leave if (worker := self._worker_in(place)) is not None]
+        self._let_go([worker for worker in named if worker.worker_id not in self.crew.retiring])  # the others go anyway
+        self._let_go(self.crew.least_needed(event.remove))
+
+    def _let_go(self, workers: list[Worker]) -> None:
+        for worker in workers:
             self.crew.retire(worker)
             if not worker.attempts:
                 self._out += self.crew.stop(worker)

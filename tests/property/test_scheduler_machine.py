@@ -86,6 +86,7 @@ class Hand:
     is_ready: bool = False
     is_used: bool = False
     is_spent: bool = False
+    leaks: bool = False  # it is to be replaced before it runs anything else, unless that is the end of something bound to it
     calls: list[int] = field(default_factory=list)
 
 
@@ -240,16 +241,21 @@ class World(RuleBasedStateMachine):
         return [worker_id for worker_id, hand in self.hands.items() if hand.is_launched and not hand.is_ready]
 
     @precondition(lambda self: self.running())
-    @rule(picks=st.lists(PICK, min_size=1, max_size=6), item_s=st.sampled_from([0.001, 0.001, 1.0]))
-    def finish(self, picks: list[int], item_s: float) -> None:
+    @rule(
+        picks=st.lists(PICK, min_size=1, max_size=6),
+        item_s=st.sampled_from([0.001, 0.001, 1.0]),
+        leaks=st.sampled_from([False, False, False, True]),
+    )
+    def finish(self, picks: list[int], item_s: float, leaks: bool) -> None:
         for pick in picks:
             if self.running():
-                self.finish_one(picked(self.running(), pick), item_s)
+                self.finish_one(picked(self.running(), pick), item_s, leaks)
 
-    def finish_one(self, call: m.RunTasks, item_s: float) -> None:
+    def finish_one(self, call: m.RunTasks, item_s: float, leaks: bool = False) -> None:
         is_short = self.jobs[call.slices[0].task_id].spec.fn_id == 0
         counts = [piece.stop - piece.start for piece in call.slices]
-        self.answer(call, tuple(Report(count, busy_s=count * (0.001 if is_short else item_s)) for count in counts))
+        reports = tuple(Report(count, busy_s=count * (0.001 if is_short else item_s)) for count in counts)
+        self.answer(call, reports, leaks)
 
     @precondition(lambda self: self.running())
     @rule(pick=PICK, data=st.data())
@@ -268,8 +274,9 @@ class World(RuleBasedStateMachine):
         """Return the call that each worker is at."""
         return [self.calls[hand.calls[0]] for hand in self.hands.values() if hand.calls]
 
-    def answer(self, call: m.RunTasks, reports: tuple[Report, ...]) -> None:
+    def answer(self, call: m.RunTasks, reports: tuple[Report, ...], leaks: bool = False) -> None:
         self.land(call.attempt_id)
+        self.hands[call.worker_id].leaks |= leaks
         self.hands[call.worker_id].calls.remove(call.attempt_id)
         for piece, report in zip(call.slices, reports, strict=True):
             job = self.jobs[piece.task_id]
@@ -277,7 +284,7 @@ class World(RuleBasedStateMachine):
             if self.counts(call, piece.task_id) and piece.attempt <= job.spec.retries and not job.spec.is_gang:
                 job.lay_to_rest(report.retry, piece.attempt, self.now)
         self.past.append((call.worker_id, call.attempt_id, reports))
-        self.tell(m.AttemptFinished(call.worker_id, call.attempt_id, reports), answered=call)
+        self.tell(m.AttemptFinished(call.worker_id, call.attempt_id, reports, leaks), answered=call)
 
     @precondition(lambda self: self.past)
     @rule(pick=PICK)
@@ -449,6 +456,8 @@ class World(RuleBasedStateMachine):
         hand = self.hands[call.worker_id]
         assert hand.is_ready
         assert not hand.is_spent
+        bound = [job for job in self.jobs.values() if job.worker_id == call.worker_id and job.end is None]
+        assert not hand.leaks or bound, "a worker that should have been replaced has got something more"
         assert hand.place not in self.leaving, "a place that is about to go has got something more"
         is_fresh = any(self.jobs[piece.task_id].spec.is_fresh for piece in call.slices)
         assert not (is_fresh and hand.is_used)

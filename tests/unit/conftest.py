@@ -46,13 +46,13 @@ class Pool:
         """Give up a task."""
         return self.tell(m.CancelRequested(task_id))
 
-    def finish(self, attempt_id: int, *reports: Report, busy_s: float = 1.0) -> list[m.Command]:
+    def finish(self, attempt_id: int, *reports: Report, busy_s: float = 1.0, is_spent: bool = False) -> list[m.Command]:
         """Let a worker answer; without reports, all items of the call are done and took `busy_s` each."""
         call = self.calls[attempt_id]
         if not reports:
             counts = [piece.stop - piece.start for piece in call.slices]
             reports = tuple(Report(count, busy_s=count * busy_s) for count in counts)
-        return self.tell(m.AttemptFinished(call.worker_id, attempt_id, reports))
+        return self.tell(m.AttemptFinished(call.worker_id, attempt_id, reports, is_spent))
 
     def ready(self, worker_id: int) -> list[m.Command]:
         """Let a worker come up."""

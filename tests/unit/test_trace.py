@@ -22,7 +22,7 @@ from raypool.testing import replay
         m.WorkerLost(1, LossReason.STOPPED),
         m.PlaceLeaving(2, 12.5),
         m.PlaceLost(2, LossReason.NODE),
-        m.AttemptFinished(1, 7, (Report(2, 1, (5,), 0.5), Report(0))),
+        m.AttemptFinished(1, 7, (Report(2, 1, (5,), 0.5), Report(0)), is_spent=True),
         m.TimerFired("timeout", 1, 7),
         m.ResizeRequested((1, 2), 3),
         m.ShutdownRequested(cancel_queued=True),
