@@ -5,13 +5,17 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from raypool.devices.cores import usable_cores
 from raypool.engine import claims as claiming
-from raypool.engine.choosing import Choice
-from raypool.engine.claims import Claim, Demand, Need, Wanted
-from raypool.errors import PoolClosedError, ResourceError
+from raypool.engine import shortages
+from raypool.engine.choosing import Choice, Spot, spots
+from raypool.engine.claims import Claim, Wanted
+from raypool.engine.demands import Demand, Need, demand_of
+from raypool.engine.gathering import claim_number
+from raypool.engine.survey import Survey
+from raypool.errors import PoolClosedError, RaypoolError, ResourceError
 from raypool.profiles import Profile
 from raypool.resources import WorkerResources
 
@@ -29,10 +33,11 @@ class Seating:
 
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
-        self._chosen = tuple(profile.gpus) if isinstance(profile.gpus, tuple) else None
-        self._demands = {kind: claiming.demand_of(kind, profile.gpus is not None) for kind in profile.kinds}
+        self._demands = {kind: demand_of(kind, profile.gpus is not None, profile.workers_per_gpu) for kind in profile.kinds}
+        self._survey = Survey(profile.inventory, profile.min_free_memory_bytes)
         self._claims: dict[int, Claim] = {}  # by place
         self._entries: dict[int, int] = {}  # by place; which of the profile's list of resources it is for
+        self._leaving: set[int] = set()  # places that are to be left, since too many stand on a claim
         self._next_place = 0
         self._released: list[Claim] = []  # which Ray may not have taken back yet
         self._seating = threading.Lock()
@@ -64,18 +69,23 @@ class Seating:
             else:
                 (kind,) = self._profile.kinds
                 found, seats = self._claim_more({kind: (least, most)}, wanted), itertools.repeat((kind, -1), most)
-            if self._closed.is_set():
+            try:
+                if self._closed.is_set():
+                    raise PoolClosedError("The pool was shut down while it was to grow.")
+                self._survey.check_sharing(_unused(found))
+            except RaypoolError:
                 claiming.release_all(_unused(found))
-                raise PoolClosedError("The pool was shut down while it was to grow.")
+                raise
             return self._seated(found, seats)
 
     def _claim_all(self, kind: WorkerResources, wanted: Wanted) -> Found:
         demand = self._demands[kind]
-        if self._chosen is not None:
-            return {kind: self._choice(kind, self._chosen).claim(wanted)}
+        if self._profile.gpus is not None:
+            meant = spots(self._profile.gpus)
+            return {kind: Choice(demand, meant, self._survey).claim(None, len(meant), wanted)}
         is_elsewhere = self._profile.address is not None
         most = NO_LIMIT if demand.kind == "GPU" or is_elsewhere else usable_cores()
-        return {kind: claiming.claim_number([Need(demand, 1, most)], wanted)[0]}
+        return {kind: claim_number([Need(demand, 1, most)], wanted, self._survey)[0]}
 
     def _next_entries(self, least: int | None, most: int | None) -> list[int]:
         """Return which of the listed resources the next workers are for: the first ones that no worker has."""
@@ -95,42 +105,36 @@ class Seating:
         """Return what the pool holds and what it needs besides for so many (least, most) more workers of each kind."""
         found: Found = {}
         needs: dict[WorkerResources, Need] = {}
-        chosen: dict[WorkerResources, list[int]] = {}
+        wishes: dict[WorkerResources, Need] = {}  # for GPUs that were chosen
+        chosen: dict[WorkerResources, list[Spot]] = {}
         for kind, (least, most) in numbers.items():
             demand = self._demands[kind]
-            share = demand.workers_per_claim
+            share = demand.first_workers
             held = found[kind] = self._held(demand)
-            spare = sum(share - claim.num_workers for claim in held)
+            spare = sum(_spare(claim) for claim in held)
             need = Need(
                 demand, max(0, -(-(least - spare) // share)), max(0, most - spare), len(held), len(self._profile.listed) > 0
             )
-            if self._chosen is not None and demand.kind == "GPU":
-                chosen[kind] = self._chosen_gpus(need, held, least)
+            if self._profile.gpus is not None and demand.kind == "GPU":
+                chosen[kind], wishes[kind] = self._chosen_spots(need, held, least), need
             else:
                 needs[kind] = need
-        for kind, claims in zip(needs, claiming.claim_number(list(needs.values()), wanted), strict=True):
+        for kind, claims in zip(needs, claim_number(list(needs.values()), wanted, self._survey), strict=True):
             found[kind] += claims
-        for kind, gpus in chosen.items():
-            found[kind] += self._choice(kind, gpus).claim(wanted, besides=_unused(found))
+        for kind, meant in chosen.items():
+            choice, need = Choice(self._demands[kind], meant, self._survey), wishes[kind]
+            found[kind] += choice.claim(need.least, need.most, wanted, besides=_unused(found))
         return found
 
-    def _choice(self, kind: WorkerResources, gpus: Sequence[int]) -> Choice:
-        return Choice(self._demands[kind], gpus, self._profile.inventory)
-
-    def _chosen_gpus(self, need: Need, held: list[Claim], least: int) -> list[int]:
-        """Return which of the GPUs that the user has chosen come next."""
-        gpus, share = self._chosen or (), need.demand.workers_per_claim
-        others = [gpu for gpu in gpus if gpu not in {claim.gpu for claim in held}]
+    def _chosen_spots(self, need: Need, held: list[Claim], least: int) -> list[Spot]:
+        """Return which of the GPUs that the user has chosen the pool does not hold; those of lost machines may come back."""
+        gpus, share = self._profile.gpus or (), need.demand.first_workers
+        ours = {(claim.node_id, claim.gpu) for claim in held}
+        others = [spot for spot in spots(gpus, skip_missing=not need.least) if spot not in ours]
         if need.least > len(others):
-            there = sum(share - claim.num_workers for claim in held) + len(others) * share
-            raise ResourceError(
-                f"GPU: requested {least} workers, available {there}: the pool may use GPU {', '.join(map(str, gpus))} only. "
-                "Name more GPUs in gpus=[...], or ask for fewer workers.",
-                requested=least,
-                available=there,
-                holders=(),
-            )
-        return others[: need.most]
+            there = sum(_spare(claim) for claim in held) + len(others) * share
+            raise shortages.no_more_chosen(gpus, least, there)
+        return others
 
     def _held(self, demand: Demand) -> list[Claim]:
         return list({id(claim): claim for claim in list(self._claims.values()) if claim.demand is demand}.values())
@@ -140,20 +144,55 @@ class Seating:
         places: dict[int, Claim] = {}
         with self._seating:
             for kind, entry in seats:
-                share = self._demands[kind].workers_per_claim
-                free = [claim for claim in found[kind] if claim.num_workers < share and not claim.is_released]
+                free = [claim for claim in found[kind] if _spare(claim) and not claim.is_released]
                 if not free:
                     if entry >= 0:
                         continue  # there may be room for the next, which is of another kind
                     break
                 claim = min(free, key=lambda claim: claim.num_workers)
-                claim.num_workers += 1
-                places[self._next_place] = self._claims[self._next_place] = claim
+                place = self._next_place
+                places[place] = self._seat(claim)
                 if entry >= 0:
-                    self._entries[self._next_place] = entry
-                self._next_place += 1
+                    self._entries[place] = entry
         claiming.release_all(_unused(found))
         return places
+
+    def _seat(self, claim: Claim) -> Claim:
+        """Give out the next place, on this claim."""
+        claim.num_workers += 1
+        self._claims[self._next_place] = claim
+        self._next_place += 1
+        return claim
+
+    # --- several to a GPU ---------------------------------------------------------------------------------------------
+
+    def widen(self, claim: Claim, room: int) -> dict[int, Claim]:
+        """Let so many workers stand on a claim; return the new places."""
+        with self._seating:
+            if claim.is_released or self._closed.is_set():
+                return {}
+            first = self._next_place
+            for _ in range(room - claim.num_workers):
+                self._seat(claim)
+            claim.room = len(self._staying(claim))
+            return dict.fromkeys(range(first, self._next_place), claim)
+
+    def narrow(self, claim: Claim, room: int) -> tuple[int, ...]:
+        """Let no more than so many workers stand on a claim; return the places that have to be left, the newest ones."""
+        with self._seating:
+            claim.room = room
+            leaving = tuple(self._staying(claim)[room:])
+            self._leaving.update(leaving)
+            return leaving
+
+    def _staying(self, claim: Claim) -> list[int]:
+        """Return the places on a claim that nobody was told to leave, in order."""
+        return [place for place, other in self._claims.items() if other is claim and place not in self._leaving]
+
+    @property
+    def num_claims(self) -> int:
+        """How many claims the pool has."""
+        return len({id(claim) for claim in list(self._claims.values())})
 
     # --- fewer of them ------------------------------------------------------------------------------------------------
 
@@ -162,6 +201,7 @@ class Seating:
         with self._seating:
             claim = self._claims.pop(place)
             self._entries.pop(place, None)
+            self._leaving.discard(place)
             claim.num_workers -= 1
             claim.is_released = claim.num_workers == 0
         return claim if claim.is_released else None
@@ -184,6 +224,11 @@ class Seating:
             if left is not None:
                 self.give_back(left)
         claiming.wait_released(self._released, timeout_s)
+
+
+def _spare(claim: Claim) -> int:
+    """Return for how many more workers there is room on a claim."""
+    return max(claim.room - claim.num_workers, 0)
 
 
 def _unused(found: Found) -> list[Claim]:

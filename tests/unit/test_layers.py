@@ -38,7 +38,7 @@ LAYERS = [
     ["results", "checkpoint", "options", "shared", "waiting", "metric_buffer"],
     ["profiles"],
     ["profile_checks"],
-    ["resources"],
+    ["resources", "labels"],
     ["feed", "futures", "task", "queues", "queue_away", "queue_home", "store", "engine.exchange", "folders"],
     ["core"],
     ["devices"],
@@ -57,6 +57,9 @@ RAY_MAY_STAND_IN = {
     "engine.ray_values",
     "engine.choosing",
     "engine.claims",
+    "engine.demands",
+    "engine.shortages",
+    "engine.survey",
     "engine.packing",
     "engine.worker",
 }

@@ -63,7 +63,9 @@ def test_a_profile_of_another_kind_is_refused() -> None:
         parpool(profile=3)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("gpus", "share"), [(None, 1), (0, 1), (1, 1), (2, 1), (0.5, 2), (0.3, 3), (0.25, 4), (1 / 3, 3)])
+@pytest.mark.parametrize(
+    ("gpus", "share"), [(None, 1), (0, 1), (1, 1), (2, 1), (0.5, 2), (0.33, 3), (0.25, 4), (1 / 3, 3), (0.167, 6), (1 / 7, 7)]
+)
 def test_workers_per_gpu(gpus: float | None, share: int) -> None:
     assert WorkerResources(gpus=gpus).workers_per_gpu == share
 

@@ -1,0 +1,264 @@
+"""What is said when a cluster has less than was asked for: how much there is, who holds the rest, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import ray
+from ray.util import placement_group_table
+
+from raypool.core.sharing import CONTEXT_BYTES
+from raypool.devices.gpus import GpuDevice
+from raypool.engine.demands import ACCELERATOR, Demand, Need, Node, living_nodes, name_of, names_of
+from raypool.errors import ResourceError
+from raypool.labels import has_labels
+
+OURS = ("PoolWorker", "NodeAgent")
+"""Actors of pools, which hold nothing beside their pools' placement groups."""
+
+Crowd = Mapping[tuple[str, int], GpuDevice]
+"""GPUs of which too little memory is free, by machine and index."""
+
+GIB = 2**30
+
+
+def holders() -> tuple[str, ...]:
+    """Return who holds GPUs or cores in placement groups, and which other actors are alive, as far as Ray tells."""
+    found = []
+    for group in placement_group_table().values():
+        if group["state"] == "CREATED":
+            amounts: dict[str, float] = {}
+            for bundle in group["bundles"].values():
+                for name in ("GPU", "CPU"):
+                    amounts[name] = amounts.get(name, 0) + bundle.get(name, 0)
+            held = " and ".join(f"{amount:g} {name}" for name, amount in amounts.items() if amount)
+            found.append(f"{group['name'].partition('#')[0] or 'a placement group'} ({held})")
+    merged = [f"{count} x {name}" if (count := found.count(name)) > 1 else name for name in dict.fromkeys(found)]
+    return (*merged, *_other_actors())
+
+
+def _other_actors() -> list[str]:
+    from ray._private import state  # the public state API needs the dashboard
+
+    return [
+        f"perhaps actor {actor['Name'] or actor['ActorClassName']} (process {actor['Pid']})"
+        for actor in state.actors().values()
+        if actor["State"] == "ALIVE" and actor["ActorClassName"] not in OURS
+    ]
+
+
+def held_by(names: tuple[str, ...]) -> str:
+    """Say who holds what is missing."""
+    names = names or holders()
+    return f"Held by: {'; '.join(names)}." if names else "Nobody holds any."
+
+
+# --- too little for any number ------------------------------------------------------------------------------------------
+
+
+def check_sum(needs: Sequence[Need]) -> None:
+    """Make sure that a cluster that is empty has enough for all kinds together.
+
+    Raises:
+        ResourceError: It has not.
+    """
+    for name in ("GPU", "CPU"):
+        amounts = [need.least * need.demand.bundle.get(name, 0) for need in needs]
+        requested, capacity = sum(amounts), ray.cluster_resources().get(name, 0)
+        if requested > capacity and len(needs) > 1:
+            parts = " + ".join(f"{amount:g}" for amount in amounts if amount)
+            raise ResourceError(
+                f"{name}: requested {requested:g} ({parts}) for {sum(need.least for need in needs)} workers, "
+                f"available {capacity:g}. Ask for fewer workers in resources=[...], or for less for each.",
+                requested=requested,
+                available=capacity,
+                holders=(),
+            )
+
+
+def too_few(need: Need, there: int, crowd: Crowd, min_free_bytes: int | None) -> ResourceError:
+    """Return the error for a need of which only some claims can be had, `crowd` being left out."""
+    demand, least = need.demand, need.least
+    nodes = living_nodes()
+    missing = lacking(demand, nodes)
+    if missing is not None:
+        return ResourceError(missing, requested=least, available=0, holders=())
+    able = [node for node in nodes if demand.allows(node)]
+    requested, available = least * demand.each, there * demand.each
+    capacity = sum(node["Resources"].get(demand.kind, 0) for node in able)
+    names = () if crowd and there * demand.each + len(crowd) >= capacity else holders()
+    why = [said_of(crowd, min_free_bytes)] if crowd else []
+    why += [held_by(names)] if names or not crowd else []
+    where = "the cluster has" if len(able) == len(nodes) else "the nodes that are asked for have"
+    return ResourceError(
+        f"{demand.kind}: requested {requested:g}, available {available:g} ({where} {capacity:g}). "
+        f"{' '.join(why)} {_next_step(need, there, capacity)}",
+        requested=requested,
+        available=available,
+        holders=names,
+    )
+
+
+def _next_step(need: Need, there: int, capacity: float) -> str:
+    if not capacity:
+        return "Give workers less (resources=WorkerResources(...)), or connect to a cluster that has some."
+    if not there:
+        return "Wait for them to end, or end them."
+    if need.is_listed:
+        return f"Name at most {there} such workers in resources=[...]."
+    return f"Ask for at most {there}, or for a range: parpool((1, {need.least}))."
+
+
+def lacking(demand: Demand, nodes: Sequence[Node]) -> str | None:
+    """Say what of a claim none of these nodes has, whoever may hold it; None if there is nothing of the kind."""
+    marked = [node for node in nodes if has_labels(node["Labels"], demand.labels)]
+    if not marked:
+        return f"{_unlabelled(demand.labels, nodes)} Change labels= in resources, or connect to a cluster that has such nodes."
+    for name in demand.bundle:
+        if name.startswith(ACCELERATOR) and not any(name in node["Resources"] for node in marked):
+            there = sorted({other for node in marked for other in node["Resources"] if other.startswith(ACCELERATOR)})
+            kinds = ", ".join(other.removeprefix(ACCELERATOR) for other in there) or "none of any type"
+            return (
+                f"No node has an accelerator of type {name.removeprefix(ACCELERATOR)}; there are: {kinds}. "
+                "Change accelerator_type= in resources (Ray's names count), or connect to a cluster that has it."
+            )
+    able = [node for node in marked if demand.allows(node)]
+    largest = {name: max((node["Resources"].get(name, 0) for node in able), default=0) for name in demand.bundle}
+    words = [
+        f"{name}: requested {amount:g}, the largest has {largest[name]:g}"
+        for name, amount in demand.bundle.items()
+        if largest[name] < amount and name != demand.kind
+    ]
+    if not words:
+        return None
+    return (
+        f"No node of the cluster is large enough for a worker: {'; '.join(words)}. "
+        "Give workers less (resources=WorkerResources(...)), or connect to a cluster that has such nodes."
+    )
+
+
+def _unlabelled(labels: Mapping[str, str], nodes: Sequence[Node]) -> str:
+    for name, value in labels.items():
+        if not any(has_labels(node["Labels"], {name: value}) for node in nodes):
+            there = sorted({str(node["Labels"][name]) for node in nodes if name in node["Labels"]})
+            kinds = f"there are {', '.join(f'{name}={other}' for other in there)}" if there else f"none has a label {name}"
+            return f"No node has the label {name}={value}; {kinds}."
+    return f"No node has all of the labels {', '.join(f'{name}={value}' for name, value in labels.items())}."
+
+
+# --- GPUs that somebody else fills --------------------------------------------------------------------------------------
+
+
+def said_of(crowd: Crowd, min_free_bytes: int | None) -> str:
+    """Say which GPUs are left out, and why; nothing if there are none."""
+    if not crowd:
+        return ""
+    cards = ", ".join(
+        f"GPU {index} of {machine} ({(card.free_bytes or 0) / GIB:.1f} of {(card.total_bytes or 0) / GIB:.1f} GiB free)"
+        for (machine, index), card in sorted(crowd.items())
+    )
+    return f"Left out, as min_free_memory_bytes asks for {(min_free_bytes or 0) / GIB:.1f} GiB: {cards}."
+
+
+def all_crowded(requested: int, available: int, crowd: str) -> ResourceError:
+    """Return the error for chosen GPUs of which too few have enough memory; `crowd`: what is said of the others."""
+    return ResourceError(
+        f"GPU: requested {requested}, available {available}. {crowd} "
+        "Choose other GPUs, ask for less memory, or end who uses it (nvidia-smi names them).",
+        requested=requested,
+        available=available,
+        holders=(),
+    )
+
+
+def too_narrow(share: int, machine: str, index: int, total_bytes: int) -> ResourceError:
+    """Return the error for more workers on a GPU than it can hold, whatever they do.
+
+    Source:
+        PyTorch forum, "High GPU memory overhead" and "What is the reason for PyTorch's GPU memory floor?": 0.7 to 0.8 GB for a
+        process that has allocated nothing.
+    """
+    most = max(1, total_bytes // CONTEXT_BYTES)
+    return ResourceError(
+        f"{share} workers cannot share GPU {index} of {machine}: {total_bytes / GIB:.1f} GiB / {share} = "
+        f"{total_bytes / share / GIB:.2f} GiB for each, and what CUDA needs for a process alone is about "
+        f"{CONTEXT_BYTES / GIB:.1f} GiB. Ask for fewer (workers_per_gpu, or a larger part in resources): "
+        f"{most} at most, if they need nothing else.",
+        requested=share,
+        available=most,
+        holders=(),
+    )
+
+
+# --- certain GPUs -------------------------------------------------------------------------------------------------------
+
+
+def in_use(missing: Sequence[str], free: Sequence[str], requested: int, available: int, crowd: str) -> ResourceError:
+    """Return the error for chosen GPUs that somebody holds; `crowd`: what is said of those that are full."""
+    names = holders()
+    return ResourceError(
+        f"GPU {', '.join(missing)} is in use: requested {requested}, available {available} "
+        f"(free: {', '.join(free) or 'none'}). {crowd}{' ' if crowd else ''}{held_by(names)}",
+        requested=requested,
+        available=available,
+        holders=names,
+    )
+
+
+def no_such_gpus(missing: Sequence[int], known: Sequence[int], total: int, machine: str | None) -> ResourceError:
+    """Return the error for chosen GPUs that are not there; `machine`: which other than this one they are looked for on."""
+    where = "here: this machine" if machine is None else f"on {machine}, which"
+    numbered = f", numbered {', '.join(map(str, known))}" if known and list(known) != list(range(total)) else ""
+    elsewhere = _elsewhere() if machine is None and total == 0 else ""
+    return ResourceError(
+        f"GPU {', '.join(map(str, missing))} does not exist {where} has {total}{numbered}. "
+        f"{elsewhere or 'GPUs are numbered from 0, as nvidia-smi shows them.'}",
+        requested=len(missing),
+        available=total,
+        holders=(),
+    )
+
+
+def _elsewhere() -> str:
+    names = [name_of(node) for node in living_nodes() if node["Resources"].get("GPU", 0) >= 1]
+    return f"Others have some: say which, as in gpus={{{names[0]!r}: [0]}}." if names else ""
+
+
+def no_more_chosen(gpus: Sequence[int] | Mapping[str, Sequence[int]], requested: int, available: int) -> ResourceError:
+    """Return the error for more workers than the GPUs that were chosen have room for."""
+    chosen = (
+        "; ".join(f"{', '.join(map(str, indices))} of {machine}" for machine, indices in gpus.items())
+        if isinstance(gpus, Mapping)
+        else ", ".join(map(str, gpus))
+    )
+    return ResourceError(
+        f"GPU: requested {requested} workers, available {available}: the pool may use GPU {chosen} only. "
+        "Name more GPUs in gpus=[...], or ask for fewer workers.",
+        requested=requested,
+        available=available,
+        holders=(),
+    )
+
+
+def no_such_machine(machine: str, indices: Sequence[int], nodes: Sequence[Node]) -> ResourceError:
+    """Return the error for the name of a machine that no node has, or more than one."""
+    there = ", ".join(f"{name_of(node)} ({node['NodeManagerAddress']})" for node in nodes)
+    same = [node for node in nodes if machine in names_of(node)]
+    fact = f"{len(same)} nodes of the cluster are" if same else "No node of the cluster is"
+    step = f"Use their ids: {', '.join(str(node['NodeID']) for node in same)}." if same else f"There are: {there}."
+    return ResourceError(
+        f"{fact} called {machine!r}, of which gpus= names GPU {', '.join(map(str, indices))}. {step}",
+        requested=len(indices),
+        available=0,
+        holders=(),
+    )
+
+
+def same_machine(first: str, second: str, requested: int) -> ResourceError:
+    """Return the error for two names of one machine."""
+    return ResourceError(
+        f"{first!r} and {second!r} in gpus= are the same machine. Name each machine once, with all GPUs that are meant.",
+        requested=requested,
+        available=0,
+        holders=(),
+    )
