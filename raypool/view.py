@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from raypool.engine.backend import WorkerInfo
 from raypool.engine.calls import Where, submit_call
 from raypool.engine.engine import Engine, function_name, serial_engine
+from raypool.engine.overview import device_table, running
 from raypool.errors import InvalidTypeError, InvalidValueError, ResourceError
 from raypool.futures import Future, gather
 from raypool.options import Options, check_callable
@@ -21,6 +22,8 @@ from raypool.task import current_task, in_task
 from raypool.training import TrainingVerbs
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from raypool.spmd.composite import Composite
 
 T = TypeVar("T")
@@ -120,6 +123,31 @@ class PoolView(LoopVerbs, TrainingVerbs, concurrent.futures.Executor):
         if number not in numbers:
             raise InvalidValueError(f"There is no worker {number}. There are: {', '.join(map(str, numbers))}.")
         return Where(None, (number,), is_fresh) if is_fresh else Where(number)
+
+    def device_table(self) -> pd.DataFrame:
+        """Return the GPUs of the machines that the workers are on, as they are now, whoever uses them: a row for each.
+
+        No CUDA context is made: the agents of the nodes ask the GPUs' driver. What that does not say is NA; and of a node that
+        does not answer within 3 s all that changes is (memory, utilisation, temperature, processes). With "threads" and
+        "inline", and in a task, it is the table of this machine.
+
+        Returns:
+            A table with the columns `host`, `index`, `name`, `uuid`, `total_bytes`, `used_bytes`, `free_bytes`, `utilisation`
+            (from 0 to 1), `temperature_c` [degrees Celsius], `processes` (how many use it), `workers` (the numbers of this
+            pool's workers on it, or of this part's) and `running` (what each of these runs, None for one that is idle). It is
+            empty where there is no GPU.
+
+        Example:
+            >>> from raypool import parpool
+            >>> with parpool(2, profile="threads", quiet=True) as pool:
+            ...     list(pool.device_table().columns)[:3]
+            ['host', 'index', 'name']
+        """
+        if in_task():
+            engine = serial_engine()
+            return device_table(engine.backend.devices(), {}, [0])
+        self._check_open()
+        return device_table(self._engine.backend.devices(), running(self._engine.driver), self._numbers())
 
     # --- one at a time ------------------------------------------------------------------------------------------------
 

@@ -18,12 +18,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raypool.core.messages import Signal
 from raypool.devices.gpus import Inventory
+from raypool.engine.backend import NodeDevices, WorkerInfo
 from raypool.engine.exchange import POOL_ENDED
 from raypool.engine.hub import Hub
 from raypool.engine.node_agent import OFFERED, NodeAgent
 from raypool.engine.nodes import LOOK_S
 from raypool.engine.packing import snapshot
-from raypool.engine.ray_calls import ask, when_done
+from raypool.engine.ray_calls import answered, ask, when_done
 from raypool.engine.telemetry import Usage
 from raypool.engine.worker import Introduction
 from raypool.errors import PoolClosedError
@@ -93,6 +94,7 @@ class Agents:
         self._agents: dict[str, Any] = {}  # by node
         self._by_worker: dict[int, tuple[Any, Any]] = {}  # the agent of its node, and the reference of its answer to `watch`
         self._workers: dict[int, tuple[Introduction, Any, MemoryLimit | None]] = {}  # with their actors
+        self._introductions: dict[int, Introduction] = {}  # the last one of each place
         self._making = threading.Lock()
         self._is_closed = False
         self._pid = os.getpid()  # a forked child has neither Ray's threads nor the one below
@@ -120,6 +122,7 @@ class Agents:
     def attach(self, worker_id: int, introduction: Introduction, actor: Any, memory: MemoryLimit | None = None) -> None:
         """Let a worker be watched over, and know the agent of its node and the one where the pool's exchange is."""
         self._workers[worker_id] = introduction, actor, memory
+        self._introductions[introduction.info.index] = introduction
         agent = self._agent_on(introduction.node_id)
         watched = agent.watch.remote(worker_id, introduction.process, introduction.info.gpus, actor)
         self._by_worker[worker_id] = agent, watched
@@ -150,6 +153,20 @@ class Agents:
             return
         ref = agent.usage.remote(worker[0].info.gpu, since, until)
         self.within(ANSWER_S, ref, lambda answer: take(answer if isinstance(answer, Usage) else None))
+
+    def devices(self) -> list[NodeDevices]:
+        """Return the GPUs of the nodes that there are workers on, or were; None where a node does not answer in time."""
+        workers: dict[str, list[WorkerInfo]] = {}
+        for introduction in list(self._introductions.values()):
+            workers.setdefault(introduction.node_id, []).append(introduction.info)
+        agents = {node_id: agent for node_id in workers if (agent := self._agents.get(node_id)) is not None}
+        if not ray.is_initialized():
+            agents = {}
+        asked = {node_id: agent.devices.remote() for node_id, agent in agents.items()}
+        if asked:
+            ray.wait(list(asked.values()), num_returns=len(asked), timeout=ANSWER_S)
+        found = {node_id: answered(ref) for node_id, ref in asked.items()}
+        return [NodeDevices(infos[0].host, found.get(node_id), infos) for node_id, infos in workers.items()]
 
     def _agent_on(self, node_id: str) -> Any:
         with self._making:

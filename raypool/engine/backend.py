@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 from raypool.core.messages import Event, Signal
+from raypool.devices.gpus import GpuDevice
 from raypool.futures import Values
 from raypool.task import Way
 
@@ -66,6 +67,14 @@ class Refusal(str):
     """Why a worker did not start and will not, however often that is tried: what the user's `setup` has raised."""
 
     __slots__ = ()
+
+
+class NodeDevices(NamedTuple):
+    """The GPUs of a machine at the moment of asking (None: it does not answer), and the pool's workers there."""
+
+    host: str
+    cards: Sequence[GpuDevice] | None
+    workers: Sequence[WorkerInfo]
 
 
 class Function:
@@ -201,6 +210,9 @@ class Backend(Protocol):
         With `Signal.CANCEL` they end at once, or are not begun. What has not ended after `cancel_grace_s` is killed with its
         worker: then `WorkerLost` is posted, with `LossReason.STOPPED`, when nothing of the worker is left.
         """
+
+    def devices(self) -> list[NodeDevices]:
+        """Return the GPUs of the machines that there are workers on, within seconds; from any thread."""
 
     def find_way(self) -> Way:
         """Return the way to the exchange that the processes of the pool share; from any thread."""

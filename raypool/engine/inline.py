@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from raypool.core.messages import AttemptFinished, CancelRequested, Signal, WorkerLost, WorkerReady
-from raypool.engine.backend import Failure, Function, LocalValues, Part, Post, Refusal, SliceResult, WorkerInfo
+from raypool.engine.backend import Failure, Function, LocalValues, NodeDevices, Part, Post, Refusal, SliceResult, WorkerInfo
 from raypool.engine.diary import listening
 from raypool.engine.guard import ThreadGuard
 from raypool.engine.mirrors import ItemFolders, home_here, temporary_here
@@ -77,6 +77,10 @@ class InlineBackend:
     def find_way(self) -> Way:
         """Return the way to the exchange: that of the pool in whose task this was made, or one of its own."""
         return self._find_way()
+
+    def devices(self) -> list[NodeDevices]:
+        """Return the GPUs of this machine; which of them a worker uses is up to the functions that it runs."""
+        return [NodeDevices(platform.node(), self._profile.inventory.devices(), list(self._workers.values()))]
 
     def _way_of_own(self) -> Way:
         from raypool.engine.exchange import LocalExchange  # which imports asyncio, for the few who need it

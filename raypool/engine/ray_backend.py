@@ -19,7 +19,7 @@ from raypool.core.messages import AttemptFinished, Signal, WorkerLost, WorkerRea
 from raypool.engine import packing
 from raypool.engine.agents import Agents, Chore, MemoryLimit
 from raypool.engine.answers import unpack_results
-from raypool.engine.backend import Function, Part, Post, WorkerInfo
+from raypool.engine.backend import Function, NodeDevices, Part, Post, WorkerInfo
 from raypool.engine.claims import Claim, locate
 from raypool.engine.hub import Hub
 from raypool.engine.nodes import Nodes, NodeWatch
@@ -103,6 +103,10 @@ class RayBackend:
     def find_way(self) -> Way:
         """Return the way to the pool's exchange."""
         return self._agents
+
+    def devices(self) -> list[NodeDevices]:
+        """Ask the agents of the pool's nodes."""
+        return self._agents.devices()
 
     # --- places -------------------------------------------------------------------------------------------------------
 

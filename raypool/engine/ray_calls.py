@@ -25,6 +25,14 @@ def when_done(ref: Any, callback: Callable[[Any], None]) -> None:
     ref._on_completed(lambda answer, _ref=ref: callback(answer))
 
 
+def answered(ref: Any) -> Any:
+    """Return what a call has returned; None if it has not, or something is wrong."""
+    try:
+        return ray.get(ref, timeout=0)
+    except rx.RayError:
+        return None
+
+
 def ask(agent: Any, method: str, *args: Any) -> Any:
     """Call a method of the exchange in an agent, and wait for its answer; see `answer_to`."""
     return answer_to(agent.exchange.remote(method, *args))

@@ -89,9 +89,9 @@ class Telemetry:
             await asyncio.sleep(self._look_s)
 
     def _read(self, gpus: Sequence[int]) -> list[tuple[int, Reading]]:
-        found = [(gpu, self._inventory.find(str(gpu))) for gpu in gpus]
+        cards = self._inventory.load(gpus)
         now = time.time()
-        return [(gpu, Reading(now, card.utilisation, card.used_bytes)) for gpu, card in found if card is not None]
+        return [(card.index, Reading(now, card.utilisation, card.used_bytes)) for card in cards]
 
     def note(self, gpu: int, reading: Reading) -> None:
         """Take note of what a GPU was like."""

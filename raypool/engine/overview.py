@@ -1,0 +1,108 @@
+"""The GPUs of a pool's machines as they are now, who of the pool is on each of them, and what runs there."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from raypool.core.model import Attempt, WorkerState
+from raypool.devices.gpus import GpuDevice
+from raypool.engine.backend import NodeDevices, WorkerInfo
+from raypool.engine.driver import Driver
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+COLUMNS = {
+    "host": "object",
+    "index": "Int64",
+    "name": "object",
+    "uuid": "object",
+    "total_bytes": "Int64",
+    "used_bytes": "Int64",
+    "free_bytes": "Int64",
+    "utilisation": "Float64",
+    "temperature_c": "Float64",
+    "processes": "Int64",
+    "workers": "object",
+    "running": "object",
+}
+"""Of `PoolView.device_table`, with their types."""
+
+
+def device_table(nodes: Iterable[NodeDevices], running: dict[int, str], shown: Collection[int]) -> pd.DataFrame:
+    """Return a table with a row for each GPU.
+
+    Args:
+        nodes: The machines; those without any of the workers that are shown are left out.
+        running: What workers run, by number.
+        shown: The numbers of the workers that the table is for.
+    """
+    import pandas as pd
+
+    rows = [
+        _row(node.host, card, [worker for worker in node.workers if worker.index in shown], running)
+        for node in nodes
+        if any(worker.index in shown for worker in node.workers)
+        for card in _cards(node)
+    ]
+    return pd.DataFrame({name: pd.Series([row[name] for row in rows], dtype=dtype) for name, dtype in COLUMNS.items()})
+
+
+def _cards(node: NodeDevices) -> Sequence[GpuDevice]:
+    """Return the GPUs of a machine; of one that does not answer, what its workers have said when they came up."""
+    if node.cards is not None:
+        return node.cards
+    known: dict[int, GpuDevice] = {}
+    for worker in node.workers:
+        uuids: Sequence[str | None] = (
+            worker.gpu_uuids if len(worker.gpu_uuids) == len(worker.gpus) else (None,) * len(worker.gpus)
+        )
+        known |= {
+            gpu: GpuDevice(index=gpu, name=worker.gpu_name, uuid=uuid) for gpu, uuid in zip(worker.gpus, uuids, strict=True)
+        }
+    return [known[gpu] for gpu in sorted(known)]
+
+
+def _row(host: str, card: GpuDevice, workers: Sequence[WorkerInfo], running: dict[int, str]) -> dict[str, Any]:
+    on_it = [worker.index for worker in workers if card.index in worker.gpus]
+    return {
+        "host": host,
+        "index": card.index,
+        "name": card.name,
+        "uuid": card.uuid,
+        "total_bytes": card.total_bytes,
+        "used_bytes": card.used_bytes,
+        "free_bytes": card.free_bytes,
+        "utilisation": card.utilisation,
+        "temperature_c": card.temperature_c,
+        "processes": None if card.processes is None else len(card.processes),
+        "workers": tuple(on_it),
+        "running": tuple(running.get(index) for index in on_it),
+    }
+
+
+def running(driver: Driver) -> dict[int, str]:
+    """Return what each worker runs now, by number: what it would be called in a message."""
+    found: dict[int, str] = {}
+
+    def look() -> None:
+        for worker in driver.scheduler.crew.workers.values():
+            if worker.state is WorkerState.BUSY:
+                attempt = next(iter(worker.attempts.values()))  # what follows it only waits
+                found[worker.place] = _described(driver, attempt)
+
+    if driver.is_own_thread:
+        look()
+    else:
+        driver.do(look)
+        driver.barrier()
+    return found
+
+
+def _described(driver: Driver, attempt: Attempt) -> str:
+    piece, *others = attempt.slices
+    work = driver.works.get(piece.task_id)
+    if work is None:
+        return "something that was cancelled"
+    return work.describe(piece) + (f" and {len(others)} more" if others else "")
