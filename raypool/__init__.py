@@ -51,6 +51,7 @@ from raypool.waiting import after_all, after_each, fetch_next, fetch_outputs, wa
 if typing.TYPE_CHECKING:
     from raypool.checkpoint import load_checkpoint, save_checkpoint
     from raypool.devices.hand import as_device, copy_to, cpu, gpu
+    from raypool.engine.machine import gpu_device_count, gpu_device_table
     from raypool.journal.reading import load_results
     from raypool.metric_buffer import MetricBuffer
     from raypool.spmd.composite import Composite
@@ -118,6 +119,8 @@ __all__ = [
     "fit",
     "gcp",
     "gpu",
+    "gpu_device_count",
+    "gpu_device_table",
     "load_checkpoint",
     "load_results",
     "parpool",
@@ -141,6 +144,8 @@ _LAZY = {
     "copy_to": "raypool.devices.hand",
     "cpu": "raypool.devices.hand",
     "gpu": "raypool.devices.hand",
+    "gpu_device_count": "raypool.engine.machine",
+    "gpu_device_table": "raypool.engine.machine",
     "load_checkpoint": "raypool.checkpoint",
     "load_results": "raypool.journal.reading",
     "save_checkpoint": "raypool.checkpoint",

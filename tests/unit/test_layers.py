@@ -40,7 +40,7 @@ LAYERS = [
     ["profile_checks"],
     ["resources", "labels"],
     ["feed", "futures", "task", "queues", "queue_away", "queue_home", "store", "engine.exchange", "folders"],
-    ["core"],
+    ["core", "reasons"],
     ["devices"],
     ["errors"],
 ]
@@ -55,11 +55,13 @@ RAY_MAY_STAND_IN = {
     "engine.ray_nodes",
     "engine.ray_session",
     "engine.ray_values",
+    "engine.seat",
     "engine.choosing",
     "engine.claims",
     "engine.demands",
     "engine.shortages",
     "engine.survey",
+    "engine.machine",  # asks Ray's accelerator managers of GPUs that are not NVIDIA's
     "engine.packing",
     "engine.worker",
 }
