@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-long chaos check bench format clean
+.PHONY: demo test test-long test-gpu chaos check bench bench-gpu format clean
 
 demo: $(INSTALLED)  ## install, then train a dozen models at once on real data
 	$(BIN)/raypool demo
@@ -14,6 +14,9 @@ test: $(INSTALLED)  ## install, then run the tests
 
 test-long: $(INSTALLED)  ## the tests that take minutes: faults and corners
 	$(BIN)/pytest -m long
+
+test-gpu: $(INSTALLED)  ## the tests that need a GPU, recorded under benchmarks/results; without one: says so, and fails
+	$(BIN)/python -m benchmarks.gpu_tests
 
 SEEDS ?= 200
 chaos: $(INSTALLED)  ## kills at random moments; make chaos SEEDS=1 FIRST=1234 repeats one of them
@@ -27,6 +30,9 @@ check: $(INSTALLED)  ## formatting, lint, types, layers
 
 bench: $(INSTALLED)  ## how fast, as ratios against Ray and the standard library
 	$(BIN)/python -m benchmarks
+
+bench-gpu: $(INSTALLED)  ## how fast on a GPU: several trainings on one, logs, transfers
+	$(BIN)/python -m benchmarks gpu
 
 format: $(INSTALLED)  ## put the code into shape
 	$(BIN)/ruff format .

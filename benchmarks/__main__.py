@@ -1,27 +1,27 @@
-"""Run all benchmarks (or those named on the command line), print one table, and keep it in `results/` and `RESULTS.md`."""
+"""Run all benchmarks (or those named on the command line), print one table, and keep it in `results/` and `RESULTS.md`.
+
+`python -m benchmarks gpu` measures what needs a GPU, by itself; its record and its table are for each kind of card.
+"""
 
 from __future__ import annotations
 
 import json
-import os
-import platform
-import subprocess
 import sys
 import time
-from datetime import UTC, datetime
 from importlib import import_module
-from importlib.metadata import version
 from statistics import median
 
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.machine import cards, machine, slug, why_not
 from benchmarks.measuring import ROOT
 from benchmarks.session import WORKERS, prepare_environment, session
 
 HERE = ROOT / "benchmarks"
 ALONE = ("start", "scheduler")  # in processes of their own, before Ray runs here
 ON_RAY = ("parfor", "futures", "gap", "skew", "cancel", "closure", "report", "queue", "spmd", "train", "durable")
+ON_GPU = "gpu"  # by itself, on a machine that has one
 HEADINGS = ("What", "measured", "against", "measured", "ratio", "target", "")
 DIGITS = 3
 
@@ -29,7 +29,7 @@ DIGITS = 3
 def main(names):
     unknown = [name for name in names if name not in ALONE + ON_RAY]
     if unknown:
-        sys.exit(f"There is no benchmark {', '.join(unknown)}. There are: {', '.join(ALONE + ON_RAY)}.")
+        sys.exit(f"There is no benchmark {', '.join(unknown)}. There are: {', '.join(ALONE + ON_RAY)}; and by itself {ON_GPU}.")
     wanted = [name for name in ALONE + ON_RAY if not names or name in names]
     started = time.perf_counter()
     prepare_environment()
@@ -42,11 +42,29 @@ def main(names):
             for name in wanted:
                 if name in ON_RAY:
                     lines += _run(name, parties)
-    machine = {**_machine(), "took_s": round(time.perf_counter() - started)}
-    Console(width=None if sys.stdout.isatty() else 150).print(_table(lines))
-    print(_said(machine))
+    described = {**machine(), "workers": WORKERS, "took_s": round(time.perf_counter() - started)}
+    _show(lines, described)
     if not names:
-        _keep(lines, machine)
+        _keep("dispatch", lines, described, HERE / "RESULTS.md")
+
+
+def measure_gpu():
+    """Measure what needs a GPU, and keep it: a run of its own, with a record for each kind of card."""
+    reason = why_not()
+    if reason is not None:
+        sys.exit(f"{reason} Nothing was measured.")
+    started = time.perf_counter()
+    prepare_environment()
+    lines = _run(ON_GPU)
+    described = {**machine(), **cards(), "took_s": round(time.perf_counter() - started)}
+    _show(lines, described)
+    name = f"speed_on_{slug(described['gpus'][0]['name'])}"
+    _keep(name, lines, described, HERE / "results" / f"{name}.md")
+
+
+def _show(lines, described):
+    Console(width=None if sys.stdout.isatty() else 150).print(_table(lines))
+    print(_said(described))
 
 
 def _run(name, *arguments):
@@ -54,20 +72,23 @@ def _run(name, *arguments):
     return import_module(f"benchmarks.bench_{name}").run(*arguments)
 
 
-def _keep(lines, machine):
+def _keep(name, lines, described, path):
+    """Keep the raw numbers under this name, and the table as a document at this path."""
     results = HERE / "results"
     results.mkdir(exist_ok=True)
-    record = {"machine": machine, "lines": [line.record() for line in lines]}
-    (results / "dispatch.json").write_text(json.dumps(record, indent=1) + "\n")
+    record = {"machine": described, "lines": [line.record() for line in lines]}
+    (results / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
     missed = [line for line in lines if line.is_met() is False]
+    command = "bench" if name == "dispatch" else "bench-gpu"
+    raw = (results / f"{name}.json").relative_to(path.parent)
     text = [
-        "# How fast",
+        "# How fast" if name == "dispatch" else f"# How fast on an {described['gpus'][0]['name']}",
         "",
-        "Written by `make bench`; the raw numbers are in [results/dispatch.json](results/dispatch.json). Everything in a row was",
+        f"Written by `make {command}`; the raw numbers are in [{raw}]({raw}). Everything in a row was",
         "measured in turns in one run. Numbers are medians (smallest to largest); a ratio is taken within each turn. Only the",
         "ratios mean something on another machine.",
         "",
-        _said(machine),
+        _said(described),
         "",
         "| " + " | ".join(HEADINGS) + " |",
         "|---|---|---|---|---|---|---|",
@@ -76,7 +97,7 @@ def _keep(lines, machine):
         f"Missed: {'; '.join(f'{line.area}: {line.what} against {line.against}' for line in missed) or 'none'}.",
         "",
     ]
-    (HERE / "RESULTS.md").write_text("\n".join(text))
+    path.write_text("\n".join(text))
 
 
 def _table(lines):
@@ -131,31 +152,20 @@ def _scale(value, unit):
     return (1e-3, "ms") if abs(value) < 1e6 else (1e-6, "s")
 
 
-def _machine():
-    def git(*arguments):
-        return subprocess.run(["git", *arguments], cwd=ROOT, text=True, capture_output=True, check=False).stdout.strip()
-
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": git("rev-parse", "--short", "HEAD"),
-        "is_changed": bool(git("status", "--porcelain", "raypool")),
-        "cores": len(os.sched_getaffinity(0)),
-        "workers": WORKERS,
-        "system": platform.platform(),
-        "python": platform.python_version(),
-        **{name: version(name) for name in ("raypool", "ray", "torch", "numpy", "pandas")},
-        "load": os.getloadavg(),
-    }
-
-
-def _said(machine):
-    changed = " with changes" if machine["is_changed"] else ""
+def _said(described):
+    changed = " with changes" if described["is_changed"] else ""
+    workers = f", {described['workers']} workers" if "workers" in described else ""
+    gpus = "".join(f", {gpu['name']}" for gpu in described.get("gpus", ()))
+    gpus += f", driver {described['driver']}, CUDA {described['cuda']}" if gpus else ""
     return (
-        f"{machine['date']}, commit {machine['commit']}{changed}, {machine['cores']} cores, {machine['workers']} workers, Python "
-        f"{machine['python']}, Ray {machine['ray']}, torch {machine['torch']}, {machine['system']}; took {machine['took_s']} s, "
-        f"load {machine['load'][0]:.1f}."
+        f"{described['date']}, commit {described['commit']}{changed}{gpus}, {described['cores']} cores{workers}, Python "
+        f"{described['python']}, Ray {described['ray']}, torch {described['torch']}, {described['system']}; took "
+        f"{described['took_s']} s, load {described['load'][0]:.1f}."
     )
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    if sys.argv[1:] == [ON_GPU]:
+        measure_gpu()
+    else:
+        main(sys.argv[1:])
