@@ -65,7 +65,7 @@ def test_a_buffer_brings_the_same_numbers_as_item() -> None:
     """Scenario 48: and nothing comes to the CPU before the flush."""
     torch.manual_seed(0)
     x = torch.randn(100, 100, device=gpu())
-    one_by_one, buffer = [], MetricBuffer(size=1000)
+    buffer = MetricBuffer(size=1000)
     with torch.cuda.device(gpu()):
         torch.cuda.set_sync_debug_mode("error")  # whatever makes the CPU wait raises
         try:
@@ -73,9 +73,7 @@ def test_a_buffer_brings_the_same_numbers_as_item() -> None:
                 buffer.add(norm=(x * step).norm(), step=step)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    for step in range(200):
-        one_by_one.append({"norm": (x * step).norm().item(), "step": step})
-    assert buffer.flush() == one_by_one
+    assert buffer.flush() == [{"norm": (x * step).norm().item(), "step": step} for step in range(200)]
 
 
 def test_each_card_by_its_number() -> None:
