@@ -1,8 +1,9 @@
-"""The command line: `raypool demo` and `raypool replay`."""
+"""The command line: `raypool demo`, `raypool gpus` and `raypool replay`."""
 
 from __future__ import annotations
 
 import bdb
+import os
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ import click
 from raypool.errors import RaypoolError
 
 if TYPE_CHECKING:
+    from raypool.devices.gpus import Inventory
     from raypool.journal.replaying import Replay
 
 
@@ -39,6 +41,27 @@ def demo(workers: int | None, profile: str, out: Path) -> None:
         run(num_workers=workers, profile=profile, out=out)
     except RaypoolError as error:
         raise click.ClickException(str(error)) from error
+
+
+@main.command()
+@click.option("--json", "is_json", is_flag=True, help="As JSON: all that raypool.gpu_device_table tells; null is not known.")
+@click.pass_obj
+def gpus(inventory: Inventory | None, is_json: bool) -> None:
+    """Show the GPUs of this machine, and which of them are visible here.
+
+    What they are doing is as of now; no CUDA context is made. Those that CUDA_VISIBLE_DEVICES leaves are marked.
+    """
+    from raypool.engine.machine import NVIDIAS, gpu_device_table
+    from raypool.views import devices
+
+    frame = gpu_device_table(inventory=inventory or NVIDIAS)
+    if is_json:
+        click.echo(devices.as_json(frame))
+    elif frame.empty:
+        click.echo(devices.NO_GPU)
+    else:
+        devices.show(devices.as_table(frame))
+        click.echo(devices.legend(frame, os.environ))
 
 
 @main.command()
