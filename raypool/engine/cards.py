@@ -1,0 +1,277 @@
+"""Several workers to a GPU, in the driver's process: how many share each one of an "auto" pool, by what their items have needed.
+
+Each GPU begins with one worker, so that its first items run alone and are measured. An item that runs out of memory beside others
+runs again, alone on its GPU; if it does so then, it has failed.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from raypool.core.messages import ResizeRequested
+from raypool.core.sharing import CONTEXT_BYTES, MOST, Load, fitting, fraction_for, seats_for
+from raypool.engine.backend import Part, Post, SliceResult
+from raypool.engine.claims import Claim
+from raypool.engine.seating import Seating
+from raypool.engine.sharing import Sharing, Weight
+from raypool.engine.telemetry import Usage
+
+REMEMBERED = 32
+"""What a GPU's last items have needed, so many of them, decides how many workers share it."""
+
+TRIES_ALONE = 2
+"""So often an item runs alone. The first time, idle workers beside it may still have some memory; then they are sent away."""
+
+logger = logging.getLogger("raypool")
+
+AskUsage = Callable[[int, float, float, Callable[[Usage | None], object]], object]
+"""Asks how the GPU of a worker was used between two times [s since the epoch], and lets the last argument have the answer."""
+
+
+class Seat(Protocol):
+    """A place, and what it stands on."""
+
+    place: int
+    claim: Claim
+
+
+class Flight(NamedTuple):
+    """A call: what it holds, and whether other workers stood on the GPU when it was sent."""
+
+    parts: Sequence[Part]
+    is_crowded: bool
+
+
+class Card:
+    """A GPU of the pool, and what is known of it."""
+
+    def __init__(self, claim: Claim) -> None:
+        self.claim = claim
+        self.peaks: deque[int] = deque(maxlen=REMEMBERED)  # of its last items [bytes]
+        self.weight = Weight()
+        self.others_bytes = 0
+        self.overhead_bytes: int | None = None
+        self.num_done = 0  # items, since the number of workers has changed
+        self.since = 0.0  # when the first of them began
+        self.most = MOST
+        self.is_asking = False
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers may be on it at the same time, with those that are about to leave."""
+        return max(self.claim.room, self.claim.num_workers)
+
+    @property
+    def load(self) -> Load:
+        """What the policy has to know."""
+        return Load(
+            self.claim.room,
+            self.weight.total_bytes,
+            self.others_bytes,
+            max(self.peaks) if self.peaks else None,
+            CONTEXT_BYTES if self.overhead_bytes is None else self.overhead_bytes,
+            self.weight.utilisation,
+        )
+
+    @property
+    def share(self) -> float:
+        """Which part of its memory each of its workers may have."""
+        load = self.load
+        return fraction_for(self.num_workers, load.total_bytes, load.others_bytes, load.overhead_bytes)
+
+    def note(self, results: Sequence[SliceResult], weight: Weight | None) -> None:
+        """Take note of what a call has needed."""
+        if weight is not None and weight.total_bytes is not None:
+            self.weight = weight
+            if weight.overhead_bytes:
+                self.overhead_bytes = max(self.overhead_bytes or 0, weight.overhead_bytes)
+            if self.num_workers == 1 and weight.own_bytes is not None and weight.used_bytes is not None:
+                self.others_bytes = max(weight.used_bytes - weight.own_bytes, 0)
+        has_own = bool(self.weight.own_bytes)  # on the GPU, perhaps by other means than torch
+        for result in results:
+            if result.crowded_out or not (result.peak_memory_bytes is not None or has_own):
+                continue  # it runs again; or it was no work for a GPU
+            is_too_large = any(ran_out_of_memory(failure.error) for failure in result.failures.values())
+            peak = result.peak_memory_bytes or 0
+            self.peaks.append(max(peak, self.weight.total_bytes or 0) if is_too_large else peak)
+            self.since = self.since or result.started_at
+            self.num_done += result.done
+
+    def begin_anew(self) -> None:
+        """Count from now: its number of workers has changed."""
+        self.num_done, self.since = 0, 0.0
+
+
+class Cards:
+    """The GPUs of an "auto" pool. Its methods may be called from any thread.
+
+    Args:
+        seating: Which place stands on what.
+        take_in: Takes note of places that are added, and what they stand on.
+        post: Tells the driver.
+        ask_usage: Asks how busy a GPU was.
+    """
+
+    def __init__(self, seating: Seating, take_in: Callable[[dict[int, Claim]], object], post: Post, ask_usage: AskUsage) -> None:
+        self._seating = seating
+        self._take_in = take_in
+        self._post = post
+        self._ask_usage = ask_usage
+        self._cards: dict[Claim, Card] = {}
+        self._flights: dict[int, dict[int, Flight]] = {}  # by place and attempt
+        self._alone: dict[tuple[int, int], int] = {}  # how often items were told to run alone, by task and number
+        self._asked: set[int] = set()  # places that were asked to leave
+        self._is_settled = False  # the user has said how many workers there are to be
+        self._has_complained = False
+        self._lock = threading.RLock()
+
+    # --- places -------------------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Take note that the user has set the size of the pool: it does not grow by itself any more."""
+        self._is_settled = True
+
+    def moved_in(self, place: int, claim: Claim) -> Sharing | None:
+        """Take note of a worker that is about to start in a place; return how it shares its GPU, None if it has none."""
+        if claim.demand.kind != "GPU":
+            return None
+        with self._lock:
+            self._flights[place] = {}
+            return Sharing(self._cards.setdefault(claim, Card(claim)).num_workers, takes_turns=True)
+
+    def left(self, place: int, claim: Claim) -> None:
+        """Take note that a place is gone."""
+        with self._lock:
+            self._flights.pop(place, None)
+            card = self._cards.get(claim)
+            if claim.is_released:
+                self._cards.pop(claim, None)
+            elif card is not None and place not in self._asked:  # the user has wished it, or nothing can start there
+                card.most = claim.room = max(claim.num_workers, 1)
+            self._asked.discard(place)
+
+    # --- calls --------------------------------------------------------------------------------------------------------
+
+    def sent(self, place: int, claim: Claim, attempt_id: int, parts: Sequence[Part]) -> Sequence[Part]:
+        """Return the parts of a call that is about to be sent, with what they have to know of their GPU."""
+        with self._lock:
+            card = self._cards.get(claim)
+            if card is None:
+                return parts
+            parts = [part._replace(turn=(card.share, self._is_to_run_alone(part))) for part in parts]
+            self._flights.setdefault(place, {})[attempt_id] = Flight(parts, claim.num_workers > 1)
+            return parts
+
+    def _is_to_run_alone(self, part: Part) -> bool:
+        if not self._alone:
+            return False
+        return any((part.task_id, index) in self._alone for index in range(part.start, part.start + part.num_items))
+
+    def came_back(
+        self, worker_id: int, seat: Seat, attempt_id: int, results: Sequence[SliceResult], weight: Weight | None
+    ) -> None:
+        """Learn from a call that has come back, and say of its items which have to run again, alone."""
+        place, claim = seat.place, seat.claim
+        with self._lock:
+            flight, card = self._flights.get(place, {}).pop(attempt_id, None), self._cards.get(claim)
+            if flight is None or card is None:
+                return
+            is_crowded = flight.is_crowded or claim.num_workers > 1
+            for part, result in zip(flight.parts, results, strict=True):
+                self._look_for_shortage(card, part, result, is_crowded)
+            card.note(results, weight)
+            if weight is not None and weight.total_bytes is None:
+                self._complain()
+            self._consider(card, worker_id)
+
+    def _look_for_shortage(self, card: Card, part: Part, result: SliceResult, is_crowded: bool) -> None:
+        out = [index for index, failure in sorted(result.failures.items()) if ran_out_of_memory(failure.error)]
+        was_alone = part.turn is not None and part.turn[1]
+        if is_crowded and not part.is_rank:
+            result.crowded_out = tuple(index for index in out if self._may_try_alone((part.task_id, index)))
+        for index in range(part.start, part.start + result.done) if self._alone else ():
+            if index not in result.crowded_out:
+                self._alone.pop((part.task_id, index), None)
+        if not result.crowded_out:
+            return
+        logger.log(
+            logging.INFO if self._has_warned else logging.WARNING,
+            "%s ran out of memory on a GPU that %d workers share; it runs again, alone there.",
+            f"Item {result.crowded_out[0]} of {part.name}" if not part.is_call else part.name,
+            card.num_workers,
+        )
+        self._has_warned = True
+        if was_alone:  # what the others have of it, idle as they were, was too much
+            self._set_seats(card, 1)
+
+    _has_warned = False
+
+    def _may_try_alone(self, item: tuple[int, int]) -> bool:
+        tries = self._alone.get(item, 0)
+        if tries >= TRIES_ALONE:
+            return False
+        self._alone[item] = tries + 1
+        return True
+
+    # --- how many -----------------------------------------------------------------------------------------------------
+
+    def _consider(self, card: Card, worker_id: int) -> None:
+        """Let a GPU have as many workers as it should, by what is known of it now."""
+        fit = fitting(card.load)
+        if fit is not None and fit < card.claim.room:
+            self._set_seats(card, fit)
+        elif fit is not None and self._may_grow(card) and card.num_done >= card.claim.room:
+            card.is_asking = True
+            self._ask_usage(worker_id, card.since, time.time(), functools.partial(self._grow, card))
+
+    def _may_grow(self, card: Card) -> bool:
+        limit = min(card.most, card.claim.demand.workers_per_claim)
+        return not (self._is_settled or card.is_asking or card.claim.is_released) and card.claim.room < limit
+
+    def _grow(self, card: Card, usage: Usage | None) -> None:
+        with self._lock:
+            card.is_asking = False
+            if not self._may_grow(card):
+                return
+            load = card.load
+            if usage is not None and usage.mean_utilisation is not None:
+                load = load._replace(utilisation=usage.mean_utilisation)
+            seats = min(seats_for(load), card.most, card.claim.demand.workers_per_claim)
+            if seats > card.claim.room:
+                self._set_seats(card, seats)
+
+    def _set_seats(self, card: Card, seats: int) -> None:
+        before = card.claim.room
+        if seats > before:
+            places = self._seating.widen(card.claim, seats)
+            self._take_in(places)
+            event = ResizeRequested(add=tuple(places))
+        else:
+            leaving = self._seating.narrow(card.claim, seats)
+            self._asked.update(leaving)
+            event = ResizeRequested(leave=leaving)
+        if event != ResizeRequested():
+            logger.info("From now on %d workers share a GPU that %d have shared.", card.claim.room, before)
+            self._post(event, None)
+        card.begin_anew()
+
+    def _complain(self) -> None:
+        if not self._has_complained:
+            self._has_complained = True
+            logger.warning(
+                "Nothing is known of the memory of the pool's GPUs, so workers_per_gpu='auto' leaves one worker on each. "
+                "Say how many there should be (workers_per_gpu=2), or look whether nvidia-smi works there."
+            )
+
+
+def ran_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that a GPU had no memory left, without importing torch."""
+    return any(
+        kind.__name__ == "OutOfMemoryError" and kind.__module__.partition(".")[0] == "torch" for kind in type(error).__mro__
+    )

@@ -1,0 +1,71 @@
+"""A place of a pool on Ray, as the backend knows it."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import psutil
+import ray
+
+from raypool.engine.claims import Claim
+
+ACTOR_DEAD = 4  # ray.core.generated.gcs_pb2.ActorTableData.DEAD
+
+
+class Seat:
+    """A place: a claim, and the actor in it."""
+
+    __slots__ = (
+        "__weakref__",
+        "actor",
+        "calls",
+        "claim",
+        "is_ending",
+        "is_spent",
+        "known",
+        "place",
+        "process",
+        "run",
+        "stale",
+        "worker_id",
+    )
+
+    def __init__(self, place: int, claim: Claim) -> None:
+        self.place = place
+        self.claim = claim
+        self.worker_id = -1
+        self.actor: Any = None
+        self.run: Any = None  # its method, ready to be called
+        self.known: set[int] = set()  # functions that the worker has
+        self.process: psutil.Process | None = None  # if it is on this machine
+        self.calls = 0  # in flight
+        self.is_ending = False  # the worker is lost, or about to be killed
+        self.is_spent = False  # the worker is to be replaced, and has said so
+        self.stale: list[int] = []  # those of them that nobody will call again
+
+    def is_dead(self) -> bool:
+        """Whether the worker is dead already: what is sent to it now would never begin.
+
+        By the state that this process has heard of, without asking anybody; private, checked on Ray 2.60.
+        """
+        if not ray.is_initialized() or self.actor is None:
+            return True
+        if self.process is not None and not _lives(self.process):
+            return True  # on this machine; Ray hears of it some tenths of a second later
+        worker = ray._private.worker.global_worker
+        return bool(worker.core_worker.get_local_actor_state(self.actor._actor_id) == ACTOR_DEAD)
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def note_stale(seat_ref: weakref.ref[Seat], fn_id: int) -> None:
+    """Note that nobody will call a function again that the worker in a place has."""
+    seat = seat_ref()
+    if seat is not None:
+        seat.stale.append(fn_id)

@@ -1,0 +1,143 @@
+"""Several workers to a GPU, in the worker: it keeps to its part of the memory and, in an "auto" pool, waits for its turn.
+
+In such a pool an item that did not fit beside others runs again alone. Locks that the kernel holds see to that: whatever runs
+on a GPU holds its lock, shared; what runs alone holds it exclusively. So a worker that dies keeps nobody waiting.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from raypool.core.sharing import fraction_for
+from raypool.devices.gpus import Inventory
+from raypool.engine.backend import Part
+
+PATIENCE_S = 30.0
+"""Whoever comes lets go first what wants to run alone, but no longer than this [s]: what is awaited may itself wait for him."""
+
+POLL_S = 0.01
+
+WEIGH_S = 0.5
+"""The GPU is looked at so often at most [s]."""
+
+
+class Sharing(NamedTuple):
+    """How a worker shares its GPU: with how many workers, itself included, and whether these take turns (in an "auto" pool)."""
+
+    num_workers: int
+    takes_turns: bool = False
+
+
+class Weight(NamedTuple):
+    """What a worker weighs on its GPU after a call; None stands for what is not known.
+
+    `total_bytes`: the GPU's memory. `used_bytes`: what of that is in use, by whomever. `own_bytes`: what this process has of it,
+    `overhead_bytes` of that beside what torch allocates. `utilisation`: how busy the GPU was just now.
+    """
+
+    total_bytes: int | None = None
+    used_bytes: int | None = None
+    own_bytes: int | None = None
+    overhead_bytes: int | None = None
+    utilisation: float | None = None
+
+
+def settle(sharing: Sharing, inventory: Inventory, device: str) -> None:
+    """Keep this process to its part of its GPU's memory, before anything uses that."""
+    card = inventory.find(device)
+    fraction = fraction_for(sharing.num_workers, None if card is None else card.total_bytes)
+    if fraction < 1:
+        inventory.allocator().limit(fraction)
+
+
+class Turns:
+    """The turns of one worker on its GPU.
+
+    Args:
+        inventory: Who knows the GPUs of a machine.
+        device: The worker's GPU, by index or UUID.
+        find_folder: Finds the pool's folder for temporary files on this machine.
+    """
+
+    def __init__(self, inventory: Inventory, device: str, find_folder: Callable[[], Path]) -> None:
+        self._inventory = inventory
+        self._allocator = inventory.allocator()
+        self._device = device
+        self._find_folder = find_folder
+        card = inventory.find(device)
+        self._used_before = None if card is None else card.used_bytes
+        self.limit = 1.0  # the part of the GPU's memory that this process may have now
+        self._is_only = False  # no other worker of the pool is on the GPU
+        self._door = self._lock = -1  # descriptors
+        self._weigh_at = 0.0
+
+    def begin(self, part: Part) -> None:
+        """Wait for the turn of a part, which may be interrupted; `end` has to follow in any case."""
+        if part.turn is None:
+            return
+        share, is_alone = part.turn
+        self._is_only = share == 1.0
+        self._keep_to(1.0 if is_alone else share)
+        if self._lock < 0:
+            self._open()
+        if is_alone:
+            fcntl.flock(self._door, fcntl.LOCK_EX)
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            fcntl.flock(self._door, fcntl.LOCK_UN)
+            return
+        if not part.is_rank:  # others of its gang may be in there already, and wait for it
+            self._pass_door()
+        fcntl.flock(self._lock, fcntl.LOCK_SH)
+
+    def end(self) -> None:
+        """Let others have their turns, with all the memory that is not held."""
+        if self._lock < 0:
+            return
+        with contextlib.suppress(Exception):  # a GPU in trouble; the next that uses it hears of that
+            self._allocator.empty_cache()
+        fcntl.flock(self._door, fcntl.LOCK_UN)
+        fcntl.flock(self._lock, fcntl.LOCK_UN)
+
+    def weigh(self) -> Weight | None:
+        """Return what this worker weighs on its GPU; None if that was asked just now."""
+        now = time.monotonic()
+        if now < self._weigh_at:
+            return None
+        self._weigh_at = now + WEIGH_S
+        card = self._inventory.find(self._device)
+        if card is None:
+            return Weight()
+        own = next((process.used_bytes for process in card.processes or () if process.pid == os.getpid()), None)
+        if own is None and self._is_only and card.used_bytes is not None and self._used_before is not None:
+            own = max(card.used_bytes - self._used_before, 0)  # in a container, the driver knows it by another number
+        overhead = None if own is None else max(own - self._allocator.allocated(), 0)
+        return Weight(card.total_bytes, card.used_bytes, own, overhead, card.utilisation)
+
+    def _keep_to(self, limit: float) -> None:
+        if limit != self.limit:
+            self._allocator.limit(limit)
+            self.limit = limit
+
+    def _open(self) -> None:
+        name = f"gpu-{self._device}"
+        folder = self._find_folder()
+        self._door = os.open(folder / f"{name}.door", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._lock = os.open(folder / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+    def _pass_door(self) -> None:
+        """Let those in first who wait to be alone."""
+        until = time.monotonic() + PATIENCE_S
+        while time.monotonic() < until:
+            try:
+                fcntl.flock(self._door, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(POLL_S)
+            else:
+                fcntl.flock(self._door, fcntl.LOCK_UN)
+                return
