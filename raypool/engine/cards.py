@@ -127,8 +127,10 @@ class Cards:
         self._flights: dict[int, dict[int, Flight]] = {}  # by place and attempt
         self._alone: dict[tuple[int, int], int] = {}  # how often items were told to run alone, by task and number
         self._asked: set[int] = set()  # places that were asked to leave
+        self._num_gone = 0  # GPUs, and cores of workers without one, that nobody stands on any more
         self._is_settled = False  # the user has said how many workers there are to be
         self._has_complained = False
+        self._has_warned = False
         self._lock = threading.RLock()
 
     # --- places -------------------------------------------------------------------------------------------------------
@@ -136,6 +138,13 @@ class Cards:
     def settle(self) -> None:
         """Take note that the user has set the size of the pool: it does not grow by itself any more."""
         self._is_settled = True
+        self._num_gone = 0
+
+    def regain(self, most: int, claim: Callable[[int], list[int]]) -> list[int]:
+        """Claim again what was lost with machines: as many GPUs, not as many as there were workers on them."""
+        places = claim(min(most, self._num_gone)) if self._num_gone else []
+        self._num_gone -= len(places)
+        return places
 
     def moved_in(self, place: int, claim: Claim) -> Sharing | None:
         """Take note of a worker that is about to start in a place; return how it shares its GPU, None if it has none."""
@@ -152,6 +161,7 @@ class Cards:
             card = self._cards.get(claim)
             if claim.is_released:
                 self._cards.pop(claim, None)
+                self._num_gone += 1
             elif card is not None and place not in self._asked:  # the user has wished it, or nothing can start there
                 card.most = claim.room = max(claim.num_workers, 1)
             self._asked.discard(place)
@@ -202,15 +212,13 @@ class Cards:
             return
         logger.log(
             logging.INFO if self._has_warned else logging.WARNING,
-            "%s ran out of memory on a GPU that %d workers share; it runs again, alone there.",
+            "%s ran out of memory on a GPU that %d workers share; it is to run again, alone on a GPU.",
             f"Item {result.crowded_out[0]} of {part.name}" if not part.is_call else part.name,
             card.num_workers,
         )
         self._has_warned = True
         if was_alone:  # what the others have of it, idle as they were, was too much
             self._set_seats(card, 1)
-
-    _has_warned = False
 
     def _may_try_alone(self, item: tuple[int, int]) -> bool:
         tries = self._alone.get(item, 0)

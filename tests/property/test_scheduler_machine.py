@@ -217,9 +217,13 @@ class World(RuleBasedStateMachine):
         """Whether a call has something of a task in it, and time left for it."""
         return call.attempt_id not in self.timed_out and any(piece.task_id == task_id for piece in call.slices)
 
-    @rule(places=st.lists(st.integers(0, 5), max_size=2, unique=True), count=st.sampled_from([0, 0, 0, 1, 2]))
-    def resize(self, places: list[int], count: int) -> None:
-        self.tell(m.ResizeRequested(tuple(place for place in places if place not in self.places), count))
+    @rule(
+        places=st.lists(st.integers(0, 5), max_size=2, unique=True),
+        count=st.sampled_from([0, 0, 0, 1, 2]),
+        leave=st.just([]) | st.lists(st.integers(0, 5), max_size=2, unique=True),
+    )
+    def resize(self, places: list[int], count: int, leave: list[int]) -> None:
+        self.tell(m.ResizeRequested(tuple(place for place in places if place not in self.places), count, tuple(leave)))
 
     @precondition(lambda self: len(self.jobs) > 25)
     @rule(cancel_queued=st.booleans(), cancel_running=st.booleans())

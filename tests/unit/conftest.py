@@ -70,9 +70,9 @@ class Pool:
         """Let a timer run out."""
         return self.tell(m.TimerFired(kind, worker_id, attempt_id, task_id))
 
-    def resize(self, add: Any = (), remove: int = 0) -> list[m.Command]:
-        """Add places, take away workers."""
-        return self.tell(m.ResizeRequested(tuple(add), remove))
+    def resize(self, add: Any = (), remove: int = 0, leave: Any = ()) -> list[m.Command]:
+        """Add places, take away workers, or those in some places."""
+        return self.tell(m.ResizeRequested(tuple(add), remove, tuple(leave)))
 
     def shutdown(self, cancel_queued: bool = False, cancel_running: bool = False) -> list[m.Command]:
         """Take no more tasks."""

@@ -37,6 +37,24 @@ def test_a_busy_worker_ends_what_it_is_running_and_takes_nothing_more(pool_of):
     assert pool.finish(0)[0] == pool.runs(0, 2, (0, 2, 3))
 
 
+def test_places_that_are_named_end_after_what_they_run_and_nobody_says_so(pool_of):
+    pool = pool_of(4)
+    pool.submit(0, size=2)
+    assert pool.resize(leave=[1, 3, 9]) == [Vacate(3)]  # there is no place 9
+    assert pool.scheduler.crew.size == 2
+    assert pool.resize(leave=[1]) == []  # it goes anyway
+    assert pool.finish(1) == [pool.settles(1, (0, 1, 2)), Vacate(1)]
+
+
+def test_of_the_places_that_are_named_those_stay_that_tasks_are_bound_to(pool_of):
+    pool = pool_of(2)
+    pool.submit(0, place=1)
+    pool.submit(1, place=1)
+    assert pool.resize(leave=[1]) == []
+    assert pool.finish(0)[0] == pool.runs(1, 1, (1, 0, 1))
+    assert pool.scheduler.crew.size == 2
+
+
 def test_a_busy_worker_runs_what_was_sent_ahead_and_gets_no_more(pool_of):
     pool = pool_of(1)
     pool.get_used_to(0, task_id=0)

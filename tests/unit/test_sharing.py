@@ -326,6 +326,19 @@ def test_places_that_cannot_be_had_are_not_tried_for_ever() -> None:
     assert play.seats == 1
 
 
+def test_after_the_loss_of_a_machine_as_many_cards_are_claimed_as_were_lost() -> None:
+    """Not as many as there were workers on them."""
+    play = Play()
+    for number in range(4):
+        play.run(number, 3)
+    for place in range(4):
+        play.claim.num_workers -= 1
+        play.claim.is_released = play.claim.num_workers == 0
+        play.cards.left(place, play.claim)  # type: ignore[arg-type]
+    assert play.cards.regain(4, lambda most: list(range(7, 7 + most))) == [7]
+    assert play.cards.regain(4, lambda most: [most]) == []
+
+
 # --- turns ------------------------------------------------------------------------------------------------------------
 
 

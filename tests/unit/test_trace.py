@@ -24,7 +24,7 @@ from raypool.testing import replay
         m.PlaceLost(2, LossReason.NODE),
         m.AttemptFinished(1, 7, (Report(2, 1, (5,), 0.5), Report(0)), is_spent=True),
         m.TimerFired("timeout", 1, 7),
-        m.ResizeRequested((1, 2), 3),
+        m.ResizeRequested((1, 2), 3, (4, 5)),
         m.ShutdownRequested(cancel_queued=True),
     ],
     ids=lambda event: type(event).__name__,

@@ -1,0 +1,71 @@
+"""As many workers to a GPU as fit, on Ray, with a card that does not exist."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from raypool import current_task, parpool
+from raypool.devices.simulated import SimulatedGpus
+
+GIBIBYTE = 2**30
+
+pytestmark = [pytest.mark.usefixtures("ray_session"), pytest.mark.timeout(180)]
+
+
+@pytest.fixture
+def gpus(tmp_path: Path) -> SimulatedGpus:
+    """Return three cards of 16 GiB."""
+    return SimulatedGpus(tmp_path / "gpus", 3)
+
+
+def test_a_card_is_filled_and_an_item_that_needs_it_whole_gets_it(
+    gpus: SimulatedGpus, caplog: pytest.LogCaptureFixture, eventually: Callable[..., bool]
+) -> None:
+    """Items of 3 GiB: four workers share the card. Then one of 14 GiB : it runs again alone, and all have results."""
+    caplog.set_level(logging.INFO, "raypool")
+
+    def train(gibibytes: int) -> tuple[int, int, int]:
+        import time
+
+        held = gpus.allocate(gibibytes * GIBIBYTE)
+        task = current_task()
+        time.sleep(0.05)
+        return held.num_bytes // GIBIBYTE, task.worker, task.attempt
+
+    with parpool(1, inventory=gpus, workers_per_gpu="auto", quiet=True) as pool:
+        first = pool.parfor(train, [3] * 8)
+        assert [value[0] for value in first] == [3] * 8
+        for _ in range(20):
+            if pool.num_workers == 4:
+                break
+            pool.parfor(train, [3] * 8)
+        assert pool.num_workers == 4
+        assert eventually(lambda: all(worker.state == "idle" for worker in pool.workers))
+        assert {worker.gpu for worker in pool.workers} == {0}
+
+        items = [3] * 6 + [14] + [3] * 9
+        results = pool.parfor(train, items)
+        assert [value[0] for value in results] == items
+        assert [attempt for _, _, attempt in results if attempt > 1] == [2]
+        assert results[6][2] == 2
+        assert "is to run again, alone" in caplog.text
+        assert eventually(lambda: pool.num_workers == 1)
+        assert [value[0] for value in pool.parfor(train, [3, 3])] == [3, 3]
+
+
+def test_where_nothing_is_known_each_card_keeps_one_worker(gpus: SimulatedGpus, caplog: pytest.LogCaptureFixture) -> None:
+    """NVML gives no answer: the pool works, stays as it is, and says so once."""
+    gpus.break_down()
+
+    def train(_: int) -> int:
+        return gpus.allocate(GIBIBYTE).num_bytes
+
+    with parpool(1, inventory=gpus, workers_per_gpu="auto", quiet=True) as pool:
+        assert list(pool.parfor(train, range(6))) == [GIBIBYTE] * 6
+        pool.parfor(train, range(2))
+        assert pool.num_workers == 1
+    assert caplog.text.count("Nothing is known") == 1
