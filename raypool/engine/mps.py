@@ -1,0 +1,195 @@
+"""NVIDIA's Multi-Process Service (MPS), by which workers that share a GPU compute at the same time instead of in turns.
+
+The agent of a node starts it, once for each pool, before the first worker there touches CUDA; it ends when the agent and these
+workers have, however that comes about (see `mps_keeper`).
+
+No client is limited to a part of the GPU (CUDA_MPS_ACTIVE_THREAD_PERCENTAGE): one that is alone may use all of it. Nor is its
+memory by CUDA_MPS_PINNED_DEVICE_MEM_LIMIT, which is for the life of a process: torch's own limit can be lifted for an item that
+runs alone. Whoever wants either says so in the profile's `env`.
+
+Source:
+    NVIDIA Multi-Process Service, "Appendix: Environment Variables": with CUDA_VISIBLE_DEVICES the daemon would number its devices
+    anew, and clients would have to follow; so it is not set for it. "Terminating an MPS client without synchronizing with all
+    outstanding GPU work can leave the MPS server and other MPS clients in an undefined state": so `terminate_client` comes
+    before a worker is killed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Collection, Mapping, MutableMapping
+from pathlib import Path
+from typing import IO, NamedTuple
+
+from raypool.engine import mps_keeper
+from raypool.folders import hold, make_private
+
+PROGRAM = "nvidia-cuda-mps-control"
+
+PIPES = "CUDA_MPS_PIPE_DIRECTORY"
+LOGS = "CUDA_MPS_LOG_DIRECTORY"
+
+USUAL = Path("/tmp/nvidia-mps")
+"""Where CUDA looks for the service if nobody says where it is."""
+
+ANSWER_S = 40.0
+"""Whoever wants the service waits for so long until it is up [s]: the start of an actor, and that of the service."""
+
+NOT_SHARED = "mps=True changes nothing, for no GPU of the pool is shared. Set workers_per_gpu to let several workers share one."
+
+
+class MpsState(NamedTuple):
+    """Where the service has its files, None if it is not raypool's; and why there is none, if so."""
+
+    folder: str | None
+    problem: str | None = None
+
+
+class Mps:
+    """The service of a node, for one pool.
+
+    Args:
+        temporary: Gives the pool's folder for temporary files on this node.
+    """
+
+    def __init__(self, temporary: Callable[[], Path]) -> None:
+        self._temporary = temporary
+        self._control: mps_keeper.Control | None = None
+        self._environ: dict[str, str] = {}
+        self._held: int | None = None  # a descriptor
+        self._keeper: IO[str] | None = None
+
+    def start(self, settings: Mapping[str, str], usual: Path = USUAL) -> MpsState:
+        """Start it, and wait until it is up; it may take seconds.
+
+        Args:
+            settings: What of its environment a worker has told (see `settings`).
+            usual: Where a service that is there for everybody would be.
+        """
+        if runs_in(usual):
+            return MpsState(None)  # CUDA finds it
+        environ = {**os.environ, **settings}
+        program = shutil.which(PROGRAM, path=environ.get("PATH"))
+        if program is None:
+            return MpsState(None, f"there is no {PROGRAM} in its PATH")
+        temporary = self._temporary()
+        folder = make_private(temporary / "mps")
+        self._environ = _environment(environ, folder)
+        for name in (PIPES, LOGS):
+            make_private(Path(self._environ[name]))
+        self._held = join(folder)
+        problem = self._begin(folder, program, hold(temporary))
+        if problem is not None:
+            self.stop()
+            return MpsState(None, problem)
+        self._control = mps_keeper.Control(folder, program)
+        return MpsState(str(folder))
+
+    def _begin(self, folder: Path, program: str, held: int) -> str | None:
+        """Start the keeper, with a hold on the temporary folder; return what is wrong, if anything."""
+        command = [sys.executable, "-I", "-S", mps_keeper.__file__, str(folder), program]
+        try:
+            process = subprocess.Popen(
+                command,
+                env=self._environ,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+                pass_fds=[held],
+            )
+        finally:
+            os.close(held)
+        process.wait()  # it goes on in a child of its own
+        self._keeper = process.stdout
+        assert self._keeper is not None
+        words = self._keeper.readline().strip()
+        return None if words == mps_keeper.UP else words or f"{PROGRAM} could not be started"
+
+    def terminate(self, pids: Collection[int]) -> None:
+        """Let processes that are about to be killed have nothing to do with their GPUs any more; others there go on."""
+        if self._control is None:
+            return
+        for server in self._ask("get_server_list").split():
+            clients = {int(word) for word in self._ask(f"get_client_list {server}").split() if word.isdigit()}
+            for pid in sorted(clients.intersection(pids)):
+                self._ask(f"terminate_client {server} {pid}")
+
+    def _ask(self, command: str) -> str:
+        assert self._control is not None
+        return self._control.ask(command, self._environ)
+
+    def stop(self) -> None:
+        """Need it no more; return when it has ended, if no worker is left that does."""
+        self._control = None
+        if self._held is not None:
+            os.close(self._held)
+            self._held = None
+        if self._keeper is not None:
+            self._keeper.read()
+            self._keeper.close()
+            self._keeper = None
+
+
+def _environment(environ: Mapping[str, str], folder: Path) -> dict[str, str]:
+    """Return the environment of the daemon: all GPUs, numbered as the workers number them."""
+    mine = {name: value for name, value in environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    return {**mine, "CUDA_DEVICE_ORDER": "PCI_BUS_ID", **variables(folder)}
+
+
+def variables(folder: Path) -> dict[str, str]:
+    """Return the environment variables by which CUDA finds the service that has its files in a folder."""
+    return {PIPES: str(folder / "pipe"), LOGS: str(folder / "log")}
+
+
+def settings(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return what of a worker's environment the service is to have, too: where its program is, and what is to hold for it.
+
+    Example:
+        >>> settings({"PATH": "/bin", "HOME": "/", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "50"})
+        {'PATH': '/bin', 'CUDA_MPS_ACTIVE_THREAD_PERCENTAGE': '50'}
+    """
+    return {name: value for name, value in environ.items() if name == "PATH" or name.startswith("CUDA_MPS_")}
+
+
+def is_chosen(environ: Mapping[str, str]) -> bool:
+    """Whether somebody has said which service is to be used, who starts and ends it then."""
+    return PIPES in environ
+
+
+def enter(state: MpsState, environ: MutableMapping[str, str]) -> str | None:
+    """Let this process use the service, from before it touches CUDA to its end; return why it does not, if so."""
+    if state.folder is not None:
+        join(Path(state.folder))
+        environ.update(variables(Path(state.folder)))
+    return state.problem
+
+
+def join(folder: Path) -> int:
+    """Keep the service up for as long as this process is alive; return a descriptor that does so."""
+    held = os.open(folder / "users", os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(held, fcntl.LOCK_SH)
+    return held
+
+
+def runs_in(pipes: Path) -> bool:
+    """Whether a control daemon is alive that has its pipes here: it keeps its number in a file."""
+    try:
+        os.kill(int((pipes / f"{PROGRAM}.pid").read_text()), 0)
+    except PermissionError:
+        return True  # somebody else's
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def turns(host: str, problem: str) -> str:
+    """Return what to say where workers that share a GPU do without the service."""
+    return (
+        f"mps=True: on {host} the workers that share a GPU take turns, for {problem}. "
+        "Install the driver's MPS programs there (nvidia-cuda-mps-control), or leave mps out."
+    )

@@ -1,0 +1,146 @@
+"""Keeps NVIDIA's Multi-Process Service (MPS) up for the workers of a pool on one machine, and ends it after them.
+
+A program of its own, run by its path, without any package: whoever has wanted the service may die at any time, and must not
+leave it behind. Whoever uses it holds a lock on a file; when nobody does any more, the service is ended, killed if need be.
+
+Usage: mps_keeper.py FOLDER PROGRAM; FOLDER has `pipe`, `log` and the file `users`, PROGRAM is nvidia-cuda-mps-control. It prints
+a line when the service is up ("up"), or one that says why it is not, and ends its output when all has ended.
+
+Source:
+    NVIDIA Multi-Process Service, release r580: "Appendix: Tools and Interface Reference" and its man page
+    (nvidia-cuda-mps-control: start_server, get_server_list, quit).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+UP = "up"
+
+START_TIMEOUT_S = 10.0
+"""So long the daemon has to start, and its server [s]."""
+
+ASK_TIMEOUT_S = 5.0
+"""So long the daemon has to answer [s]."""
+
+QUIT_S = 2
+"""So long the server has to end by itself [s]; both have as much again before they are killed."""
+
+PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+
+
+class Control:
+    """NVIDIA's control program, for the service that has its files in a folder.
+
+    Args:
+        folder: Where `pipe` and `log` are; the environment says so too.
+        program: The path of nvidia-cuda-mps-control.
+    """
+
+    def __init__(self, folder: Path, program: str) -> None:
+        self._log = folder / "log"
+        self._program = program
+
+    def start(self) -> str | None:
+        """Start the daemon and its server, and wait until they are there; return what is wrong, if anything."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        command = [self._program, "-d"]
+        with (self._log / "start.log").open("w") as output:  # not a pipe, which the daemon would keep open
+            try:
+                started = subprocess.run(
+                    command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, timeout=START_TIMEOUT_S, check=False
+                )
+            except (OSError, subprocess.TimeoutExpired) as error:
+                return f"nvidia-cuda-mps-control -d has failed, {error}"
+        if started.returncode:
+            return f"nvidia-cuda-mps-control -d has failed with status {started.returncode}{self._last_words('start.log')}"
+        self.ask(f"start_server -uid {os.getuid()}")
+        while not any(word.isdigit() for word in self.ask("get_server_list").split()):
+            if time.monotonic() > deadline:
+                words_of_log = self._last_words("server.log") or self._last_words("control.log")
+                return f"no MPS server has come up within {START_TIMEOUT_S:g} s{words_of_log}"
+            time.sleep(0.05)
+        return None
+
+    def ask(self, command: str, environ: dict[str, str] | None = None) -> str:
+        """Give the daemon a command; return what it says, nothing if it does not answer."""
+        words = command + "\n"
+        try:
+            done = subprocess.run(
+                [self._program], input=words, capture_output=True, text=True, timeout=ASK_TIMEOUT_S, check=False, env=environ
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return ""
+        return done.stdout
+
+    def _last_words(self, name: str) -> str:
+        """Return the last line of a log, to follow a sentence."""
+        with contextlib.suppress(OSError):
+            lines = (self._log / name).read_text(errors="replace").split("\n")
+            return next((f": {line.strip()}" for line in reversed(lines) if line.strip()), "")
+        return ""
+
+
+def wait_for_users(folder: Path) -> None:
+    """Wait until nobody holds a lock on the file `users`."""
+    with (folder / "users").open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+
+
+def end(control: Control) -> None:
+    """End the service: all of it has been started by this process, or is to be adopted by it."""
+    control.ask(f"quit -t {QUIT_S}")
+    deadline = time.monotonic() + 2 * QUIT_S
+    while not _reaped() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    while not _reaped():
+        for pid in _children():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+
+
+def _reaped() -> bool:
+    """Whether there are no children any more, but for those that have just ended."""
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            pid, _ = os.waitpid(-1, os.WNOHANG)
+            if not pid:
+                return False
+    return True
+
+
+def _children() -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == os.getpid():
+                found.append(int(entry.name))
+    return found
+
+
+def main(folder: Path, program: str) -> None:
+    """Start the service, keep it up, and end it."""
+    if os.fork():
+        os._exit(0)  # whoever has wanted it is nobody's parent here: Ray ends the children of its processes with these
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    control = Control(folder, program)
+    problem = control.start()
+    sys.stdout.write((problem or UP).replace("\n", " ") + "\n")
+    sys.stdout.flush()
+    if problem is None:
+        wait_for_users(folder)
+    end(control)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])
