@@ -11,6 +11,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from raypool import MetricBuffer, as_device, cpu, current_task, report
+from raypool.engine.mps import PIPES, USUAL, runs_in
 
 CLASSES = 10
 SAMPLES = 4096
@@ -80,7 +81,7 @@ def samples(shape):
 
 def has_mps():
     """Whether this worker's CUDA goes through NVIDIA's Multi-Process Service."""
-    return "CUDA_MPS_PIPE_DIRECTORY" in os.environ
+    return PIPES in os.environ or runs_in(USUAL)
 
 
 # --- what a log costs -------------------------------------------------------------------------------------------------

@@ -62,6 +62,15 @@ def test_the_code_about_durable_sweeps_runs(
     assert len(re.findall(r"^\d+ .* (0|1|2) +0\.\d+$", printed, re.MULTILINE)) == 12, "three steps of each of four"
 
 
+def test_the_code_about_gpus_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """Also on a machine without one."""
+    for block in python_blocks(ROOT / "docs/gpus.md"):
+        exec(compile(block, "gpus.md", "exec"), {"__name__": "gpus"})
+    printed = capsys.readouterr().out
+    assert len(re.findall(r"^[01] +0\.\d+$", printed, re.MULTILINE)) == 2, "a loss of each training"
+    assert f"[{16 * 2**30}, {4 * 2**30}]" in printed
+
+
 def test_names_in_the_readme_exist() -> None:
     text = (ROOT / "README.md").read_text()
     pool_names = set(re.findall(r"\bpool\.([a-z_]+)", text))
