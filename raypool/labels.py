@@ -26,6 +26,16 @@ def has_labels(labels: Mapping[str, str], wanted: Mapping[str, str]) -> bool:
     return all(_has(labels.get(name), value) for name, value in wanted.items())
 
 
+def for_ray(wanted: Mapping[str, str]) -> dict[str, str]:
+    """Return wanted labels as Ray understands them: to Ray (2.60) the blank of "in(a, b)" is part of the value, which none has.
+
+    Example:
+        >>> for_ray({"market": "in(spot, reserved)"})
+        {'market': 'in(spot,reserved)'}
+    """
+    return {name: value.replace(" ", "") for name, value in wanted.items()}
+
+
 def check_labels(wanted: Mapping[str, str]) -> None:
     """Refuse labels that no machine can have, and questions that Ray would not understand.
 

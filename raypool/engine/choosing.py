@@ -136,7 +136,10 @@ class Choice:
             indices = [spot.gpu for spot in self._meant if spot.node_id == node_id]
             total = self._total(node_id)
             if len(indices) > total:
-                raise self._no_such(node_id, [index for index in indices if index >= total] or indices, range(total))
+                known = self._survey.known_on(node_id)
+                if known is None or len(known) == total:  # else Ray has some of them, and the search will show which
+                    there = known or range(total)
+                    raise self._no_such(node_id, [index for index in indices if index not in there] or indices, there)
             words = shortages.lacking(self._demand, [node])
             if words is not None:
                 raise ResourceError(f"{name_of(node)}: {words}", requested=len(indices), available=0, holders=())

@@ -20,6 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raypool.devices.gpus import GpuDevice
 from raypool.engine.demands import Demand
+from raypool.labels import for_ray
 
 POLL_S = 0.01
 
@@ -76,7 +77,7 @@ def release_all(claims: Sequence[Claim]) -> None:
 
 def request(demand: Demand, node_id: str | None = None) -> Claim:
     """Ask Ray for what a claim takes, on a particular node if one is named."""
-    labels = {**demand.labels, **({"ray.io/node-id": node_id} if node_id is not None else {})}
+    labels = {**for_ray(demand.labels), **({"ray.io/node-id": node_id} if node_id is not None else {})}
     name = f"raypool in process {os.getpid()} on {platform.node()}#{uuid.uuid4().hex}"  # Ray wants each name once
     return Claim(placement_group([demand.bundle], name=name, bundle_label_selector=[labels] if labels else None), demand)
 

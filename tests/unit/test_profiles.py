@@ -19,6 +19,14 @@ from raypool.profile_files import resolve_profile
         ({"gpus": ["0"]}, InvalidTypeError, "'0' is not an integer"),
         ({"gpus": [True]}, InvalidTypeError, "True is not an integer"),
         ({"gpus": 3}, InvalidTypeError, "not a list of GPU indices"),
+        ({"gpus": {}}, InvalidValueError, "names no GPU"),
+        ({"gpus": {"lab": []}}, InvalidValueError, "names no GPU"),
+        ({"gpus": {"lab": [1, 1]}}, InvalidValueError, "GPU 1 is named twice"),
+        ({"gpus": {"lab": 1}}, InvalidTypeError, "not a list of GPU indices"),
+        ({"gpus": {3: [0]}}, InvalidTypeError, "3 in it, which is not the name of a machine"),
+        ({"min_free_memory_bytes": 0}, InvalidValueError, "min_free_memory_bytes=0 is less than 1"),
+        ({"min_free_memory_bytes": 8.5}, InvalidTypeError, "not a whole number of bytes"),
+        ({"min_free_memory_bytes": True}, InvalidTypeError, "not a whole number of bytes"),
         ({"start_timeout_s": 0}, InvalidValueError, "leaves no time"),
         ({"retries": -1}, InvalidValueError, "negative"),
         ({"backend": "mpi"}, InvalidValueError, "none of ray, threads, inline"),
@@ -68,6 +76,28 @@ def test_a_profile_of_another_kind_is_refused() -> None:
 )
 def test_workers_per_gpu(gpus: float | None, share: int) -> None:
     assert WorkerResources(gpus=gpus).workers_per_gpu == share
+
+
+@pytest.mark.parametrize(
+    ("gpus", "words"),
+    [
+        (0.4, r"2 such workers take 0\.8 of it, and 0\.2 would lie idle\. .* 0\.5 \(2 workers\) and 0\.333 \(3 workers\)"),
+        (0.6, r"one such worker takes 0\.6 of it, and 0\.4 would lie idle\. .* 1 \(1 worker\) and 0\.5 \(2 workers\)"),
+        (0.3, r"0\.333 \(3 workers\) and 0\.25 \(4 workers\)"),
+        (0.51, r"does not divide a GPU"),
+        (0.00001, "is less than 0.0001"),
+    ],
+)
+def test_a_part_that_does_not_divide_a_gpu(gpus: float, words: str) -> None:
+    with pytest.raises(InvalidValueError, match=words):
+        WorkerResources(gpus=gpus)
+
+
+@pytest.mark.parametrize("share", range(2, 60))
+def test_parts_may_be_rounded(share: int) -> None:
+    """As one writes them, and as the message proposes them."""
+    assert WorkerResources(gpus=1 / share).workers_per_gpu == share
+    assert WorkerResources(gpus=float(f"{1 / share:.3g}")).workers_per_gpu == share
 
 
 @pytest.mark.parametrize("bad", [{"gpus": -1}, {"cpus": -0.5}, {"memory_bytes": -1}, {"gpus": 1.5}])
