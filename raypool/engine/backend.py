@@ -54,6 +54,18 @@ class WorkerInfo:
         """The UUID of its (first) GPU, None without one or where NVML does not know it."""
         return self.gpu_uuids[0] if self.gpu_uuids else None
 
+    @property
+    def devices(self) -> tuple[str | tuple[str, int], ...]:
+        """What tells each of its GPUs from all others: its UUID, where these are known, else its host and index.
+
+        Example:
+            >>> WorkerInfo(0, "lab-3", 7, gpus=(2,)).devices, WorkerInfo(0, "lab-3", 7, gpus=(2,), gpu_uuids=("GPU-1",)).devices
+            ((('lab-3', 2),), ('GPU-1',))
+        """
+        if len(self.gpu_uuids) == len(self.gpus):
+            return self.gpu_uuids
+        return tuple((self.host, gpu) for gpu in self.gpus)
+
     def with_state(self, state: str) -> WorkerInfo:
         """Return a copy in another state."""
         return replace(self, state=state)
@@ -88,6 +100,14 @@ class Function:
         self.name = name
 
 
+def function_name(fn: Any) -> str:
+    """Return what to call a function in messages."""
+    inner = fn
+    while hasattr(inner, "func"):  # functools.partial
+        inner = inner.func
+    return getattr(inner, "__name__", None) or type(inner).__name__
+
+
 class Part(NamedTuple):
     """One slice, ready to travel.
 
@@ -96,7 +116,8 @@ class Part(NamedTuple):
     item that fails is not wanted. `is_fixed`: the user has said how many items a call takes, so none is handed back.
     `should_stop`: somebody has asked for an early end before it began. `numbers`: those that the user calls the items by, where
     they do not simply follow each other from `start` on. `is_rank`: others run beside it, and may wait for it. `checkpoints`: a
-    path or URL, and the name there of each item's folder for checkpoints.
+    path or URL, and the name there of each item's folder for checkpoints. `turn`: which part of its GPU's memory the process may
+    have meanwhile, and whether nothing else may run on that GPU; None where workers take no turns.
     """
 
     task_id: int
@@ -114,6 +135,7 @@ class Part(NamedTuple):
     numbers: Sequence[int] | None = None
     is_rank: bool = False
     checkpoints: tuple[str, tuple[str, ...]] | None = None
+    turn: tuple[float, bool] | None = None
 
 
 class Failure(NamedTuple):
@@ -131,6 +153,7 @@ class SliceResult:
     `values.get()[offset : offset + done]`; `failures` maps such numbers to what went wrong instead. `durations_s` has one entry
     for each; the first began at `started_at` (Unix time [s]). `catch_up` waits until all that was reported meanwhile has arrived;
     None if it has. `peak_memory_bytes`: the most that the process had of its GPU's memory meanwhile, None if it used none.
+    `crowded_out`: those of the failed items that had no room beside other workers on their GPU, and are to run again, alone.
     """
 
     start: int
@@ -142,6 +165,12 @@ class SliceResult:
     started_at: float
     catch_up: Callable[[], None] | None = None
     peak_memory_bytes: int | None = None
+    crowded_out: tuple[int, ...] = ()
+
+    def to_retry(self, wants_retry: Callable[[BaseException], bool]) -> tuple[int, ...]:
+        """Return which of the failed items are to run again; `wants_retry` says of an exception whether the user wants that."""
+        failed = sorted(self.failures.items())
+        return tuple(index for index, failure in failed if index in self.crowded_out or wants_retry(failure.error))
 
 
 class LocalValues:

@@ -17,8 +17,9 @@ from typing import Any
 from raypool.core.messages import ResizeRequested, ShutdownRequested
 from raypool.core.model import PoolState
 from raypool.core.scheduler import Scheduler
+from raypool.devices.nvml import NvmlInventory
 from raypool.engine import verdicts
-from raypool.engine.backend import Backend, Function, Post, WorkerInfo
+from raypool.engine.backend import Backend, Function, Post, WorkerInfo, function_name
 from raypool.engine.driver import Driver
 from raypool.engine.hub import Hub
 from raypool.engine.inbox import Inbox, InlineInbox, ThreadInbox
@@ -187,12 +188,12 @@ class Engine:
         Raises:
             StartupError: They do.
         """
-        if any(kind.workers_per_gpu > 1 for kind in self.profile.kinds):
+        if self.profile.workers_per_gpu is not None or any(kind.workers_per_gpu > 1 for kind in self.profile.kinds):
             return
-        seen: dict[tuple[str, int], int] = {}
+        seen: dict[str | tuple[str, int], int] = {}
         for worker in self.workers():
-            for gpu in worker.gpus:
-                other = seen.setdefault((worker.host, gpu), worker.index)
+            for gpu, device in zip(worker.gpus, worker.devices, strict=True):
+                other = seen.setdefault(device, worker.index)
                 if other != worker.index:
                     raise StartupError(
                         f"Workers {other} and {worker.index} both see GPU {gpu} of {worker.host}. "
@@ -272,7 +273,8 @@ def open_engine(profile: Profile, find_way: FindWay | None = None) -> Engine:
         return Engine(profile, ThreadInbox(), lambda post, hub, _: ThreadsBackend(profile, post, hub.say, usable_cores()))
     from raypool.engine.ray_session import join_ray, leave_ray
 
-    join_ray(profile.address)  # before anything imports Ray, which reads its settings then
+    own = None if isinstance(profile.inventory, NvmlInventory) else profile.inventory  # NVML's Ray finds by itself
+    join_ray(profile.address, own)  # before anything imports Ray, which reads its settings then
     try:
         from raypool.engine.packing import unpack
         from raypool.engine.ray_backend import RayBackend
@@ -293,11 +295,3 @@ def serial_engine(find_way: FindWay | None = None) -> Engine:
     engine = open_engine(Profile(backend="inline"), find_way)
     engine.add_workers(1, 1)
     return engine
-
-
-def function_name(fn: Any) -> str:
-    """Return what to call a function in messages."""
-    inner = fn
-    while hasattr(inner, "func"):  # functools.partial
-        inner = inner.func
-    return getattr(inner, "__name__", None) or type(inner).__name__

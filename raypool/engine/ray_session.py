@@ -17,6 +17,8 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from raypool.devices.cores import usable_cpus
+from raypool.devices.gpus import Inventory
+from raypool.devices.visible import visible_gpus
 from raypool.errors import StartupError
 
 LOOPBACK_ONLY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
@@ -45,8 +47,12 @@ _ended = threading.Event()
 _ours: str | None = None  # our connection to the Ray that was started here; unique, so that another Ray is never taken for it
 
 
-def join_ray(address: str | None) -> None:
+def join_ray(address: str | None, inventory: Inventory | None = None) -> None:
     """Make sure that Ray runs in this process: the one that is there, the one at the address, or a new one on this machine.
+
+    Args:
+        address: Where it runs.
+        inventory: Who knows the GPUs that a new one is to have. None: Ray finds them itself.
 
     Raises:
         StartupError: There is no Ray at the address.
@@ -59,7 +65,7 @@ def join_ray(address: str | None) -> None:
 
         if not ray.is_initialized():
             with _own_sigterm():
-                _connect(ray, address)
+                _connect(ray, address, inventory)
             _ours = connection()
             _users = 0  # of a Ray that somebody has ended meanwhile
         _users += 1
@@ -271,13 +277,15 @@ def _hush(ray: Any) -> None:
     module.print_to_stdstream = show_others
 
 
-def _connect(ray: Any, address: str | None) -> None:
+def _connect(ray: Any, address: str | None, inventory: Inventory | None) -> None:
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     try:
         if address is not None or "RAY_ADDRESS" in os.environ:
             ray.init(address=address, **quiet)
         else:
-            _init_kept(ray, {"address": "local", "num_cpus": usable_cpus(), "include_dashboard": False, **quiet})
+            num_gpus = None if inventory is None else len(visible_gpus(os.environ, inventory.devices()))
+            own = {"address": "local", "num_cpus": usable_cpus(), "num_gpus": num_gpus, "include_dashboard": False}
+            _init_kept(ray, {**own, **quiet})
             _hush(ray)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise StartupError(f"Ray could not be started or reached at {address or 'this machine'}: {error}") from error
