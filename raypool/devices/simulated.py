@@ -14,6 +14,7 @@ from typing import Any
 
 from raypool.devices.allocator import fraction_of
 from raypool.devices.gpus import GpuDevice, GpuProcess, memory_of, named, only_load
+from raypool.devices.visible import ORDER, visible_gpus
 
 CONTEXT_BYTES = 400 * 2**20
 """A process that uses a simulated GPU takes so much of it beside what it allocates [bytes]."""
@@ -79,6 +80,7 @@ class SimulatedGpus:
         """Take memory of this process's card.
 
         Raises:
+            RuntimeError: This process sees no card.
             torch.OutOfMemoryError: There is not so much, or this process may not have so much: see `Allocator.limit`, and
                 "per_process_memory_fraction" in PYTORCH_CUDA_ALLOC_CONF.
         """
@@ -104,6 +106,10 @@ class SimulatedGpus:
         """Return all cards."""
         if (self._folder / "broken").exists():
             return [GpuDevice(index=card["index"]) for card in self._read()]
+        return self.true_state()
+
+    def true_state(self) -> list[GpuDevice]:
+        """Return all cards as they are, also if nothing is known of them."""
         return [self._seen(card) for card in self._read()]
 
     def find(self, device: str) -> GpuDevice | None:
@@ -244,17 +250,18 @@ class SimulatedAllocator:
 
     def _check(self, num_bytes: int, more: int) -> None:
         """Use the card from now on, and see that there is so much more."""
-        import torch
-
         if not self._is_in_use:
+            self._card()
             self._is_in_use = True
             self._fraction = fraction_of(os.environ) if self._fraction is None else self._fraction
             self._note()
-        card = self._gpus.find(str(self._index()))
-        if card is None or card.total_bytes is None or card.free_bytes is None:
+        card = self._card()
+        if card.total_bytes is None or card.free_bytes is None:
             return
         allowed = int(card.total_bytes * (1.0 if self._fraction is None else self._fraction))
         if more > card.free_bytes or self._reserved + more > allowed:
+            import torch  # takes seconds, and is not needed before
+
             raise torch.OutOfMemoryError(
                 f"CUDA out of memory. Tried to allocate {num_bytes} bytes. GPU 0 has {card.total_bytes} bytes, of which "
                 f"{card.free_bytes} are free; {allowed} are allowed to this process, which has {self._reserved}. "
@@ -264,16 +271,19 @@ class SimulatedAllocator:
     def _work(self, utilisation: float) -> None:
         with self._gpus.turn():
             self._utilisation = utilisation
-            self._is_in_use = True
             self._note()
+            self._is_in_use = True
 
-    def _index(self) -> int:
-        device = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-        card = self._gpus.find(device)
-        return card.index if card is not None else int(device)
+    def _card(self) -> GpuDevice:
+        """Return this process's card."""
+        cards = self._gpus.true_state()
+        seen = visible_gpus({**os.environ, ORDER: "PCI_BUS_ID"}, cards)
+        if not seen:
+            raise RuntimeError("No CUDA GPUs are available (simulated)")
+        return next(card for card in cards if card.index == seen[0].index)
 
     def _note(self) -> None:
-        self._gpus.hold(self._index(), Held(self._reserved + CONTEXT_BYTES, self._utilisation))
+        self._gpus.hold(self._card().index, Held(self._reserved + CONTEXT_BYTES, self._utilisation))
 
 
 class SimulatedTensor:

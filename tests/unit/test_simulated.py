@@ -193,6 +193,8 @@ def test_nothing_is_known_of_broken_cards(gpus: SimulatedGpus) -> None:
     assert gpus.memory_used([0]) is None
     assert gpus.load([1]) == [GpuDevice(index=1)]
     tensor = gpus.allocate(GIB)  # they work all the same
+    with pytest.raises(torch.OutOfMemoryError):
+        gpus.allocate(16 * GIB)
     gpus.break_down(is_broken=False)
     assert gpus.memory_used([0, 1]) == tensor.num_bytes + CONTEXT_BYTES
     assert gpus.memory_used([0, 2]) is None
@@ -200,10 +202,28 @@ def test_nothing_is_known_of_broken_cards(gpus: SimulatedGpus) -> None:
     assert gpus.load([1, 7]) == [busy, GpuDevice(index=7)]
 
 
+@pytest.mark.parametrize("visible", ["", "-1", "2", "1,1", "GPU-nobody"])
+def test_a_process_that_sees_no_card_cannot_use_one(gpus: SimulatedGpus, monkeypatch: pytest.MonkeyPatch, visible: str) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    for use in (lambda: gpus.allocate(1), gpus.computing(0.5).__enter__):
+        with pytest.raises(RuntimeError, match="No CUDA GPUs are available"):
+            use()
+    assert not gpus.allocator().is_in_use
+
+
+def test_a_card_is_the_same_by_index_and_uuid(gpus: SimulatedGpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", f"{gpus.devices()[1].uuid},0")
+    tensor = gpus.allocate(GIB)
+    gpus.break_down()
+    more = gpus.allocate(GIB)  # what nobody can ask for is still so
+    gpus.break_down(is_broken=False)
+    assert used(gpus) == [0, tensor.num_bytes + more.num_bytes + CONTEXT_BYTES]
+
+
 def test_a_card_of_which_little_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")
-    gpus = SimulatedGpus(tmp_path, [GpuDevice(index=4, name="A card")])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    gpus = SimulatedGpus(tmp_path, [GpuDevice(index=0, name="A card")])
     assert gpus.allocate(64 * GIB).num_bytes == 64 * GIB
-    assert gpus.devices() == [GpuDevice(index=4, name="A card")]
-    gpus.change(4, total_bytes=16 * GIB)
+    assert gpus.devices() == [GpuDevice(index=0, name="A card")]
+    gpus.change(0, total_bytes=16 * GIB)
     assert gpus.devices()[0].total_bytes == 16 * GIB
