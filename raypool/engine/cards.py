@@ -21,6 +21,7 @@ from raypool.engine.claims import Claim
 from raypool.engine.seating import Seating
 from raypool.engine.sharing import Sharing, Weight
 from raypool.engine.telemetry import Usage
+from raypool.reasons import is_gpu_out_of_memory
 
 REMEMBERED = 32
 """What a GPU's last items have needed, so many of them, decides how many workers share it."""
@@ -97,7 +98,7 @@ class Card:
         for result in results:
             if result.crowded_out or not (result.peak_memory_bytes is not None or has_own):
                 continue  # it runs again; or it was no work for a GPU
-            is_too_large = any(ran_out_of_memory(failure.error) for failure in result.failures.values())
+            is_too_large = any(is_gpu_out_of_memory(failure.error) for failure in result.failures.values())
             peak = result.peak_memory_bytes or 0
             self.peaks.append(max(peak, self.weight.total_bytes or 0) if is_too_large else peak)
             self.since = self.since or result.started_at
@@ -174,7 +175,7 @@ class Cards:
             card = self._cards.get(claim)
             if card is None:
                 return parts
-            parts = [part._replace(turn=(card.share, self._is_to_run_alone(part))) for part in parts]
+            parts = [part._replace(turn=(1.0, True) if self._is_to_run_alone(part) else (card.share, False)) for part in parts]
             self._flights.setdefault(place, {})[attempt_id] = Flight(parts, claim.num_workers > 1)
             return parts
 
@@ -201,7 +202,7 @@ class Cards:
             self._consider(card, worker_id)
 
     def _look_for_shortage(self, card: Card, part: Part, result: SliceResult, is_crowded: bool) -> None:
-        out = [index for index, failure in sorted(result.failures.items()) if ran_out_of_memory(failure.error)]
+        out = [index for index, failure in sorted(result.failures.items()) if is_gpu_out_of_memory(failure.error)]
         was_alone = part.turn is not None and part.turn[1]
         if is_crowded and not part.is_rank:
             result.crowded_out = tuple(index for index in out if self._may_try_alone((part.task_id, index)))
@@ -276,10 +277,3 @@ class Cards:
                 "Nothing is known of the memory of the pool's GPUs, so workers_per_gpu='auto' leaves one worker on each. "
                 "Say how many there should be (workers_per_gpu=2), or look whether nvidia-smi works there."
             )
-
-
-def ran_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that a GPU had no memory left, without importing torch."""
-    return any(
-        kind.__name__ == "OutOfMemoryError" and kind.__module__.partition(".")[0] == "torch" for kind in type(error).__mro__
-    )

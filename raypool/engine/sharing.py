@@ -82,8 +82,8 @@ class Turns:
         if part.turn is None:
             return
         share, is_alone = part.turn
-        self._is_only = share == 1.0
-        self._keep_to(1.0 if is_alone else share)
+        self._is_only = share == 1.0 and not is_alone
+        self._keep_to(share)
         if self._lock < 0:
             self._open()
         if is_alone:

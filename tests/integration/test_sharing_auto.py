@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -69,3 +70,35 @@ def test_where_nothing_is_known_each_card_keeps_one_worker(gpus: SimulatedGpus, 
         pool.parfor(train, range(2))
         assert pool.num_workers == 1
     assert caplog.text.count("Nothing is known") == 1
+
+
+@pytest.mark.long
+def test_waiting_for_the_card_can_be_cancelled(gpus: SimulatedGpus, gate: Any, eventually: Callable[..., bool]) -> None:
+    """An item that is to run alone waits for its neighbour; it is cancelled there, and neither worker is lost for that."""
+
+    def train(gibibytes: int) -> int:
+        return gpus.allocate(gibibytes * GIBIBYTE).num_bytes
+
+    def hold() -> int:
+        held = gpus.allocate(GIBIBYTE)
+        gate.wait()
+        return held.num_bytes
+
+    with parpool(1, inventory=gpus, workers_per_gpu="auto", quiet=True) as pool:
+        assert eventually(lambda: pool.parfor(train, [6] * 2) and pool.num_workers == 2)
+        assert eventually(lambda: [worker.state for worker in pool.workers] == ["idle", "idle"])
+        neighbour = pool.parfeval(hold)
+        large = pool.parfeval(train, 14)
+        assert eventually(lambda: large.attempts == 2 and large.running())
+        assert large.cancel()
+        assert eventually(lambda: large.worker_replaced is not None)
+        assert large.worker_replaced is False
+        gate.open()
+        assert neighbour.result() == GIBIBYTE
+
+
+@pytest.mark.long
+def test_chosen_gpus_are_shared(gpus: SimulatedGpus) -> None:
+    """Two workers on each of the GPUs that were named, and none on the other."""
+    with parpool(gpus=[0, 2], inventory=gpus, workers_per_gpu=2, quiet=True) as pool:
+        assert sorted(worker.gpus for worker in pool.workers) == [(0,), (0,), (2,), (2,)]

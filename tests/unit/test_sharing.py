@@ -351,7 +351,7 @@ def turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Turns:
 
 
 def part_with(*, is_alone: bool = False, is_rank: bool = False, share: float = 0.25) -> Part:
-    return Part(0, 0, b"", 1, 0, 1, is_call=False, is_rank=is_rank, turn=(share, is_alone))
+    return Part(0, 0, b"", 1, 0, 1, is_call=False, is_rank=is_rank, turn=(1.0 if is_alone else share, is_alone))
 
 
 def is_free(path: Path, operation: int) -> bool:
