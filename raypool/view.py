@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from raypool.engine.backend import WorkerInfo
+from raypool.engine.backend import WorkerInfo, function_name
 from raypool.engine.calls import Where, submit_call
-from raypool.engine.engine import Engine, function_name, serial_engine
+from raypool.engine.engine import Engine, serial_engine
 from raypool.engine.overview import device_table, running
 from raypool.errors import InvalidTypeError, InvalidValueError, ResourceError
 from raypool.futures import Future, gather
@@ -132,9 +132,9 @@ class PoolView(LoopVerbs, TrainingVerbs, concurrent.futures.Executor):
         "inline", and in a task, it is the table of this machine.
 
         Returns:
-            A table with the columns `host`, `index`, `name`, `uuid`, `total_bytes`, `used_bytes`, `free_bytes`, `utilisation`
-            (from 0 to 1), `temperature_c` [degrees Celsius], `processes` (how many use it), `workers` (the numbers of this
-            pool's workers on it, or of this part's) and `running` (what each of these runs, None for one that is idle). It is
+            A table with the column `host`, those of `gpu_device_table` but for the last (`index`, `name`, `uuid`, `total_bytes`,
+            `used_bytes`, `free_bytes`, `utilisation`, `temperature_c`, `processes`, ...), `workers` (the numbers of this pool's
+            workers on the GPU, or of this part's) and `running` (what each of these runs, None for one that is idle). It is
             empty where there is no GPU.
 
         Example:

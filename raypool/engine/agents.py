@@ -18,7 +18,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raypool.core.messages import Signal
 from raypool.devices.gpus import Inventory
+from raypool.engine import mps
 from raypool.engine.backend import NodeDevices, WorkerInfo
+from raypool.engine.claims import Claim, locate
 from raypool.engine.exchange import POOL_ENDED
 from raypool.engine.hub import Hub
 from raypool.engine.node_agent import OFFERED, NodeAgent
@@ -95,6 +97,7 @@ class Agents:
         self._by_worker: dict[int, tuple[Any, Any]] = {}  # the agent of its node, and the reference of its answer to `watch`
         self._workers: dict[int, tuple[Introduction, Any, MemoryLimit | None]] = {}  # with their actors
         self._introductions: dict[int, Introduction] = {}  # the last one of each place
+        self._warned: set[str] = set()
         self._making = threading.Lock()
         self._is_closed = False
         self._pid = os.getpid()  # a forked child has neither Ray's threads nor the one below
@@ -127,6 +130,8 @@ class Agents:
         watched = agent.watch.remote(worker_id, introduction.process, introduction.info.gpus, actor)
         self._by_worker[worker_id] = agent, watched
         actor.attach.remote(agent, self.home())
+        if introduction.mps_problem is not None:
+            self._warn(introduction.mps_problem, mps.turns(introduction.info.host, introduction.mps_problem))
         if memory is not None:
             self._oversee(agent, watched, worker_id, memory)
 
@@ -136,6 +141,22 @@ class Agents:
                 memory.on_over(used)
 
         self._answered(agent.oversee.remote(watched, worker_id, memory.limit), take)
+
+    def for_mps(self, claim: Claim) -> Any:
+        """Return the agent that is to start MPS before a worker of this claim begins; None if that would change nothing."""
+        if not claim.demand.worker_gpus:
+            return None
+        if claim.demand.workers_per_claim == 1:
+            self._warn(mps.NOT_SHARED, mps.NOT_SHARED)
+            return None
+        node_id = locate(claim)
+        return None if node_id is None else self._agent_on(node_id)
+
+    def _warn(self, what: str, words: str) -> None:
+        """Warn of something, once."""
+        if what not in self._warned:
+            self._warned.add(what)
+            logger.warning(words)
 
     def knows(self, worker_id: int) -> bool:
         """Whether a worker is watched over."""

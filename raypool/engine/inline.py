@@ -20,6 +20,7 @@ from raypool.core.messages import AttemptFinished, CancelRequested, Signal, Work
 from raypool.engine.backend import Failure, Function, LocalValues, NodeDevices, Part, Post, Refusal, SliceResult, WorkerInfo
 from raypool.engine.diary import listening
 from raypool.engine.guard import ThreadGuard
+from raypool.engine.machine import gpus_here
 from raypool.engine.mirrors import ItemFolders, home_here, temporary_here
 from raypool.engine.runner import Surroundings, run_parts, set_up
 from raypool.errors import LossReason
@@ -80,7 +81,7 @@ class InlineBackend:
 
     def devices(self) -> list[NodeDevices]:
         """Return the GPUs of this machine; which of them a worker uses is up to the functions that it runs."""
-        return [NodeDevices(platform.node(), self._profile.inventory.devices(), list(self._workers.values()))]
+        return [NodeDevices(platform.node(), gpus_here(self._profile.inventory)[0], list(self._workers.values()))]
 
     def _way_of_own(self) -> Way:
         from raypool.engine.exchange import LocalExchange  # which imports asyncio, for the few who need it

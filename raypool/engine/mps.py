@@ -110,6 +110,11 @@ class Mps:
         words = self._keeper.readline().strip()
         return None if words == mps_keeper.UP else words or f"{PROGRAM} could not be started"
 
+    @property
+    def is_up(self) -> bool:
+        """Whether it was started here, and not stopped."""
+        return self._control is not None
+
     def terminate(self, pids: Collection[int]) -> None:
         """Let processes that are about to be killed have nothing to do with their GPUs any more; others there go on."""
         if self._control is None:

@@ -13,7 +13,7 @@ import signal
 import struct
 import termios
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import psutil
@@ -21,9 +21,10 @@ import ray
 
 from raypool.devices.gpus import GpuDevice, Inventory
 from raypool.engine.exchange import Exchange
-from raypool.engine.guard import AT_HAND, STOP_SIGNAL, WISH
+from raypool.engine.guard import AT_HAND, NOTHING, STOP_SIGNAL, WISH
 from raypool.engine.homes import FolderHome
 from raypool.engine.memory import is_over, memory_used
+from raypool.engine.mps import Mps, MpsState
 from raypool.engine.telemetry import Telemetry, Usage
 from raypool.folders import TemporaryFolder
 
@@ -100,6 +101,18 @@ class Watched:
                 other.kill()
         return others
 
+    @property
+    def family(self) -> list[int]:
+        """Its number, and those of its descendants."""
+        with contextlib.suppress(psutil.Error):
+            return [self.pid, *(process.pid for process in self.process.children(recursive=True))]
+        return []
+
+    def freeze(self) -> None:
+        """Let it do nothing more until it is killed."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._descriptor, signal.SIGSTOP)
+
     def kill(self) -> None:
         """Kill it itself."""
         with contextlib.suppress(ProcessLookupError):
@@ -150,6 +163,8 @@ class NodeAgent:
         self._is_finished = False
         self._exchange = Exchange(self._pass_on)
         self._temporary = TemporaryFolder()
+        self._mps = Mps(self._temporary.path)
+        self._mps_started: asyncio.Task[MpsState] | None = None
 
     async def watch(self, worker_id: int, process: WorkerProcess, gpus: Sequence[int], actor: Any) -> None:
         """Take care of a worker from now on.
@@ -232,6 +247,9 @@ class NodeAgent:
         watched = self._watched.pop(worker_id, None)
         if watched is None:
             return
+        if self._mps.is_up and watched.at_hand != NOTHING:
+            watched.freeze()  # what runs would hear of it, and go on
+            await asyncio.to_thread(self._mps.terminate, watched.family)
         others = watched.kill_others()
         if watched.is_alive:
             ray.kill(watched.actor)  # so that Ray does not take it for a crash, and say so at length
@@ -265,6 +283,12 @@ class NodeAgent:
     async def usage(self, gpu: int, since: float, until: float) -> Usage | None:
         """Return how a GPU was used between two times [s since the epoch]; None if nobody has looked."""
         return self._telemetry.usage(gpu, since, until)
+
+    async def mps(self, settings: Mapping[str, str]) -> MpsState:
+        """Return where MPS is for the workers of this node, once it is up; whoever comes first starts it."""
+        if self._mps_started is None:
+            self._mps_started = asyncio.create_task(asyncio.to_thread(self._mps.start, settings))
+        return await asyncio.shield(self._mps_started)
 
     # --- what workers say ---------------------------------------------------------------------------------------------
 
@@ -301,7 +325,9 @@ class NodeAgent:
         return mail
 
     async def finish(self) -> None:
-        """Note that all workers have ended."""
+        """Note that all workers have ended; what only they have used ends too."""
+        if self._mps_started is not None:
+            await asyncio.to_thread(self._mps.stop)
         self._is_finished = True
         self._has_mail.set()
 

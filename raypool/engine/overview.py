@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from raypool.core.model import Attempt, WorkerState
+from raypool.devices import table as devices
 from raypool.devices.gpus import GpuDevice
 from raypool.engine.backend import NodeDevices, WorkerInfo
 from raypool.engine.driver import Driver
@@ -13,21 +14,8 @@ from raypool.engine.driver import Driver
 if TYPE_CHECKING:
     import pandas as pd
 
-COLUMNS = {
-    "host": "object",
-    "index": "Int64",
-    "name": "object",
-    "uuid": "object",
-    "total_bytes": "Int64",
-    "used_bytes": "Int64",
-    "free_bytes": "Int64",
-    "utilisation": "Float64",
-    "temperature_c": "Float64",
-    "processes": "Int64",
-    "workers": "object",
-    "running": "object",
-}
-"""Of `PoolView.device_table`, with their types."""
+COLUMNS = {"host": "string", **devices.COLUMNS, "workers": "object", "running": "object"}
+"""Of `PoolView.device_table`, with their kinds."""
 
 
 def device_table(nodes: Iterable[NodeDevices], running: dict[int, str], shown: Collection[int]) -> pd.DataFrame:
@@ -38,15 +26,13 @@ def device_table(nodes: Iterable[NodeDevices], running: dict[int, str], shown: C
         running: What workers run, by number.
         shown: The numbers of the workers that the table is for.
     """
-    import pandas as pd
-
     rows = [
         _row(node.host, card, [worker for worker in node.workers if worker.index in shown], running)
         for node in nodes
         if any(worker.index in shown for worker in node.workers)
         for card in _cards(node)
     ]
-    return pd.DataFrame({name: pd.Series([row[name] for row in rows], dtype=dtype) for name, dtype in COLUMNS.items()})
+    return devices.frame_of(rows, COLUMNS)
 
 
 def _cards(node: NodeDevices) -> Sequence[GpuDevice]:
@@ -66,20 +52,8 @@ def _cards(node: NodeDevices) -> Sequence[GpuDevice]:
 
 def _row(host: str, card: GpuDevice, workers: Sequence[WorkerInfo], running: dict[int, str]) -> dict[str, Any]:
     on_it = [worker.index for worker in workers if card.index in worker.gpus]
-    return {
-        "host": host,
-        "index": card.index,
-        "name": card.name,
-        "uuid": card.uuid,
-        "total_bytes": card.total_bytes,
-        "used_bytes": card.used_bytes,
-        "free_bytes": card.free_bytes,
-        "utilisation": card.utilisation,
-        "temperature_c": card.temperature_c,
-        "processes": None if card.processes is None else len(card.processes),
-        "workers": tuple(on_it),
-        "running": tuple(running.get(index) for index in on_it),
-    }
+    texts = tuple(running.get(index) for index in on_it)
+    return {"host": host, **devices.row_of(card), "workers": tuple(on_it), "running": texts}
 
 
 def running(driver: Driver) -> dict[int, str]:

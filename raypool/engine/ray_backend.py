@@ -207,7 +207,9 @@ class RayBackend:
         seat.actor = self._actor_class.options(**options).remote(place, worker_id, self._profile.inventory)
         seat.run = seat.actor.run.remote
         self._by_worker[worker_id] = seat
-        introduction = seat.actor.introduce.remote(tuple(packing.dump([setup.packed for setup in setups])))
+        packed = tuple(packing.dump([setup.packed for setup in setups]))
+        agent = self._agents.for_mps(seat.claim) if self._profile.mps else None
+        introduction = seat.actor.introduce.remote(packed, agent)
         self._answered(worker_id, introduction, functools.partial(self._on_introduced, worker_id))
 
     def _answered(self, worker_id: int, ref: Any, take: Callable[[Any], None]) -> None:

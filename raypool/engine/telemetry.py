@@ -15,6 +15,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from raypool.devices.gpus import GpuDevice, Inventory
+from raypool.engine.machine import gpus_here
 
 LOOK_S = 1.0
 """How often the GPUs are looked at [s]; the driver says how busy one was in the last 1/6 s to 1 s."""
@@ -66,7 +67,7 @@ class Telemetry:
 
     async def devices(self) -> list[GpuDevice]:
         """Return all GPUs of this node as they are now."""
-        return await asyncio.get_running_loop().run_in_executor(self._asking, self._inventory.devices)
+        return await asyncio.get_running_loop().run_in_executor(self._asking, lambda: gpus_here(self._inventory)[0])
 
     def watch(self, gpus: Iterable[int]) -> None:
         """Look at these GPUs from now on, until as many `leave` them."""

@@ -17,7 +17,7 @@ import ray
 
 from raypool.devices.gpus import Inventory, index_of
 from raypool.devices.links import prefer_fast_links
-from raypool.engine import diary
+from raypool.engine import diary, mps
 from raypool.engine.answers import pack_results
 from raypool.engine.backend import Part, Refusal, WorkerInfo
 from raypool.engine.guard import ProcessGuard
@@ -52,11 +52,12 @@ def pack_call(attempt_id: int, parts: Sequence[Part], functions: dict[int, Packe
 
 
 class Introduction(NamedTuple):
-    """Who a worker is, and where its process can be reached."""
+    """Who a worker is, and where its process can be reached; `mps_problem`: why it goes without MPS, if that was wanted."""
 
     info: WorkerInfo
     process: WorkerProcess
     node_id: str
+    mps_problem: str | None = None
 
 
 class PoolWorker:
@@ -87,8 +88,12 @@ class PoolWorker:
         self._functions: dict[int, Callable[..., Any]] = {}
         self._info = WorkerInfo(index, platform.node(), os.getpid())
 
-    def introduce(self, setups: Sequence[Any]) -> Introduction | str:
+    def introduce(self, setups: Sequence[Any], agent: Any = None) -> Introduction | str:
         """Check that this process sees the GPUs that it was given, and no other, and set it up.
+
+        Args:
+            setups: What it begins with.
+            agent: Starts MPS on this node; None if it is not wanted.
 
         Returns:
             Who it is, or what is wrong.
@@ -99,6 +104,7 @@ class PoolWorker:
         problem = pin(given, os.environ)
         if problem is not None:
             return problem
+        mps_problem = _enter_mps(agent) if agent is not None else None
         found = [self._inventory.find(device) for device in given]
         gpus = tuple(index_of(device, known) for device, known in zip(given, found, strict=True))
         uuids = tuple(known.uuid for known in found if known is not None and known.uuid is not None)
@@ -109,7 +115,8 @@ class PoolWorker:
             set_up([unpack(setup) for setup in load(Parcel(*setups))], self._info)
         except (Exception, SystemExit) as error:
             return Refusal(f"its setup failed, {''.join(traceback.format_exception_only(error)).strip()}")
-        return Introduction(self._info, WorkerProcess(os.getpid(), self._guard.pipe, self._guard.board), context.get_node_id())
+        process = WorkerProcess(os.getpid(), self._guard.pipe, self._guard.board)
+        return Introduction(self._info, process, context.get_node_id(), mps_problem)
 
     def attach(self, agent: Any, home: Any) -> None:
         """Take note of the agent of this node, and of the one where the pool's exchange is; of others, when they have died."""
@@ -257,6 +264,17 @@ class WorkerLink:
         if batch:
             ray.get(self._agent.push.remote(self.worker_id, number, batch))
         return number
+
+
+def _enter_mps(agent: Any) -> str | None:
+    """Let this process use MPS, which the agent starts if it is not up yet; return why it does not, if so."""
+    if mps.is_chosen(os.environ):
+        return None
+    try:
+        state = ray.get(agent.mps.remote(mps.settings(os.environ)), timeout=mps.ANSWER_S)
+    except ray.exceptions.RayError as error:
+        return f"the agent of its node has not answered ({type(error).__name__})"
+    return mps.enter(state, os.environ)
 
 
 def pin(given: Sequence[str], environ: MutableMapping[str, str]) -> str | None:

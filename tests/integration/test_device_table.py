@@ -69,7 +69,7 @@ def test_every_gpu_of_the_machine_and_who_is_on_it(pool: ParallelPool, gpus: Car
 def test_what_changes_is_as_it_is_now(pool: ParallelPool, gpus: Cards) -> None:
     gpus.change(3, utilisation=0.25, used_bytes=3 * GIBIBYTE, temperature_c=71.0)
     row = by_index(pool).loc[3]
-    assert [row[name] for name in LIVE] == [16 * GIBIBYTE, 3 * GIBIBYTE, 13 * GIBIBYTE, 0.25, 71.0, 0]
+    assert [row[name] for name in LIVE] == [16 * GIBIBYTE, 3 * GIBIBYTE, 13 * GIBIBYTE, 0.25, 71.0, {}]
     gpus.change(3, utilisation=0.5)
     assert by_index(pool).loc[3, "utilisation"] == 0.5
 
@@ -86,11 +86,11 @@ def test_what_runs_and_what_it_takes(pool: ParallelPool, gpus: Cards, make_gate:
 
     future = pool.options(name="training A", worker=0).parfeval(hold, 0)
     started.wait()
-    (gpu,) = (worker.gpu for worker in pool.workers if worker.index == 0)
+    ((gpu, pid),) = ((worker.gpu, worker.pid) for worker in pool.workers if worker.index == 0)
     row = by_index(pool).loc[gpu]
     assert dict(zip(row["workers"], row["running"], strict=True))[0] == "training A"
     assert row["used_bytes"] == 2 * GIBIBYTE + CONTEXT_BYTES
-    assert row["processes"] == 1
+    assert row["processes"] == {pid: 2 * GIBIBYTE + CONTEXT_BYTES}
     end.open()
     future.result(60)
 
