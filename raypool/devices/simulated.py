@@ -137,9 +137,11 @@ class SimulatedGpus:
         held = {}
         for path in self._folder.glob(f"held-{index}-*"):
             _, _, pid, started = path.name.split("-")
-            with contextlib.suppress(OSError, ValueError):  # it has just ended
-                if _started(int(pid)) == int(started):
-                    held[int(pid)] = Held(**json.loads(path.read_text()))
+            if _started(int(pid)) != int(started):
+                path.unlink(missing_ok=True)  # that process has ended; another may have its number by now
+                continue
+            with contextlib.suppress(FileNotFoundError):  # it has just ended, and somebody else has seen it
+                held[int(pid)] = Held(**json.loads(path.read_text()))
         return held
 
     def hold(self, index: int, held: Held) -> None:
@@ -174,7 +176,7 @@ class SimulatedGpus:
         return cards
 
     def _write(self, cards: Sequence[dict[str, Any]]) -> None:
-        _replace(self._folder / "cards.json", json.dumps(cards))
+        _replace(self._folder / "cards.json", json.dumps(cards, default=dataclasses.asdict))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -68,16 +68,18 @@ def show(table: Table) -> None:
 
 def legend(frame: pd.DataFrame, environ: Mapping[str, str]) -> str:
     """Return what is to be said below the table: which of the GPUs a process started from here would see, and why."""
-    chosen = {
-        name: environ[name] for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES") if name in environ
-    }
-    said = ", ".join(f"{name}={value!r}" for name, value in chosen.items())
+    names = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+    said = ", ".join(f"{name}={environ[name]!r}" for name in names if name in environ)
     selected = frame["is_selected"]
     if selected.isna().any():
-        return f"? is not known to be visible here: {said} does not say which these are."
+        return f"? is not known to be visible here: {said or 'the environment'} does not say which these are."
     if not selected.any():
-        return f"None of them is visible here, by {said}: change it, and start anew whatever uses GPUs."
-    return "* is visible here" + (f", by {said}." if said else ": all are.")
+        return f"None of them is visible here, by {said or 'the environment'}: change it, and start anew whatever uses GPUs."
+    if said:
+        return f"* is visible here, by {said}."
+    return "* is visible here: " + (
+        "all are." if selected.all() else "of a GPU that is divided, one instance, and then no other GPU."
+    )
 
 
 def _rows(frame: pd.DataFrame) -> list[dict[str, Any]]:

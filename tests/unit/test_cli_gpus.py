@@ -72,8 +72,9 @@ def test_what_is_not_known_is_said_to_be_unknown(gpus: SimulatedGpus, monkeypatc
 
 def test_a_divided_card_shows_its_instances(tmp_path: Path, gpus: SimulatedGpus) -> None:
     gpus.change(1, mig=["MIG-1", "MIG-2"])
-    shown = [line.split()[0] for line in show(gpus).splitlines()]
-    assert shown[3:5] == ["MIG-1", "MIG-2"]
+    lines = show(gpus).splitlines()
+    assert [line.split()[0] for line in lines[1:5]] == ["0", "*", "MIG-1", "MIG-2"]
+    assert lines[-1].startswith("* is visible here: of a GPU that is divided, one instance")
 
 
 def test_json_says_all_that_the_table_says(gpus: SimulatedGpus) -> None:

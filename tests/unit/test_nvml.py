@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -119,6 +120,21 @@ def test_nvml_is_initialised_once_and_names_are_asked_for_once() -> None:
         "nvmlDeviceGetName": 2,
         "nvmlShutdown": 0,
     }
+
+
+def test_after_a_fork_nvml_begins_anew() -> None:
+    nvml = FakeNvml(FakeCard())
+    inventory = NvmlInventory(nvml)
+    inventory.devices()
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            status = 0 if inventory.devices() == [WELL] and nvml.asked.count("nvmlInit") == 2 else 2
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert nvml.asked.count("nvmlInit") == 1
 
 
 @pytest.mark.parametrize("load", [missing, without_driver])

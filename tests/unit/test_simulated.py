@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from raypool.devices.allocator import TorchAllocator, fraction_of, set_fraction
-from raypool.devices.gpus import GpuDevice
+from raypool.devices.gpus import GpuDevice, GpuProcess
 from raypool.devices.simulated import CONTEXT_BYTES, SimulatedGpus
 
 GIB = 2**30
@@ -146,6 +146,7 @@ def test_what_a_process_had_goes_when_it_ends(gpus: SimulatedGpus, tmp_path: Pat
         process.stdout.read()  # to its end; now it is a zombie, or about to be one
         process.wait()
         assert used(gpus) == [0, 0]
+    assert list((tmp_path / "gpus").glob("held-*")) == []
 
 
 def test_many_at_once_never_have_more_than_there_is(gpus: SimulatedGpus) -> None:
@@ -177,6 +178,13 @@ def test_a_card_is_as_busy_as_all_its_processes_make_it(gpus: SimulatedGpus) -> 
     gpus.change(1, utilisation=None)
     with gpus.computing(0.25):
         assert gpus.devices()[1].utilisation is None
+
+
+def test_what_others_do_is_said_as_it_is_shown(gpus: SimulatedGpus) -> None:
+    others = (GpuProcess(pid=1, used_bytes=GIB), GpuProcess(pid=2))
+    gpus.change(0, processes=others, used_bytes=GIB)
+    assert gpus.devices()[0].processes == others
+    assert gpus.devices()[0].free_bytes == 15 * GIB
 
 
 def test_a_card_is_found_by_all_its_names(gpus: SimulatedGpus) -> None:
