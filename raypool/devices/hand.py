@@ -50,13 +50,7 @@ def gpu(i: int = 0) -> torch.device:
 
     if isinstance(i, bool) or not isinstance(i, int):
         raise InvalidTypeError(f"gpu({i!r}) is not a number of a GPU. They are numbered from 0.")
-    count = torch.cuda.device_count()
-    if not 0 <= i < count:
-        seen = {0: "no GPU that torch can use", 1: "1 GPU, gpu(0)"}.get(count, f"{count} GPUs, gpu(0) to gpu({count - 1})")
-        raise InvalidValueError(
-            f"gpu({i}) does not exist: this process sees {seen}. A worker of a pool sees only its own, as gpu(). "
-            "current_task().device is the best device that there is."
-        )
+    _check_seen(i, f"gpu({i})")
     return torch.device("cuda", i)
 
 
@@ -84,7 +78,7 @@ def as_device(x: T, device: torch.device | str, *, pinned: bool = False, non_blo
             left it.
 
     Raises:
-        InvalidValueError: `device` is not the name of one.
+        InvalidValueError: `device` is not the name of one, or is a GPU that this process does not see.
 
     Source:
         Zhang, Lipton, Li, Smola, "Dive into Deep Learning", section 6.7 (GPUs), storage on the GPU, and its `as_in_ctx` of MXNet.
@@ -117,7 +111,7 @@ def copy_to(x: T, device: torch.device | str, *, pinned: bool = False, non_block
         non_blocking: As for `as_device`.
 
     Raises:
-        InvalidValueError: `device` is not the name of one.
+        InvalidValueError: `device` is not the name of one, or is a GPU that this process does not see.
 
     Source:
         Zhang, Lipton, Li, Smola, "Dive into Deep Learning", section 6.7 (GPUs), copying, and its `copyto` of MXNet.
@@ -137,11 +131,27 @@ def _checked(device: torch.device | str) -> torch.device:
     import torch
 
     try:
-        return torch.device(device)
+        made = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise InvalidValueError(
             f"{device!r} is not a device. Give cpu(), gpu(1), current_task().device, or torch's name of one, such as 'cuda:1'."
         ) from error
+    if made.type == "cuda":
+        _check_seen(made.index or 0, str(made))
+    return made
+
+
+def _check_seen(i: int, name: str) -> None:
+    """Refuse a GPU that this process does not see; torch would say so in the words of CUDA, or of its own assertions."""
+    import torch
+
+    count = torch.cuda.device_count()
+    if not 0 <= i < count:
+        seen = {0: "no GPU that torch can use", 1: "1 GPU, gpu(0)"}.get(count, f"{count} GPUs, gpu(0) to gpu({count - 1})")
+        raise InvalidValueError(
+            f"{name} does not exist: this process sees {seen}. A worker of a pool sees only its own, as gpu(). "
+            "current_task().device is the best device that there is."
+        )
 
 
 class _Move:

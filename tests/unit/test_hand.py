@@ -237,6 +237,9 @@ def test_a_gpu_that_does_not_exist_is_an_error() -> None:
         gpu(count)
     with pytest.raises(InvalidValueError, match=r"gpu\(-1\) does not exist"):
         gpu(-1)
+    for bring in (as_device, copy_to):
+        with pytest.raises(InvalidValueError, match=rf"cuda:{count} does not exist: this process sees "):
+            bring(torch.ones(1), f"cuda:{count}")
     for wrong in (True, 1.0, "0"):
         with pytest.raises(InvalidTypeError, match="not a number of a GPU"):
             gpu(wrong)  # type: ignore[arg-type]
