@@ -1,4 +1,4 @@
-"""What stands between the driver and the places where user code runs: a protocol of seven methods, and what passes through it."""
+"""What stands between the driver and the places where user code runs: a protocol of ten methods, and what passes through it."""
 
 from __future__ import annotations
 

@@ -168,6 +168,25 @@ def test_without_a_deadline_what_runs_is_left_to_its_end(on_cluster: Any) -> Non
     assert facts == {"values": [[0, 1], [1, 1]], "later": True, "runs": 2}
 
 
+@pytest.mark.long
+def test_the_table_of_gpus_is_of_all_nodes_that_there_are_workers_on(on_cluster: Any) -> None:
+    """Each node's agent tells of its own; a node that has gone has no rows. (Here both are this machine, with the same cards.)"""
+    facts, _ = on_cluster("""
+    from raypool.devices.simulated import SimulatedGpus
+    gpus = SimulatedGpus(folder / "gpus", 2)
+    node = add(num_cpus=1)
+    with parpool(2, address=cluster.address, inventory=gpus, resources=WorkerResources(gpus=0), quiet=True) as pool:
+        watched(2)
+        facts["both"] = pool.device_table()["uuid"].tolist()
+        kill(node)
+        sizes(pool, 1)
+        facts["one"] = pool.device_table()["uuid"].tolist()
+    end()
+    """)
+    cards = [f"GPU-00000000-0000-0000-0000-{index:012d}" for index in range(2)]
+    assert facts == {"both": cards * 2, "one": cards}
+
+
 # --- without ----------------------------------------------------------------------------------------------------------
 
 
