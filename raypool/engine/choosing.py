@@ -128,6 +128,11 @@ class Choice:
         seen = [spot.node_id for spot in self._seen]
         return [spot for spot in spots if spot not in self._seen and seen.count(spot.node_id) == self._total(spot.node_id)]
 
+    @property
+    def _has_nameless(self) -> bool:
+        """Whether GPUs came whose index nobody knows: Ray calls them by UUIDs, and the inventory is silent."""
+        return any(spot.gpu < 0 for spot in self._seen)
+
     # --- the search ---------------------------------------------------------------------------------------------------
 
     def _check_nodes(self) -> None:
@@ -157,7 +162,7 @@ class Choice:
             is_late = time.monotonic() - started > ROUND_S
             if not missing and (len(self._wishes()) >= needed or is_late):
                 return
-            if wanted.is_over() or self._absent(missing) or (is_enough and is_late):
+            if wanted.is_over() or self._absent(missing) or (missing and self._has_nameless) or (is_enough and is_late):
                 return
             if missing and not is_known:
                 is_known = True
@@ -224,6 +229,8 @@ class Choice:
             node_id = absent[0].node_id
             seen = sorted(spot.gpu for spot in self._seen if spot.node_id == node_id)
             return self._no_such(node_id, [spot.gpu for spot in absent if spot.node_id == node_id], seen)
+        if missing and self._has_nameless:
+            return shortages.nameless([self._name(spot) for spot in missing])
         asked = min(len(self._meant), most) if least is None else least
         crowd = shortages.said_of(self._survey.crowd(self._crowd.values()), self._survey.min_free_bytes)
         if not missing:

@@ -224,6 +224,17 @@ def _elsewhere() -> str:
     return f"Others have some: say which, as in gpus={{{names[0]!r}: [0]}}." if names else ""
 
 
+def nameless(missing: Sequence[str]) -> ResourceError:
+    """Return the error for chosen GPUs where nobody knows which index belongs to which GPU."""
+    return ResourceError(
+        f"GPU {', '.join(missing)} could not be told from others: Ray was started with CUDA_VISIBLE_DEVICES as UUIDs, "
+        "and the driver (NVML), which knows their indices, does not answer. Look at nvidia-smi, or start Ray with indices.",
+        requested=len(missing),
+        available=0,
+        holders=(),
+    )
+
+
 def no_more_chosen(gpus: Sequence[int] | Mapping[str, Sequence[int]], requested: int, available: int) -> ResourceError:
     """Return the error for more workers than the GPUs that were chosen have room for."""
     chosen = (

@@ -18,7 +18,7 @@ from raypool.engine.claims import Claim
 from raypool.engine.demands import Demand
 
 PROBE_TIMEOUT_S = 10.0
-"""How long a task that only looks may take on a machine that is very busy [s]."""
+"""How long a task that only looks may take on a machine that is very busy [s]; after that, nothing is known of its GPUs."""
 
 AGAIN_S = 0.25
 """How often to look whether somebody has given memory back [s]."""
@@ -54,11 +54,14 @@ class Survey:
                 gpus = claim.demand.each if claim.demand.each > 1 else 0.0001
                 options = self._ask.options(num_gpus=gpus, scheduling_strategy=claim.strategy())
                 self._asked[claim] = time.monotonic(), options.remote(self._inventory)
-        asked = {claim: ref for claim in claims if (ref := self._asked[claim][1]) is not None}
-        done = ray.wait(list(asked.values()), num_returns=len(asked), timeout=0)[0] if asked else []
-        for claim, ref in asked.items():
+        asked = {claim: self._asked[claim] for claim in claims if self._asked[claim][1] is not None}
+        done = ray.wait([ref for _, ref in asked.values()], num_returns=len(asked), timeout=0)[0] if asked else []
+        for claim, (at, ref) in asked.items():
             if ref in done:
                 self._note(claim, ref)
+            elif time.monotonic() > at + PROBE_TIMEOUT_S:
+                ray.cancel(ref, force=True)  # else it would have a part of the GPU, and no worker could start there
+                self._asked[claim], claim.cards = (at, None), claim.cards or ()
 
     def _note(self, claim: Claim, ref: Any) -> None:
         at, _ = self._asked.pop(claim)
@@ -70,7 +73,7 @@ class Survey:
 
     def look_again(self, claims: Iterable[Claim]) -> None:
         """Ask those anew that have answered a while ago; until then the old answers stand."""
-        for claim in claims:
+        for claim in [claim for claim in claims if claim in self._asked]:
             at, ref = self._asked[claim]
             if ref is None and time.monotonic() > at + AGAIN_S:
                 del self._asked[claim]
@@ -97,14 +100,14 @@ class Survey:
         dark = {
             (claim.host, card.index)
             for claim in kept
-            for card in claim.cards or ()
+            for card in claim.cards or [GpuDevice(index=-1)]
             if card.free_bytes is None and (claim.host, card.index) not in self._told
         }
         self._told |= crowd.keys() | dark
         if crowd:
             logger.warning("%s", shortages.said_of(crowd, self.min_free_bytes))
         if dark:
-            names = ", ".join(f"GPU {index} of {host}" for host, index in sorted(dark))
+            names = ", ".join(f"GPU {index} of {host}" if host else "some GPU" for host, index in sorted(dark))
             logger.warning("How much memory of %s is free is not known: it counts as free for min_free_memory_bytes.", names)
 
     def check_sharing(self, claims: Iterable[Claim]) -> None:

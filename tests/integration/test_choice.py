@@ -367,6 +367,8 @@ def test_a_ray_that_was_told_which_gpus_it_has(run_script: Any, visible: str) ->
         facts["chosen"] = pool.parfeval_on_all(see).result(60)
     facts["other"] = attempt(gpus=[1], inventory=cards)
     facts["full"] = attempt(num_workers=2, inventory=cards, min_free_memory_bytes=2**40)
+    cards.break_down()
+    facts["dark"] = attempt(gpus=[2], inventory=cards)
     ray.shutdown()
     print(json.dumps(facts))
     """,
@@ -379,6 +381,10 @@ def test_a_ray_that_was_told_which_gpus_it_has(run_script: Any, visible: str) ->
     assert "GPU 1 does not exist here: this machine has 2, numbered 0, 2." in facts["other"]
     assert "GPU 0 of" in facts["full"]
     assert "GPU 2 of" in facts["full"]
+    if visible == "2,0":
+        assert facts["dark"] is None, "an index stands for itself"
+    else:
+        assert "GPU 2 could not be told from others" in facts["dark"]
 
 
 @pytest.mark.long
