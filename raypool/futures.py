@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, Protocol, T
 
 from raypool.errors import InvalidTypeError
 from raypool.feed import Feed
+from raypool.reasons import CANCELLED, reason_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -110,6 +111,17 @@ class Future(concurrent.futures.Future[T], Generic[T]):
         if not self.done() or self.cancelled():
             return None
         return super().exception() or self._unopened or None
+
+    @property
+    def reason(self) -> str | None:
+        """Why it has no value, in a word or two, such as "cancelled" or "gpu out of memory"; None until then, or if it has one.
+
+        See `raypool.reasons.reason_of` for all of them. Never waits.
+        """
+        if self.cancelled():
+            return CANCELLED
+        error = self.error
+        return None if error is None else reason_of(error)
 
     @property
     def running_duration_s(self) -> float | None:

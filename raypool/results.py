@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from raypool.errors import InvalidValueError
 from raypool.feed import Feed
+from raypool.reasons import CANCELLED, reason_of
 
 if TYPE_CHECKING:
     import pandas as pd
 
-RUN_COLUMNS = ("status", "duration_s", "started_at", "worker", "gpu", "attempts", "peak_memory_bytes", "error")
+RUN_COLUMNS = ("status", "duration_s", "started_at", "worker", "gpu", "attempts", "peak_memory_bytes", "reason", "error")
 """Columns of `Results.to_frame` that raypool adds."""
 
 STATUSES = ("finished", "failed", "cancelled", "missing")
@@ -127,7 +128,8 @@ class Results(Sequence[Any]):
         A dict or dataclass gives a column a key, anything else one column ("item", "value"). A key that a configuration and a
         value share appears as "result_KEY" for the value. Then come `status`, `duration_s` [s], `started_at` (Unix time [s]),
         `worker`, `gpu`, `attempts`, `peak_memory_bytes` (the most that its worker had of its GPU's memory while it ran, or while
-        the short items ran that shared a call with it; empty if it had none) and `error` (the exception's type and text).
+        the short items ran that shared a call with it; empty if it had none), `reason` (None of what has finished; see
+        `raypool.reasons.reason_of`) and `error` (the exception's type and text).
         """
         import pandas as pd
 
@@ -135,11 +137,18 @@ class Results(Sequence[Any]):
         configs = _columns(self._items, "item", taken, "item_")
         finished = [row.status == "finished" for row in self._rows]
         values = _columns(self._values, "value", taken | set(configs), "result_", finished)
-        run: dict[str, Any] = {name: [getattr(row, name) for row in self._rows] for name in RUN_COLUMNS if name != "error"}
+        run: dict[str, Any] = {name: [getattr(row, name) for row in self._rows] for name in RUN_COLUMNS[:-2]}
         for name in ("worker", "gpu", "peak_memory_bytes"):
             run[name] = pd.array(run[name], dtype="Int64")
+        run["reason"] = [self._reason(index) for index in range(len(self))]
         run["error"] = [self._described(index) for index in range(len(self))]
         return pd.DataFrame({**configs, **values, **run}, index=pd.RangeIndex(len(self), name="index"))
+
+    def _reason(self, index: int) -> str | None:
+        error = self._errors.get(index)
+        if error is not None:
+            return reason_of(error)
+        return CANCELLED if self._rows[index].status == "cancelled" else None
 
     def _described(self, index: int) -> str | None:
         error = self._errors.get(index)

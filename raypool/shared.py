@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from raypool.devices.kept import kept
 from raypool.errors import InvalidTypeError
 from raypool.task import current_task
 
@@ -54,8 +55,9 @@ class Constant(Generic[T]):
             own_lock = _locks.setdefault(self.key, threading.RLock())
         with own_lock:  # a builder may use other constants, and others their own meanwhile
             if self.key not in _kept:
-                content = self._open_content()
-                _kept[self.key] = (content.source() if content.is_builder else content.source, content.cleanup)
+                with kept.on_purpose():
+                    content = self._open_content()
+                    _kept[self.key] = (content.source() if content.is_builder else content.source, content.cleanup)
             held: T = _kept[self.key][0]
             return held
 

@@ -72,8 +72,8 @@ class Driver:
         self._speaker: WorkerInfo = NOBODY  # the worker that the event at hand is about
         self._at_hand: m.Event | None = None
         self._casualties = Casualties(scheduler)
-        self._notes: dict[type[Any], Callable[[Any, Any], None]] = {m.TimerFired: self._note_late, m.WorkerLost: self._note_lost}
-        self._notes |= {m.TaskSubmitted: self._note_submitted, m.WorkerReady: self._note_ready}
+        self._notes: dict[type[Any], Callable[[Any, Any], m.Event | None]] = {m.TimerFired: self._note_late}
+        self._notes |= {m.TaskSubmitted: self._note_submitted, m.WorkerReady: self._note_ready, m.WorkerLost: self._note_lost}
         self._notes |= {m.PlaceLeaving: self._note_going, m.PlaceLost: self._note_going}
 
     # --- from any thread ----------------------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ class Driver:
         if isinstance(event, m.AttemptFinished):
             event = self._with_reports(event, payload)
         elif (note := self._notes.get(type(event))) is not None:
-            note(event, payload)
+            event = note(event, payload) or event
         self._at_hand = event
         now = self._inbox.now()
         if self._record is not None:
@@ -268,10 +268,10 @@ class Driver:
         for future in self._stopping.pop(attempt_id, ()):
             future.worker_replaced = is_replaced or bool(future.worker_replaced)  # of a gang, any of them
 
-    def _note_ready(self, event: m.WorkerReady, info: WorkerInfo) -> None:
-        worker = self.scheduler.crew.workers.get(event.worker_id)
-        if worker is not None:
+    def _note_ready(self, event: m.WorkerReady, info: WorkerInfo) -> m.WorkerReady:
+        if (worker := self.scheduler.crew.workers.get(event.worker_id)) is not None:
             self.arrivals.note_ready(worker.place, info)
+        return event._replace(kind=self.arrivals.kind(info))
 
     def _with_reports(self, event: m.AttemptFinished, results: list[SliceResult]) -> m.AttemptFinished:
         """Say of each slice of the attempt what the scheduler has to know."""
@@ -295,7 +295,7 @@ class Driver:
             is_interrupted = any(isinstance(failure.error, KeyboardInterrupt) for failure in result.failures.values())
             if is_interrupted and not isinstance(work, GangWork):  # Ctrl-C, inline: it means the loop, not the item
                 self._inbox.put((m.CancelRequested(piece.task_id), None))
-            retry = tuple(i for i, failure in sorted(result.failures.items()) if work.wants_retry(failure.error))
+            retry = result.to_retry(work.wants_retry)
             self._casualties.to_retry += [(piece._replace(start=i, stop=i + 1), result.failures[i].error) for i in retry]
         return Report(result.done, len(result.failures), retry, sum(result.durations_s))
 

@@ -9,7 +9,7 @@ import pickle
 import platform
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import psutil
@@ -20,6 +20,7 @@ from raypool.engine import packing
 from raypool.engine.agents import Agents, Chore, MemoryLimit
 from raypool.engine.answers import unpack_results
 from raypool.engine.backend import Function, NodeDevices, Part, Post, WorkerInfo
+from raypool.engine.cards import Cards
 from raypool.engine.claims import Claim, locate
 from raypool.engine.hub import Hub
 from raypool.engine.nodes import Nodes, NodeWatch
@@ -28,8 +29,11 @@ from raypool.engine.ray_failures import loss_reason, loss_text
 from raypool.engine.ray_nodes import CutOff, look, why_cut_off
 from raypool.engine.ray_session import connection, give_up_ray, leave_ray
 from raypool.engine.ray_values import MessageValues, StoredValues, bring_home
+from raypool.engine.seat import Seat, note_stale
 from raypool.engine.seating import Seating
+from raypool.engine.sharing import Sharing
 from raypool.engine.traffic import Traffic
+from raypool.engine.upkeep import Leftover
 from raypool.engine.worker import Introduction, PoolWorker, pack_call
 from raypool.errors import LossReason
 from raypool.futures import Values
@@ -47,28 +51,8 @@ logger = logging.getLogger("raypool")
 WATCH_S = 1.0
 """How soon a worker that dies while it is idle is replaced, and an end of Ray is noticed [s]."""
 
-ACTOR_DEAD = 4  # ray.core.generated.gcs_pb2.ActorTableData.DEAD
-
 
 RAY_ENDED = "Ray was shut down while the pool was open"
-
-
-class Seat:
-    """A place: a claim, and the actor in it."""
-
-    __slots__ = ("__weakref__", "actor", "calls", "claim", "is_ending", "known", "place", "process", "run", "stale", "worker_id")
-
-    def __init__(self, place: int, claim: Claim) -> None:
-        self.place = place
-        self.claim = claim
-        self.worker_id = -1
-        self.actor: Any = None
-        self.run: Any = None  # its method, ready to be called
-        self.known: set[int] = set()  # functions that the worker has
-        self.process: psutil.Process | None = None  # if it is on this machine
-        self.calls = 0  # in flight
-        self.is_ending = False  # the worker is lost, or about to be killed
-        self.stale: list[int] = []  # those of them that nobody will call again
 
 
 class RayBackend:
@@ -87,10 +71,13 @@ class RayBackend:
         self._by_worker: dict[int, Seat] = {}
         self._actor_class = ray.remote(PoolWorker)
         self._nodes = NodeWatch(self, post, profile.cancel_grace_s)
-        self.sizing = self._nodes.sizing
         self._agents = Agents(hub, profile.cancel_grace_s, self._nodes.stays, profile.inventory)
         add_source(self._agents)
+        self._cards: Cards | None = None
+        if profile.workers_per_gpu == "auto":
+            self._cards = Cards(self._seating, self.take_in, post, None if profile.mps else self._ask_usage)
         self._teardown = packing.pack(profile.teardown, "the teardown") if profile.teardown is not None else None
+        self._leaky: set[str] = set()  # functions of which it was said that they leave too much on a GPU
         self._retiring = 0  # workers that have not quite ended
         self._retired = threading.Condition()
         self._nodes.start()
@@ -113,8 +100,24 @@ class RayBackend:
     def claim(self, least: int | None, most: int | None) -> list[int]:
         """Claim what so many workers stand on."""
         claims = self._seating.claim(least, most)
-        self._seats.update((place, Seat(place, claim)) for place, claim in claims.items())
+        self.take_in(claims)
         return list(claims)
+
+    def take_in(self, claims: dict[int, Claim]) -> None:
+        """Take note of new places, and what they stand on."""
+        self._seats.update((place, Seat(place, claim)) for place, claim in claims.items())
+
+    def _ask_usage(self, *args: Any) -> None:
+        """Do as `Agents.usage`, from any thread."""
+        self._agents.later(functools.partial(self._agents.usage, *args))
+
+    @contextlib.contextmanager
+    def sizing(self) -> Iterator[None]:
+        """Let somebody set the size of the pool, which it keeps then."""
+        with self._nodes.sizing():
+            yield
+            if self._cards is not None:
+                self._cards.settle()
 
     def look(self) -> Nodes:
         """Ask for the nodes of the cluster."""
@@ -130,8 +133,11 @@ class RayBackend:
         return locate(seat.claim) if seat is not None else None
 
     def grow(self, most: int) -> list[int]:
-        """Claim up to so many places; chosen GPUs are those of this machine, where none can come."""
-        return self.claim(0, most) if self._profile.gpus is None else []
+        """Claim up to so many places; chosen GPUs of machines that have come back, but those of this machine cannot."""
+        if isinstance(self._profile.gpus, tuple):
+            return []
+        claim = functools.partial(self.claim, 0)
+        return claim(most) if self._cards is None else self._cards.regain(most, claim)
 
     def vacate(self, place: int, *, keep: bool = False) -> None:
         """End the worker in a place, in good order if it is free; the last one to leave a claim gives it back."""
@@ -142,6 +148,8 @@ class RayBackend:
         if not keep:
             del self._seats[place]
             left = self._seating.leave(place)
+            if self._cards is not None:
+                self._cards.left(place, seat.claim)
         self._retire(seat, functools.partial(self._give_back, left))
 
     def _give_back(self, left: Claim | None) -> None:
@@ -203,14 +211,24 @@ class RayBackend:
         if env:
             options["runtime_env"] = {"env_vars": env}
         seat.worker_id, seat.known, seat.stale, seat.calls, seat.is_ending = worker_id, set(), [], 0, False
+        seat.is_spent = False
         seat.process = None
-        seat.actor = self._actor_class.options(**options).remote(place, worker_id, self._profile.inventory)
+        seat.actor = self._actor_class.options(**options).remote(
+            place, worker_id, self._profile.inventory, self._sharing(seat), self._profile.max_leftover_bytes
+        )
         seat.run = seat.actor.run.remote
         self._by_worker[worker_id] = seat
         packed = tuple(packing.dump([setup.packed for setup in setups]))
         agent = self._agents.for_mps(seat.claim) if self._profile.mps else None
         introduction = seat.actor.introduce.remote(packed, agent)
         self._answered(worker_id, introduction, functools.partial(self._on_introduced, worker_id))
+
+    def _sharing(self, seat: Seat) -> Sharing | None:
+        """Return how the worker in a place shares its GPU, None if it shares none."""
+        if self._cards is not None:
+            return self._cards.moved_in(seat.place, seat.claim)
+        num_workers = seat.claim.demand.workers_per_claim
+        return Sharing(num_workers) if num_workers > 1 else None
 
     def _answered(self, worker_id: int, ref: Any, take: Callable[[Any], None]) -> None:
         """Let `take` have the answer to a call, in a thread of Ray's; whatever goes wrong there, the driver is told."""
@@ -269,7 +287,7 @@ class RayBackend:
     def run(self, worker_id: int, attempt_id: int, parts: Sequence[Part], functions: Sequence[Function]) -> None:
         """Call the actor."""
         seat = self._by_worker[worker_id]
-        if self._is_dead(seat):
+        if seat.is_dead():
             self._lose(worker_id, LossReason.EXIT, "its process ended while it was idle", was_idle=seat.calls == 0)
             return
         seat.calls += 1
@@ -278,10 +296,12 @@ class RayBackend:
             if function.fn_id not in seat.known:
                 seat.known.add(function.fn_id)
                 new[function.fn_id] = function.packed
-                weakref.finalize(function, _note_stale, weakref.ref(seat), function.fn_id).atexit = False
+                weakref.finalize(function, note_stale, weakref.ref(seat), function.fn_id).atexit = False
         stale, seat.stale = seat.stale, []
         seat.known.difference_update(stale)
-        call = pack_call(attempt_id, parts, new, stale)
+        if self._cards is not None:
+            parts = self._cards.sent(seat.place, seat.claim, attempt_id, parts)
+        call = pack_call(attempt_id, parts, new, stale, seat.is_spent)
         self._traffic.add(seat.place, len(call.header), 0)
         status, values = seat.run(call.header, call.refs) if call.refs else seat.run(call.header)
         self._answered(worker_id, status, functools.partial(self._on_status, worker_id, seat.place, attempt_id, values))
@@ -291,18 +311,6 @@ class RayBackend:
         words = "a task that was cancelled did not stop"
         on_stuck = functools.partial(self._lose, worker_id, LossReason.STOPPED, words)
         self._agents.signal(worker_id, attempt_id, task_id, wish, on_stuck)
-
-    def _is_dead(self, seat: Seat) -> bool:
-        """Whether the worker is dead already: what is sent to it now would never begin.
-
-        By the state that this process has heard of, without asking anybody; private, checked on Ray 2.60.
-        """
-        if not ray.is_initialized() or seat.actor is None:
-            return True
-        if seat.process is not None and not _lives(seat.process):
-            return True  # on this machine; Ray hears of it some tenths of a second later
-        worker = ray._private.worker.global_worker
-        return bool(worker.core_worker.get_local_actor_state(seat.actor._actor_id) == ACTOR_DEAD)
 
     def _watch(self) -> None:
         """Report workers that die while nothing runs in them, and an end of Ray: no call comes back to tell of these."""
@@ -324,7 +332,7 @@ class RayBackend:
     def _look_after(self, worker_id: int, seat: Seat) -> None:
         if not ray.is_initialized():
             self._lose(worker_id, LossReason.NODE, self._ending)
-        elif seat.calls == 0 and seat.actor is not None and self._is_dead(seat):
+        elif seat.calls == 0 and seat.actor is not None and seat.is_dead():
             self._lose(worker_id, LossReason.EXIT, "its process ended while it was idle", was_idle=True)
 
     def _on_status(self, worker_id: int, place: int, attempt_id: int, values_ref: Any, answer: Any) -> None:
@@ -334,7 +342,7 @@ class RayBackend:
         if not isinstance(answer, bytes):
             self._lose(worker_id, loss_reason(answer), loss_text(answer))
             return
-        sendables, (number, batch), fetched_bytes, header = pickle.loads(answer)
+        sendables, (number, batch), fetched_bytes, weight, header, leftover = pickle.loads(answer)
         self._traffic.add(place, fetched_bytes, len(answer))
         catch_up = None
         if number:  # it has said something, now or before
@@ -346,7 +354,20 @@ class RayBackend:
         else:
             values = StoredValues(values_ref, functools.partial(self._traffic.add, place, 0))
         results = unpack_results(sendables, values, catch_up)
-        self._post(AttemptFinished(worker_id, attempt_id, ()), results)
+        if self._cards is not None and seat is not None:
+            self._cards.came_back(worker_id, seat, attempt_id, results, weight)
+        if leftover is not None:
+            self._note_leftover(leftover, seat)
+        is_spent = leftover is not None and leftover.is_spent
+        self._post(AttemptFinished(worker_id, attempt_id, (), is_spent), results)
+
+    def _note_leftover(self, leftover: Leftover, seat: Seat | None) -> None:
+        """Say that something has left too much on a GPU, once for each function."""
+        if seat is not None:
+            seat.is_spent = leftover.is_spent
+        if leftover.name not in self._leaky:
+            self._leaky.add(leftover.name)
+            logger.warning("%s", leftover.words)
 
     def close(self) -> None:
         """End all workers, give back all claims, and end Ray if it was started for this pool; values stay within reach."""
@@ -370,16 +391,3 @@ class RayBackend:
                 leave_ray(bring_home, self._joined)
             finally:
                 self._left.set()
-
-
-def _lives(process: psutil.Process) -> bool:
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def _note_stale(seat_ref: weakref.ref[Seat], fn_id: int) -> None:
-    seat = seat_ref()
-    if seat is not None:
-        seat.stale.append(fn_id)

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 from raypool.engine.backend import Part, WorkerInfo
 from raypool.engine.diary import note_last_lines
 from raypool.engine.guard import Guard
-from raypool.engine.upkeep import Upkeep
+from raypool.engine.sharing import Turns
+from raypool.engine.upkeep import Upkeep, note_shortage
 from raypool.errors import TaskCancelled
 from raypool.task import Folders, Running, Say, item_seed, running, unbroken
 
@@ -56,7 +57,7 @@ class Surroundings(NamedTuple):
     takes what a task reports and prints. `keep` turns each value, as soon as it is returned, into something that later items
     cannot change; what it raises is the item's error (None: values stay here). `find_way` finds the pool's exchange if that is in
     this process. `folders` gives items their folders for checkpoints. `upkeep` watches over the memory of the worker's
-    GPU, if it has one.
+    GPU, if it has one. `turns` lets items wait for their turn on that GPU, where workers take turns.
     """
 
     worker: WorkerInfo
@@ -68,6 +69,7 @@ class Surroundings(NamedTuple):
     find_way: Callable[[], Any] | None = None
     folders: Folders | None = None
     upkeep: Upkeep | None = None
+    turns: Turns | None = None
 
 
 def run_parts(attempt_id: int, parts: Sequence[Part], here: Surroundings) -> list[RawResult]:
@@ -102,6 +104,7 @@ def _run_part(part: Part, here: Surroundings, result: RawResult) -> None:
         raise
     except BaseException as error:
         # What was sent can't be opened here (a module that is missing, say): so much for all its items.
+        note_shortage(error, here.upkeep)
         result.errors = dict.fromkeys(range(part.start, part.start + part.num_items), error)
         result.values = [None] * part.num_items
         result.durations_s = array("d", bytes(8 * part.num_items))
@@ -123,9 +126,13 @@ def _run_part(part: Part, here: Surroundings, result: RawResult) -> None:
         with _generators_kept() if part.seed is not None else contextlib.nullcontext():
             try:
                 here.guard.begin(part.task_id, note, result)
-                _run_items(fn, items, part, here.keep, result)
+                if here.turns is not None:
+                    here.turns.begin(part)
+                _run_items(fn, items, part, here, result)
             finally:
                 here.guard.end()
+                if here.turns is not None:
+                    here.turns.end()
     except TaskCancelled:
         result.discard()
     finally:
@@ -160,9 +167,7 @@ def _with_folders(fn: Callable[[Any], Any], note: Running, folders: Folders) -> 
     return call
 
 
-def _run_items(
-    fn: Callable[[Any], Any], items: list[Any], part: Part, keep: Callable[[Any], Any] | None, result: RawResult
-) -> None:
+def _run_items(fn: Callable[[Any], Any], items: list[Any], part: Part, here: Surroundings, result: RawResult) -> None:
     """Run the items until the deadline has passed, or one has failed in a loop that stops then.
 
     The loop in here is the cost of an item: it holds nothing that it need not.
@@ -170,7 +175,7 @@ def _run_items(
     Raises:
         TaskCancelled: By the guard, between any two lines.
     """
-    values, durations_s, seed = result.values, result.durations_s, part.seed
+    values, durations_s, seed, keep = result.values, result.durations_s, part.seed, here.keep
     note = running.get()
     assert note is not None
     result.started_at = time()
@@ -188,6 +193,7 @@ def _run_items(
             if isinstance(error, TaskCancelled) and result.deadline == -inf:
                 raise  # the guard's own; one that the user's code has raised by itself is an error like any other
             note_last_lines(error, note)
+            note_shortage(error, here.upkeep)
             result.errors[part.start + len(values)] = error
             values.append(None)
             if part.stops_on_error:

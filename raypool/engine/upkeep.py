@@ -1,24 +1,167 @@
-"""A worker's memory on its GPU, from task to task: how much of it a task had."""
+"""A worker's memory on its GPU, from task to task: how much of it a task had, and what it has left there.
+
+After each call what is only kept for later is given back. What is still in use then, beyond what is kept on purpose (see
+`raypool.devices.kept`), was left over by mistake; of too much of it only an end of the process gets rid.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import resource
+import traceback
+from collections import Counter
+from typing import NamedTuple
+
+import psutil
+
 from raypool.devices.gpus import Allocator
+from raypool.devices.kept import kept
+from raypool.engine.backend import WorkerInfo
+from raypool.engine.verdicts import where
+from raypool.reasons import is_gpu_out_of_memory, is_out_of_memory
+
+PART_LEFT = 10
+"""A worker may have so many-th a part of its memory on the GPU left over, if nothing else is said."""
+
+
+class Leftover(NamedTuple):
+    """What a process has left over on its GPU is too much.
+
+    `words` say so, once for each `name` of a function. `is_spent`: the process is to be replaced.
+    """
+
+    name: str
+    words: str
+    is_spent: bool
 
 
 class Upkeep:
-    """Measures what a worker has of its GPU's memory. Of a process that has not used its GPU it says nothing, and does nothing.
+    """Looks after a process's memory on its GPU. Of one that has not used its GPU it says nothing, and does nothing.
 
     Args:
-        allocator: Who manages this process's memory on its GPU.
+        allocator: Who manages this memory.
+        worker: Whose process it is.
+        total_bytes: The GPU's memory, None if that is not known.
+        max_leftover_bytes: How much may be left over; None: a tenth of what the process may have, anything if that is not known.
     """
 
-    def __init__(self, allocator: Allocator) -> None:
+    def __init__(
+        self, allocator: Allocator, worker: WorkerInfo, total_bytes: int | None, max_leftover_bytes: int | None = None
+    ) -> None:
+        self.share = 1.0  # which part of the GPU's memory this process may have
         self._allocator = allocator
+        self._worker = worker
+        self._total_bytes = total_bytes
+        self._max_leftover_bytes = max_leftover_bytes
+        self._floor_bytes = 0  # kept on purpose
+        self._leftover_bytes = 0
+        self._left_by: Counter[str] = Counter()
+        kept.watch(allocator)
 
     def begin(self) -> None:
         """Note that a slice begins."""
-        self._allocator.reset_peak()
+        with contextlib.suppress(Exception):  # a GPU that fails; `settle` sees to that
+            self._allocator.reset_peak()
 
     def peak(self) -> int | None:
         """Return the most that the process had of its GPU's memory since then [bytes], None if it had nothing."""
-        return self._allocator.peak() or None
+        try:
+            return self._allocator.peak() or None
+        except Exception:
+            return None
+
+    def describe_peak(self) -> str:
+        """Return how much of the GPU's memory the process had since a slice began, and how much it may have."""
+        text = f"its process had up to {gigabytes(self.peak() or 0)} of memory on {where(self._worker)}"
+        if self._total_bytes is None:
+            return text
+        share = "" if self.share >= 1 else f", of which {gigabytes(int(self._total_bytes * self.share))} are its part"
+        return f"{text}, which has {gigabytes(self._total_bytes)}{share}"
+
+    def empty_frames(self, error: BaseException) -> None:
+        """Let go of what the functions had that an exception went through; its traceback stays, to be read."""
+        seen: set[int] = set()
+        while self._allocator.is_in_use and error is not None and id(error) not in seen:
+            seen.add(id(error))
+            traceback.clear_frames(error.__traceback__)
+            error = error.__cause__ or error.__context__  # type: ignore[assignment]
+
+    def begin_anew(self) -> None:
+        """Take it that all is on purpose which is there now, after the setup."""
+        self._floor_bytes = self._allocator.allocated()
+        kept.take()
+
+    @property
+    def _allowed_bytes(self) -> int | None:
+        if self._max_leftover_bytes is not None or self._total_bytes is None:
+            return self._max_leftover_bytes
+        return int(self._total_bytes * self.share) // PART_LEFT
+
+    @property
+    def _label(self) -> str:
+        return f"Worker {self._worker.index} ({where(self._worker)})"
+
+    def settle(self, name: str) -> Leftover | None:
+        """Give back what a function's call does not need any more; say what it has left over, if that is too much now."""
+        if not self._allocator.is_in_use:
+            return None
+        try:
+            return self._settled(name)
+        except Exception as error:  # an error on a GPU lasts as long as its process: whatever comes next would fail with it
+            words = f"{self._label} is replaced: its GPU fails it since {name} has run ({type(error).__name__}: {error})."
+            return Leftover(name, words, is_spent=True)
+
+    def _settled(self, name: str) -> Leftover | None:
+        allocator, allowed = self._allocator, self._allowed_bytes
+        purposes = kept.take()
+        floor = self._floor_bytes + purposes.num_bytes
+        if not purposes.is_all and allowed is not None and allocator.allocated() - floor > allowed:
+            gc.collect()  # objects that refer to each other
+        allocator.empty_cache()
+        allocated = allocator.allocated()
+        self._floor_bytes = allocated if purposes.is_all else min(floor, allocated)
+        leftover = allocated - self._floor_bytes
+        self._left_by[name] += leftover - self._leftover_bytes
+        self._leftover_bytes = leftover
+        return None if allowed is None or leftover <= allowed else self._complaint(leftover, allowed)
+
+    def _complaint(self, leftover: int, allowed: int) -> Leftover:
+        ((name, num_bytes),) = self._left_by.most_common(1)
+        fact = f"{gigabytes(leftover)} are left over on its GPU, and {gigabytes(allowed)} are allowed (max_leftover_bytes)"
+        culprit = f"{name} has left {gigabytes(num_bytes)} of that. Keep what is meant to stay in a pool.constant"
+        if kept.treasures:
+            words = f"{self._label} stays, for parts of Composites are there, but {fact}; {culprit}."
+        else:
+            words = f"{self._label} is replaced: {fact}; {culprit}, or make it in setup."
+        return Leftover(name, words, is_spent=not kept.treasures)
+
+
+def note_shortage(error: BaseException, upkeep: Upkeep | None) -> None:
+    """Note in an exception that says that memory was short how much there was, and how much the process had of it.
+
+    With a GPU, let it hold no memory itself: what is in the frames that it went through would be there while others run.
+    """
+    if upkeep is not None:
+        upkeep.empty_frames(error)
+    if upkeep is not None and is_gpu_out_of_memory(error):
+        note = upkeep.describe_peak()
+    elif is_out_of_memory(error):
+        machine = psutil.virtual_memory()
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        note = f"its process had up to {gigabytes(peak)} of memory since it began; the machine has {gigabytes(machine.total)}"
+        note += f", of which {gigabytes(machine.available)} can still be had"
+    else:
+        return
+    with contextlib.suppress(Exception):  # it is the user's class, and may refuse attributes
+        error.add_note(f"raypool: {note}")
+
+
+def gigabytes(num_bytes: int) -> str:
+    """Return how much that is, in words.
+
+    Example:
+        >>> gigabytes(14_200_000_000), gigabytes(3_000_000)
+        ('14.20 GB', '0.003 GB')
+    """
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 10_000_000 else f"{num_bytes / 1e9:.3f} GB"

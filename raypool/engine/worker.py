@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 import ray
 
 from raypool.devices.gpus import Inventory, index_of
+from raypool.devices.kept import kept
 from raypool.devices.links import prefer_fast_links
 from raypool.engine import diary, mps
 from raypool.engine.answers import pack_results
-from raypool.engine.backend import Part, Refusal, WorkerInfo
+from raypool.engine.backend import Part, Refusal, WorkerInfo, function_name
 from raypool.engine.guard import ProcessGuard
 from raypool.engine.homes import FarHome, Home, sees
 from raypool.engine.mirrors import ItemFolders, home_here
@@ -27,8 +28,9 @@ from raypool.engine.node_agent import WorkerProcess
 from raypool.engine.outbox import Outbox
 from raypool.engine.packing import Fetched, Packed, Parcel, dump, join, keep, load, snapshot, unpack
 from raypool.engine.ray_calls import answer_to, ask
-from raypool.engine.runner import Surroundings, run_parts, set_up
-from raypool.engine.upkeep import Upkeep
+from raypool.engine.runner import RawResult, Surroundings, run_parts, set_up
+from raypool.engine.sharing import Sharing, Turns, settle
+from raypool.engine.upkeep import Leftover, Upkeep
 from raypool.errors import InvalidValueError
 from raypool.folders import hold
 from raypool.shared import discard_all
@@ -40,12 +42,16 @@ DRAIN_TIMEOUT_S = 2.0
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
-def pack_call(attempt_id: int, parts: Sequence[Part], functions: dict[int, Packed], stale: Sequence[int]) -> Parcel:
+def pack_call(
+    attempt_id: int, parts: Sequence[Part], functions: dict[int, Packed], stale: Sequence[int], is_spent: bool = False
+) -> Parcel:
     """Pack what a worker is to run, the functions that it does not have yet, and those that it may forget.
+
+    `is_spent`: it has said that it is to be replaced, and is to run this all the same.
 
     One pickle of plain tuples: Ray would take each argument, and each tuple with a name, by itself.
     """
-    call = (attempt_id, [tuple(part) for part in parts], functions, stale)
+    call = (attempt_id, [tuple(part) for part in parts], functions, stale, is_spent)
     if all(isinstance(part.items, bytes) for part in parts) and all(isinstance(fn, bytes) for fn in functions.values()):
         return Parcel(pickle.dumps(call, protocol=5), [], [])
     return dump(call)
@@ -67,9 +73,18 @@ class PoolWorker:
         index: Its number in the pool.
         worker_id: The number of this process among all that the pool starts.
         inventory: Who knows the GPUs of a machine.
+        sharing: How it shares its GPU with other workers, if it does.
+        max_leftover_bytes: How much of its GPU's memory its tasks may leave over; see `Upkeep`.
     """
 
-    def __init__(self, index: int, worker_id: int, inventory: Inventory) -> None:
+    def __init__(
+        self,
+        index: int,
+        worker_id: int,
+        inventory: Inventory,
+        sharing: Sharing | None = None,
+        max_leftover_bytes: int | None = None,
+    ) -> None:
         mark_worker_process()
         let_notes_travel()
         with contextlib.suppress(PermissionError):  # it is the head of a group already
@@ -79,7 +94,11 @@ class PoolWorker:
         self._worker_id = worker_id
         self._inventory = inventory
         self._guard = ProcessGuard()
+        self._sharing = sharing
+        self._max_leftover_bytes = max_leftover_bytes
         self._upkeep: Upkeep | None = None
+        self._is_spent = False  # it has said that it is to be replaced
+        self._turns: Turns | None = None
         self._agent: Any = None
         self._rooms = Rooms()
         self._folders = ItemFolders(self._rooms.temporary, self._rooms.find_home)
@@ -107,14 +126,25 @@ class PoolWorker:
         mps_problem = _enter_mps(agent) if agent is not None else None
         found = [self._inventory.find(device) for device in given]
         gpus = tuple(index_of(device, known) for device, known in zip(given, found, strict=True))
-        uuids = tuple(known.uuid for known in found if known is not None and known.uuid is not None)
+        named = [(device, known.uuid) for device, known in zip(given, found, strict=True) if known is not None]
+        uuids = tuple(device if device.startswith("MIG-") else uuid for device, uuid in named if uuid is not None)
         name = found[0].name if found and found[0] is not None else None
         self._info = WorkerInfo(self._info.index, self._info.host, self._info.pid, gpus, uuids, name)
-        self._upkeep = Upkeep(self._inventory.allocator()) if given else None
+        if given:
+            total_bytes = found[0].total_bytes if found[0] is not None else None
+            self._upkeep = Upkeep(self._inventory.allocator(), self._info, total_bytes, self._max_leftover_bytes)
+        if self._sharing is not None and given:
+            assert self._upkeep is not None
+            self._upkeep.share = 1 / self._sharing.num_workers
+            settle(self._sharing, self._inventory, given[0])
+            if self._sharing.takes_turns:
+                self._turns = Turns(self._inventory, given[0], self._rooms.temporary)
         try:
             set_up([unpack(setup) for setup in load(Parcel(*setups))], self._info)
         except (Exception, SystemExit) as error:
             return Refusal(f"its setup failed, {''.join(traceback.format_exception_only(error)).strip()}")
+        if self._upkeep is not None:
+            self._upkeep.begin_anew()
         process = WorkerProcess(os.getpid(), self._guard.pipe, self._guard.board)
         return Introduction(self._info, process, context.get_node_id(), mps_problem)
 
@@ -136,10 +166,26 @@ class PoolWorker:
             objects, so that the driver reads the status only and a large value stays in the object store until somebody asks.
         """
         fetched_before = Fetched.num_bytes
-        attempt_id, fields, functions, stale = load(Parcel(call, [], list(refs)))
+        attempt_id, fields, functions, stale, is_known = load(Parcel(call, [], list(refs)))
         parts = [Part(*entries) for entries in fields]
+        del call, refs, fields
         self.forget(stale)
         self._packed.update(functions)
+        if self._is_spent and not is_known and not parts[0].is_rank:  # it was sent before anybody knew
+            results = [RawResult(part.start) for part in parts]
+        else:
+            results = self._run_parts(attempt_id, parts)
+        parcel = join([value for result in results for value in result.values])
+        sendables = pack_results(results)
+        for result in results:
+            result.discard()  # each exception holds what its function had, and the result, which holds it
+        leftover = self._settle(parts)
+        said, fetched = self._outbox.flush(), Fetched.num_bytes - fetched_before
+        weight = None if self._turns is None else self._turns.weigh()
+        header, large = (parcel.header, None) if parcel.is_small else (None, tuple(parcel))
+        return pickle.dumps((sendables, said, fetched, weight, header, leftover), protocol=5), large
+
+    def _run_parts(self, attempt_id: int, parts: Sequence[Part]) -> list[RawResult]:
         keep_value = functools.partial(keep, is_last=sum(part.num_items for part in parts) == 1)
         here = Surroundings(
             self._info,
@@ -150,19 +196,27 @@ class PoolWorker:
             keep_value,
             folders=self._folders,
             upkeep=self._upkeep,
+            turns=self._turns,
         )
-        results = run_parts(attempt_id, parts, here)
-        parcel = join([value for result in results for value in result.values])
-        sendables = pack_results(results)
-        said, fetched = self._outbox.flush(), Fetched.num_bytes - fetched_before
-        if parcel.is_small:
-            return pickle.dumps((sendables, said, fetched, parcel.header), protocol=5), None
-        return pickle.dumps((sendables, said, fetched, None), protocol=5), tuple(parcel)
+        return run_parts(attempt_id, parts, here)
+
+    def _settle(self, parts: Sequence[Part]) -> Leftover | None:
+        """See to what a call has left on the GPU, now that nothing of it is needed any more; say if that is too much."""
+        if self._upkeep is None:
+            return None
+        fn_id, name, turn = parts[0].fn_id, parts[0].name, parts[0].turn
+        if turn is not None:
+            self._upkeep.share = turn[0]
+        fn = self._functions.get(fn_id)
+        leftover = self._upkeep.settle(function_name(fn) if fn is not None else str(name))
+        self._is_spent = self._is_spent or (leftover is not None and leftover.is_spent)
+        return leftover
 
     def _function(self, fn_id: int) -> Callable[..., Any]:
         fn = self._functions.get(fn_id)
         if fn is None:
-            fn = self._functions[fn_id] = unpack(self._packed[fn_id])
+            with kept.on_purpose():
+                fn = self._functions[fn_id] = unpack(self._packed[fn_id])
             del self._packed[fn_id]
         return fn
 

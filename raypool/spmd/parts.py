@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from typing import Any, NamedTuple
 
+from raypool.devices.kept import kept
 from raypool.engine.runner import UNCHANGEABLE
 from raypool.errors import CompositeError
 
@@ -44,7 +45,11 @@ class PartOf(NamedTuple):
 def keep(key: str, rank: int, value: Any) -> Description:
     """Keep a value as the part of a rank; return what can be said of it."""
     _parts.setdefault(key, {})[rank] = value
-    return describe(value)
+    description = describe(value)
+    if not description.plain:  # else whoever holds the Composite has the value too
+        kept.treasures[key] = None
+        kept.all()
+    return description
 
 
 def find(key: str, rank: int) -> Any:
@@ -77,13 +82,17 @@ def read(key: str, rank: int) -> Any:
 
 def remove(key: str, rank: int) -> None:
     """Let go of the part of one rank, if it is here."""
-    _parts.get(key, {}).pop(rank, None)
+    own = _parts.get(key, {})
+    own.pop(rank, None)
+    if not own:
+        drop(key)
     _empty_cache()
 
 
 def drop(key: str) -> None:
     """Let go of all parts that this process has of a Composite."""
     _parts.pop(key, None)
+    kept.treasures.pop(key, None)
 
 
 def forget(key: str) -> None:

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from raypool.engine import packing
-from raypool.engine.engine import Engine, function_name
+from raypool.engine.backend import function_name
+from raypool.engine.engine import Engine
 from raypool.options import Options
 from raypool.train.guests import num_required
 from raypool.train.plan import Plan

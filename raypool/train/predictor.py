@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from raypool.devices.kept import kept
 from raypool.errors import InvalidTypeError, InvalidValueError
 from raypool.task import notes_here
 from raypool.train.samples import Piece, batch_of
@@ -66,7 +67,8 @@ class Predictor:
         """Put the model on a GPU, unless it is there, until `let_go`."""
         with _lock:
             if self._key not in _on_gpu:
-                self._model.to(device)
+                with kept.on_purpose():
+                    self._model.to(device)
                 _on_gpu[self._key] = self
 
     def drop(self) -> None:

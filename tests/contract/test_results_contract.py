@@ -10,7 +10,7 @@ import pytest
 
 from raypool import InvalidValueError, ParallelPool, Results
 
-RUN = ["status", "duration_s", "started_at", "worker", "gpu", "attempts", "peak_memory_bytes", "error"]
+RUN = ["status", "duration_s", "started_at", "worker", "gpu", "attempts", "peak_memory_bytes", "reason", "error"]
 
 
 @dataclasses.dataclass

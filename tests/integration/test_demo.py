@@ -18,7 +18,7 @@ from raypool import demo
 from raypool.cli import main
 
 COLUMNS = ["index", "network", "width", "lr", "accuracy", "loss", "parameters", "seconds", "status", "duration_s"]
-COLUMNS += ["started_at", "worker", "gpu", "attempts", "peak_memory_bytes", "error"]
+COLUMNS += ["started_at", "worker", "gpu", "attempts", "peak_memory_bytes", "reason", "error"]
 
 pytestmark = pytest.mark.timeout(180)
 

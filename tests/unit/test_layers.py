@@ -16,6 +16,7 @@ PACKAGE = Path(__file__).parents[2] / "raypool"
 LAYERS = [
     ["cli"],
     ["demo", "testing", "journal.replaying"],
+    ["simulation"],
     ["pool"],
     ["partition"],
     ["view"],
