@@ -31,7 +31,8 @@ def test_the_free_memory_of_a_card(by_value: None) -> None:
         return torch.cuda.device_count()
 
     kept: list[object] = []
-    with parpool(gpus=[0], min_free_memory_bytes=first.total_bytes // 2, quiet=True) as pool:
+    most = first.total_bytes
+    with parpool(gpus=[0], min_free_memory_bytes=most // 2, max_leftover_bytes=most, quiet=True) as pool:
         assert pool.parfeval(fill, first.total_bytes // 4).result() == 1
         (now, *_) = NvmlInventory().devices()
         assert now.free_bytes is not None
