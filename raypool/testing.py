@@ -6,19 +6,19 @@ worker dies is decided by a `FaultPlan`. The same plan gives the same course of 
 >>> with sim_pool(4, FaultPlan(seed=1, p_loss=0.2)) as pool:
 ...     list(pool.parfor(lambda x: x * x, range(5)))
 [0, 1, 4, 9, 16]
+
+`SimulatedGpus` are cards that do not exist, for a pool's `inventory=`: its workers find them, share them and run out of their
+memory as they would with real ones (see docs/gpus.md).
 """
 
 from __future__ import annotations
 
-import hashlib
 import platform
-import random
 from array import array
-from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf
 from pathlib import Path
@@ -26,9 +26,9 @@ from typing import Any, NamedTuple
 
 from raypool.core import messages as m
 from raypool.core.invariants import check_invariants
-from raypool.core.model import Counts, Report, TaskSpec
-from raypool.core.policy import MAX_IN_FLIGHT
 from raypool.core.scheduler import Scheduler
+from raypool.devices.gpus import GpuDevice
+from raypool.devices.simulated import SimulatedGpus
 from raypool.engine.backend import Failure, Function, LocalValues, Part, SliceResult, WorkerInfo, nothing_done
 from raypool.engine.engine import Engine
 from raypool.engine.exchange import LocalExchange
@@ -39,36 +39,20 @@ from raypool.engine.trace import read_settings, read_trace
 from raypool.errors import LossReason
 from raypool.pool import ParallelPool
 from raypool.profiles import Profile
+from raypool.simulation import Course, Dice, FaultPlan, SimReport, simulate
 from raypool.task import Say, Way
 
-__all__ = ["FaultPlan", "SimBackend", "SimReport", "VirtualClock", "replay", "sim_pool", "simulate"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FaultPlan:
-    """What goes wrong in a simulation, and how long things take.
-
-    Args:
-        seed: Of all that follows.
-        p_loss: Probability that a call loses its worker: half of the time before the function runs, half of the time after.
-        p_failed_start: Probability that a worker does not come up.
-        p_stubborn: Probability that a call that is told to end does not, so that its worker is ended after `grace_s`.
-        grace_s: How long that takes [s].
-        p_straggler: Probability that a call takes `straggler_factor` times as long.
-        straggler_factor: How much longer.
-        start_s: How long a worker takes to come up [s].
-        item_s: How long an item takes, on average; between half and one and a half times as much [s].
-    """
-
-    seed: int = 0
-    p_loss: float = 0.0
-    p_failed_start: float = 0.0
-    p_stubborn: float = 0.0
-    grace_s: float = 5.0
-    p_straggler: float = 0.0
-    straggler_factor: float = 10.0
-    start_s: float = 1.0
-    item_s: float = 0.1
+__all__ = [
+    "FaultPlan",
+    "GpuDevice",
+    "SimBackend",
+    "SimReport",
+    "SimulatedGpus",
+    "VirtualClock",
+    "replay",
+    "sim_pool",
+    "simulate",
+]
 
 
 class VirtualClock:
@@ -109,53 +93,6 @@ class VirtualClock:
         return None
 
 
-@dataclass(frozen=True, slots=True)
-class Course:
-    """How a call will go, if nobody stops it."""
-
-    attempt_id: int
-    ends_at: float
-    num_slices: int
-
-
-STOPPING_S = 0.005
-"""How long a call takes to end that is told to [s]."""
-
-
-class Dice:
-    """The decisions of a plan, one after the other."""
-
-    def __init__(self, plan: FaultPlan) -> None:
-        self.plan = plan
-        self._random = random.Random(plan.seed)
-        self._courses: defaultdict[int, deque[Course]] = defaultdict(lambda: deque(maxlen=MAX_IN_FLIGHT))  # by worker
-
-    def happens(self, probability: float) -> bool:
-        """Decide whether something happens."""
-        return self._random.random() < probability
-
-    def item_s(self) -> float:
-        """Decide how long an item takes [s]."""
-        seconds = self.plan.item_s * self._random.uniform(0.5, 1.5)
-        return seconds * self.plan.straggler_factor if self.happens(self.plan.p_straggler) else seconds
-
-    def note(self, worker_id: int, course: Course) -> None:
-        """Remember how a call will go."""
-        self._courses[worker_id].append(course)
-
-    def stop(self, worker_id: int, attempt_id: int, now: float) -> tuple[float, m.WorkerLost | m.AttemptFinished] | None:
-        """Decide what becomes of a call that is told to end, after how long [s]; None: it ends before, or goes on for others."""
-        course = next(course for course in reversed(self._courses[worker_id]) if course.attempt_id == attempt_id)
-        event: m.WorkerLost | m.AttemptFinished
-        if self.happens(self.plan.p_stubborn):
-            seconds, event = self.plan.grace_s, m.WorkerLost(worker_id, LossReason.STOPPED)
-        elif course.num_slices == 1:
-            seconds, event = STOPPING_S, m.AttemptFinished(worker_id, attempt_id, (Report(0),))
-        else:
-            return None
-        return (seconds, event) if now + seconds < course.ends_at else None
-
-
 class _Call(NamedTuple):
     """A call, how long each of its items takes [s], and whether its worker dies, before it begins or after."""
 
@@ -191,7 +128,8 @@ class SimBackend:
 
     def start_worker(self, worker_id: int, place: int, setups: Sequence[Function]) -> None:
         """Let a worker come up after a while, or not."""
-        info = self._infos[worker_id] = WorkerInfo(place, platform.node(), worker_id, gpus=(place,))
+        name = f"simulated GPU {self._dice.plan.kind(place)}"
+        info = self._infos[worker_id] = WorkerInfo(place, platform.node(), worker_id, gpus=(place,), gpu_name=name)
         message: Message = (m.WorkerReady(worker_id), info)
         if self._dice.happens(self._dice.plan.p_failed_start):
             message = (m.WorkerLost(worker_id, LossReason.START), "it was planned that it would not start")
@@ -211,7 +149,9 @@ class SimBackend:
     def run(self, worker_id: int, attempt_id: int, parts: Sequence[Part], functions: Sequence[Function]) -> None:
         """Run a call now; its answer, or the loss of its worker, arrives later. Ranks run when the first has come, the last."""
         is_lost = self._dice.happens(self._dice.plan.p_loss)
-        call = _Call(worker_id, attempt_id, parts, functions, self._dice.item_s(), is_lost, is_lost and self._dice.happens(0.5))
+        call = _Call(
+            worker_id, attempt_id, parts, functions, self._item_s(worker_id), is_lost, is_lost and self._dice.happens(0.5)
+        )
         if not parts[0].is_rank:
             self._finish(call, None if call.dies_first else self._run(call))
             return
@@ -219,6 +159,9 @@ class SimBackend:
         self._ranks.setdefault(parts[0].task_id, []).append(call)
         if parts[0].start == 0:
             self._run_gang(self._ranks.pop(parts[0].task_id))
+
+    def _item_s(self, worker_id: int) -> float:
+        return self._dice.item_s() / self._dice.plan.speed(self._infos[worker_id].index)
 
     def _run_gang(self, gang: list[_Call]) -> None:
         """Run all ranks at once, in threads. If one is to die first, none runs: the others wait for it until they are stopped."""
@@ -275,112 +218,6 @@ def sim_pool(num_workers: int, plan: FaultPlan | None = None, **changes: Any) ->
     engine = Engine(profile, clock, lambda _, hub, __: SimBackend(clock, plan or FaultPlan(), hub.say))
     engine.add_workers(num_workers, num_workers)
     return ParallelPool(engine)
-
-
-@dataclass(frozen=True, slots=True)
-class SimReport:
-    """How a simulation went.
-
-    Attributes:
-        num_events: How many events the scheduler handled.
-        makespan_s: When the last task ended, in simulated time [s].
-        work_s: The sum of the times of all calls that came back [s].
-        counts: What became of the tasks.
-        trace: A hash of all commands in their order: equal for equal courses.
-        num_ended: How many tasks have ended.
-    """
-
-    num_events: int
-    makespan_s: float
-    work_s: float
-    counts: Counts
-    trace: str
-    num_ended: int
-
-
-def simulate(num_workers: int, specs: Iterable[TaskSpec], plan: FaultPlan, *, check: bool = False) -> SimReport:
-    """Run the scheduler alone, without a driver or any user code, on tasks that all arrive at the start.
-
-    Args:
-        num_workers: Workers of the pool.
-        specs: The tasks, in order of their ids.
-        plan: How long items take, and what goes wrong.
-        check: Check all invariants after every event (slow).
-
-    Example:
-        >>> simulate(3, [TaskSpec(i, 0) for i in range(10)], FaultPlan(seed=7, p_loss=0.1), check=True).counts.finished
-        10
-    """
-    return _Simulation(num_workers, plan, check).run(specs)
-
-
-class _Simulation:
-    """A heap of future events, and what is counted on the way."""
-
-    def __init__(self, num_workers: int, plan: FaultPlan, check: bool) -> None:
-        self._scheduler = Scheduler()
-        self._dice = Dice(plan)
-        self._check = check
-        self._heap: list[tuple[float, int, m.Event]] = []
-        self._hash = hashlib.blake2b(digest_size=16)
-        self._now = self._work_s = self._end_s = 0.0
-        self._num_events = self._num_ended = self._count = 0
-        self._handle(m.ResizeRequested(add=tuple(range(num_workers))))
-
-    def run(self, specs: Iterable[TaskSpec]) -> SimReport:
-        for spec in specs:
-            self._handle(m.TaskSubmitted(spec))
-        self._handle(m.ShutdownRequested())
-        while self._heap:
-            self._now, _, event = heappop(self._heap)
-            self._handle(event)
-        return SimReport(
-            self._num_events, self._end_s, self._work_s, self._scheduler.counts, self._hash.hexdigest(), self._num_ended
-        )
-
-    def _handle(self, event: m.Event) -> None:
-        self._num_events += 1
-        commands = self._scheduler.handle(event, self._now)
-        if self._check:
-            check_invariants(self._scheduler)
-        for command in commands:
-            self._hash.update(repr(command).encode())
-            self._carry_out(command)
-
-    def _carry_out(self, command: m.Command) -> None:
-        plan = self._dice.plan
-        for call in command.runs if isinstance(command, m.RunGang) else ():
-            self._carry_out(call)
-        if isinstance(command, m.RunTasks):
-            seconds, event = self._outcome(command)
-            self._dice.note(command.worker_id, Course(command.attempt_id, self._now + seconds, len(command.slices)))
-            self._later(seconds, event)
-        elif isinstance(command, m.StartWorker):
-            fails = self._dice.happens(plan.p_failed_start)
-            lost = m.WorkerLost(command.worker_id, LossReason.START)
-            self._later(plan.start_s, lost if fails else m.WorkerReady(command.worker_id))
-        elif isinstance(command, m.SetTimer) and command.kind != "ready":
-            self._later(command.at - self._now, m.TimerFired(*command[1:]))
-        elif isinstance(command, m.SignalTask):
-            if ending := self._dice.stop(command.worker_id, command.attempt_id, self._now):
-                self._later(*ending)
-        elif isinstance(command, m.EndTask):
-            self._num_ended += 1
-            self._end_s = self._now
-
-    def _outcome(self, command: m.RunTasks) -> tuple[float, m.Event]:
-        seconds = self._dice.item_s()
-        if self._dice.happens(self._dice.plan.p_loss):
-            return seconds, m.WorkerLost(command.worker_id, LossReason.EXIT)
-        counts = [piece.stop - piece.start for piece in command.slices]
-        reports = tuple([Report(count, busy_s=seconds * count) for count in counts])
-        busy_s = sum(report.busy_s for report in reports)
-        self._work_s += busy_s
-        return busy_s, m.AttemptFinished(command.worker_id, command.attempt_id, reports)
-
-    def _later(self, delay_s: float, event: m.Event) -> None:
-        self._count += 1
-        heappush(self._heap, (self._now + delay_s, self._count, event))
 
 
 def replay(path: str | Path) -> list[tuple[m.Event, list[m.Command]]]:

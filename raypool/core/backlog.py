@@ -123,6 +123,9 @@ class Backlog:
             self.rouse(task)
         task.pace.waiting -= task.waiting
         pieces = list(task.again or ())
+        if task.ladder is not None:
+            pieces += [Slice(task.spec.task_id, start, stop, 1) for start, stop in task.ladder.runs()]
+            task.ladder = None
         if task.cursor < task.size:
             pieces.append(Slice(task.spec.task_id, task.cursor, task.size, 1))
         task.again, task.cursor = None, task.size
@@ -151,7 +154,14 @@ class Backlog:
             if stop < first.stop:
                 task.again.appendleft(first._replace(start=stop))
             return first._replace(stop=stop)
-        start, task.cursor = task.cursor, task.cursor + count
+        return self._first(task, count)
+
+    def _first(self, task: Task, room: int) -> Slice:
+        """Take up to so many of the items that were never dispatched."""
+        if task.ladder is not None:
+            return Slice(task.spec.task_id, *task.ladder.take_run(room), 1)
+        start = task.cursor
+        task.cursor = min(start + room, task.size)
         return Slice(task.spec.task_id, start, task.cursor, 1)
 
     def put_back(self, aside: Aside, heap: list[Order]) -> None:
@@ -162,6 +172,20 @@ class Backlog:
             if aside.task.again is None:
                 aside.task.again = deque()
             aside.task.again.appendleft(aside.piece)
+
+    def bring_forward(self, task: Task, item: int) -> None:
+        """Let an item of a task that has a ladder be its next."""
+        if task.again is None:
+            task.again = deque()
+        for number, piece in enumerate(task.again):
+            if piece.start <= item < piece.stop:
+                del task.again[number]
+                task.again.extendleft(reversed(piece.without((item,))))
+                task.again.appendleft(piece._replace(start=item, stop=item + 1))
+                return
+        assert task.ladder is not None
+        task.ladder.take(item)
+        task.again.appendleft(Slice(task.spec.task_id, item, item + 1, 1))
 
     def wants_look_ahead(self, task: Task, num_workers: int) -> bool:
         """Whether the next slice of a task may queue up behind a running call."""
@@ -207,9 +231,7 @@ class Backlog:
                 task.again.appendleft(piece._replace(start=piece.start + room))
                 piece = piece._replace(stop=piece.start + room)
         else:
-            start = task.cursor
-            task.cursor = min(start + room, task.size)
-            piece = Slice(task.spec.task_id, start, task.cursor, 1)
+            piece = self._first(task, room)
         count = piece.stop - piece.start
         task.pace.waiting -= count
         task.items_in_flight += count

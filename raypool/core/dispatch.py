@@ -6,6 +6,7 @@ from raypool.core import messages as m
 from raypool.core.backlog import Backlog
 from raypool.core.crew import Crew
 from raypool.core.faults import Faults
+from raypool.core.kinds import Kinds, Later
 from raypool.core.ledger import Ledger
 from raypool.core.model import Attempt, Gathering, Lane, Order, Task, TaskState, Worker, WorkerState
 
@@ -20,6 +21,7 @@ class Dispatcher:
         self._crew = crew
         self._ledger = ledger
         self._faults = faults
+        self._kinds = Kinds(crew)
         self._now = 0.0
         self._out: list[m.Command] = []
 
@@ -31,8 +33,8 @@ class Dispatcher:
         backlog, crew, heap, waiting_gangs = self._backlog, self._crew, self._backlog.heap, self._backlog.waiting_gangs
         self._now = now
         self._out = []
-        if crew.barred:
-            crew.tear()
+        if crew.barred or crew.pausing:
+            crew.look_again()
         while True:
             while waiting_gangs and self._see_to_gangs():
                 pass
@@ -41,9 +43,9 @@ class Dispatcher:
                 head = None
             lane = self._calling_lane() if crew.calling else None
             if lane is not None and (head is None or lane.heap[0] < heap[0]):
-                self._send(crew.first_idle(lane.bench), lane)
-            elif head is not None and crew.idle:
-                self._send(crew.first_idle(crew.bench))
+                self._give(backlog.tasks[lane.heap[0][1]], lane)
+            elif head is not None and crew.idle and self._give(head):
+                pass
             elif crew.torn:
                 self._offer(crew.workers[next(iter(crew.torn))])
             elif head is not None and crew.ahead and not crew.is_reserved and backlog.wants_look_ahead(head, crew.size):
@@ -52,13 +54,40 @@ class Dispatcher:
                 return self._out
 
     def _calling_lane(self) -> Lane | None:
-        """Return a lane that has both a task and somebody idle; there are no two, since no event adds to two lanes."""
-        crew = self._crew
+        """Return the lane with the first task of those that have both a task and somebody idle."""
+        crew, calling = self._crew, []
         for lane in list(crew.calling.values()):
             if self._backlog.head(lane.heap) is not None and lane.bench.first(crew.idle) is not None:
-                return lane
-            del crew.calling[lane.key]  # whoever becomes free there will look by himself
-        return None
+                calling.append(lane)
+            else:
+                del crew.calling[lane.key]  # whoever becomes free there will look by himself
+        return min(calling, key=lambda lane: lane.heap[0], default=None)
+
+    def _give(self, task: Task, lane: Lane | None = None) -> bool:
+        """Give the first task of a queue to somebody who is idle; False if they leave it to others."""
+        crew = self._crew
+        if not crew.squads.is_mixed or not self._kinds.matter_for(task):
+            self._send(crew.first_idle(crew.bench if lane is None else lane.bench), lane)
+            return True
+        is_only_queue = not crew.calling if lane is None else len(crew.calling) == 1 and not self._backlog.heap
+        return self._give_by_kind(task, crew.idle_by_kind(lane), is_only_queue)
+
+    def _give_by_kind(self, task: Task, free: dict[int, Worker], is_only_queue: bool) -> bool:
+        """Give the first task of a queue to one of these; False if they leave it to others, having nothing else to do."""
+        heap = self._backlog.heap if task.lane is None else task.lane.heap
+        choice = self._kinds.choose(task, free, is_only_queue and len(heap) == 1, self._now)
+        if isinstance(choice, Later):
+            if not task.is_held:
+                task.is_held = True
+                self._out.append(m.SetTimer(choice.at, "look", -1, task_id=task.spec.task_id))
+            if task.lane is not None:
+                self._crew.pause(task.lane)
+            return False
+        worker, item = choice
+        if item is not None and worker.place not in self._crew.streaks:
+            self._backlog.bring_forward(task, item)
+        self._send(worker, task.lane)
+        return True
 
     def _offer(self, worker: Worker) -> None:
         """Let a free worker do what comes first: something in its lanes, the gang that collects, or the pool's next."""
@@ -74,7 +103,10 @@ class Dispatcher:
             may_run = False
         else:
             may_run = not first.spec.is_gang and (gathering is None or (lane is not None and first.order < gathering.gang.order))
-        if may_run:
+        if may_run and first is not None and worker.kind is not None and self._kinds.matter_for(first):
+            if not self._give_by_kind(first, {worker.kind: worker}, len(heads) == 1 and gathering is None):
+                crew.rest(worker)
+        elif may_run:
             self._send(worker, lane)
         elif gathering is not None:
             crew.join(worker, gathering)
@@ -185,7 +217,7 @@ class Dispatcher:
         return self._out
 
     def _call(self, worker: Worker, attempt_id: int, attempt: Attempt) -> m.RunTasks:
-        worker.state = BUSY
+        worker.state, worker.since = BUSY, self._now
         self._ledger.counts.attempts += 1
         return m.RunTasks(worker.worker_id, attempt_id, attempt.slices)
 

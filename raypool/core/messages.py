@@ -49,9 +49,10 @@ class StopRequested(NamedTuple):
 
 
 class WorkerReady(NamedTuple):
-    """A worker has come up and passed its checks."""
+    """A worker has come up and passed its checks. Those whose devices are alike have the same `kind`."""
 
     worker_id: int
+    kind: int = 0
 
 
 class WorkerLost(NamedTuple):
@@ -98,7 +99,10 @@ class TimerFired(NamedTuple):
 
 
 class ResizeRequested(NamedTuple):
-    """New places were claimed for the pool (`add`), or it is to give back so many (`remove`), or these (`leave`)."""
+    """New places were claimed for the pool (`add`), or it is to give back so many (`remove`), or these (`leave`).
+
+    Of the latter those stay that tasks are bound to.
+    """
 
     add: tuple[int, ...] = ()
     remove: int = 0
@@ -223,7 +227,7 @@ class SetTimer(NamedTuple):
 
     "start": a worker's delayed start. "ready": it has to have come up. "timeout": the attempt has to have come back. "leave":
     what still runs on the worker has to go elsewhere. Of no worker: "idle": the pool may have had no task for long enough;
-    "retry": something of the task may run again.
+    "retry": something of the task may run again; "look": who has left something of the task to others might take it after all.
     """
 
     at: float

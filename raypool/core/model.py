@@ -16,7 +16,9 @@ from heapq import heappop, heappush
 from itertools import pairwise
 from typing import NamedTuple
 
+from raypool.core.ladder import Ladder
 from raypool.core.policy import Pace
+from raypool.core.speeds import Fit
 from raypool.errors import LossReason
 
 Order = tuple[int, int]
@@ -75,6 +77,7 @@ class TaskSpec(NamedTuple):
     call takes so many items, whatever they take (None: by their pace). `timeout_s`: an item that runs longer has failed [s];
     such items never share a call. `is_fresh`: each item runs in a process that has run nothing before, and ends after it (but for
     a gang's ranks, which only begin so). `retry_delay_s`: an item that runs again waits so long first, twice as long each time.
+    `costs`: roughly what each item costs, in any unit, the most expensive first.
     """
 
     task_id: int
@@ -92,6 +95,7 @@ class TaskSpec(NamedTuple):
     timeout_s: float | None = None
     is_fresh: bool = False
     retry_delay_s: float = 0.0
+    costs: tuple[float, ...] | None = None
 
     @property
     def is_sound(self) -> bool:
@@ -100,6 +104,8 @@ class TaskSpec(NamedTuple):
             return False  # a bound task means a process, not a place
         if self.is_gang and (self.is_open or self.fail_fast or self.max_workers is not None):
             return False  # one failure ends a gang anyway, but not before all ranks have come back
+        if self.costs is not None and (self.is_gang or self.is_open or not _falls(self.costs, self.size)):
+            return False
         may_start = (self.max_workers is None or self.max_workers > 0) and (self.chunk_size is None or self.chunk_size > 0)
         may_last = self.timeout_s is None or self.timeout_s > 0
         return may_start and may_last and self.size >= 0 and self.retries >= 0 and self.retry_delay_s >= 0
@@ -111,6 +117,11 @@ class TaskSpec(NamedTuple):
     def runs_alone(self) -> bool:
         """Whether an item of it never shares a call, and nothing is queued behind it."""
         return self.retries == 0 or self.timeout_s is not None or self.is_fresh
+
+
+def _falls(costs: tuple[float, ...], size: int) -> bool:
+    """Whether these are costs of so many items, and none is higher than the one before."""
+    return len(costs) == size and (not costs or 0 <= costs[-1] <= costs[0] < math.inf) and all(a >= b for a, b in pairwise(costs))
 
 
 class Slice(NamedTuple):
@@ -233,6 +244,9 @@ class Task:
     items_resting: int = 0
     settled: int = 0
     is_queued: bool = False  # stands in a heap
+    ladder: Ladder | None = None  # holds what was never dispatched, instead of the cursor, once it matters who takes what
+    fit: Fit | None = None  # what is learned of speeds; None while there is no ladder
+    is_held: bool = False  # somebody free has left what waits to others, and a timer is set to look again
 
     @property
     def order(self) -> Order:
@@ -290,6 +304,8 @@ class Worker:
     state: WorkerState = WorkerState.STARTING
     attempts: dict[int, Attempt] = field(default_factory=dict)
     has_delivered: bool = False  # an attempt has come back from it
+    kind: int | None = None  # of its device; None while it is not up
+    since: float = 0.0  # when it was called last
 
 
 class Leaving(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from raypool.core.speeds import Speeds
 from raypool.errors import LossReason
 
 SHORT_S = 0.050
@@ -40,6 +41,8 @@ LONGEST_DELAY_S = 30.0
 LONGEST_RETRY_DELAY_S = 300.0
 """Nothing waits longer than this before it runs again [s]."""
 
+UNKNOWN = Speeds()
+
 
 @dataclass(slots=True)
 class Pace:
@@ -55,6 +58,7 @@ class Pace:
     spoilt: int = 0  # of the calls: nothing in them has finished
     lost: int = 0  # calls that have taken their worker with them, or too long
     blamed: int = 0  # of these two, calls for which their place was taken out
+    speeds: Speeds = UNKNOWN  # of the kinds of workers, where costs are known
 
     @property
     def is_short(self) -> bool:

@@ -18,6 +18,7 @@ from raypool.core.crew import Crew
 from raypool.core.dispatch import Dispatcher
 from raypool.core.faults import Faults
 from raypool.core.idleness import Idleness
+from raypool.core.kinds import learn
 from raypool.core.ledger import Ledger
 from raypool.core.losses import Losses
 from raypool.core.model import PoolState, Report, Task, TaskState, Worker, WorkerState
@@ -168,6 +169,8 @@ class Scheduler:
             task = self.backlog.land(piece, attempt_id)
             if task is not None:
                 wanted = task
+                if task.fit is not None:
+                    learn(task, worker.kind, piece, report)
                 self.ledger.settle(task, piece, report, attempt_id)
         if done:
             pace.observe(done, busy_s)
@@ -197,6 +200,7 @@ class Scheduler:
         if worker.state is not WorkerState.STARTING:
             self._impossible(event, worker_id=event.worker_id)
         self.crew.places[worker.place].failed_starts = 0
+        self.crew.squads.enlist(worker, event.kind, map(self.crew.workers.__getitem__, self.crew.idle))
         if worker.attempts:  # it was started for this one
             self._out += self._dispatcher.begin(worker, self._now)
         if not worker.attempts:
@@ -209,6 +213,8 @@ class Scheduler:
                 self._park_if_idle()
             elif event.kind == "retry":
                 self._rouse(event.task_id)
+            elif event.kind == "look" and (task := self.backlog.tasks.get(event.task_id)) is not None:
+                task.is_held = False
         elif event.kind == "timeout":
             self._losses.time_out(worker, event.attempt_id)
         elif event.kind == "leave":
@@ -297,7 +303,8 @@ class Scheduler:
         for place in event.add:
             self._out += self.crew.open_place(place, self._now)
         named = [worker for place in event.leave if (worker := self._worker_in(place)) is not None]
-        self._let_go([worker for worker in named if worker.worker_id not in self.crew.retiring])  # the others go anyway
+        bound = (self.crew.retiring, self.crew.lanes)  # these go anyway; on those others depend
+        self._let_go([worker for worker in named if not any(worker.worker_id in group for group in bound)])
         self._let_go(self.crew.least_needed(event.remove))
 
     def _let_go(self, workers: list[Worker]) -> None:

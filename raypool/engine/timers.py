@@ -46,7 +46,7 @@ def is_of_use(timer: TimerFired, scheduler: Scheduler) -> bool:
     """Whether a timer still means something to a scheduler."""
     if timer.kind == "idle":
         return True
-    if timer.kind == "retry":
+    if timer.kind in ("retry", "look"):
         return timer.task_id in scheduler.backlog.tasks
     worker = scheduler.crew.workers.get(timer.worker_id)
     if worker is None or timer.kind == "leave":

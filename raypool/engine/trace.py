@@ -68,6 +68,8 @@ def decode(line: str) -> tuple[float, m.Event]:
         spec = fields["spec"]
         if spec["places"] is not None:
             spec["places"] = tuple(spec["places"])
+        if spec.get("costs") is not None:
+            spec["costs"] = tuple(spec["costs"])
         fields["spec"] = TaskSpec(**spec)
     elif kind in ("WorkerLost", "PlaceLost"):
         fields["reason"] = LossReason(fields["reason"])
@@ -76,7 +78,7 @@ def decode(line: str) -> tuple[float, m.Event]:
             Report(report["done"], report["failed"], tuple(report["retry"]), report["busy_s"]) for report in fields["reports"]
         )
     elif kind == "ResizeRequested":
-        fields["add"] = tuple(fields["add"])
+        fields |= {name: tuple(fields.get(name, ())) for name in ("add", "leave")}
     return now, EVENTS[kind](**fields)
 
 

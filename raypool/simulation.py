@@ -1,0 +1,230 @@
+"""The scheduler alone in simulated time, with faults on demand: what `raypool.testing` offers of it is public."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections import defaultdict, deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+from raypool.core import messages as m
+from raypool.core.invariants import check_invariants
+from raypool.core.model import Counts, Report, Slice, TaskSpec
+from raypool.core.policy import MAX_IN_FLIGHT
+from raypool.core.scheduler import Scheduler
+from raypool.errors import LossReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultPlan:
+    """What goes wrong in a simulation, and how long things take.
+
+    Args:
+        seed: Of all that follows.
+        p_loss: Probability that a call loses its worker: half of the time before the function runs, half of the time after.
+        p_failed_start: Probability that a worker does not come up.
+        p_stubborn: Probability that a call that is told to end does not, so that its worker is ended after `grace_s`.
+        grace_s: How long that takes [s].
+        p_straggler: Probability that a call takes `straggler_factor` times as long.
+        straggler_factor: How much longer.
+        start_s: How long a worker takes to come up [s].
+        item_s: How long an item takes, on average [s]; in `simulate`, where a task has costs, an item of cost 1.
+        spread: It takes between `1 - spread` and `1 + spread` times as long.
+        speeds: How fast the workers are: the first in place 0, and so on, then from the beginning again.
+        knows_kinds: Whether the scheduler is told that workers of one speed are of one kind; else all seem alike.
+        submit_s: When the tasks are handed in [s]; for `simulate`.
+    """
+
+    seed: int = 0
+    p_loss: float = 0.0
+    p_failed_start: float = 0.0
+    p_stubborn: float = 0.0
+    grace_s: float = 5.0
+    p_straggler: float = 0.0
+    straggler_factor: float = 10.0
+    start_s: float = 1.0
+    item_s: float = 0.1
+    spread: float = 0.5
+    speeds: tuple[float, ...] = (1.0,)
+    knows_kinds: bool = True
+    submit_s: float = 0.0
+
+    def speed(self, place: int) -> float:
+        """Return how fast the worker in a place is."""
+        return self.speeds[place % len(self.speeds)]
+
+    def kind(self, place: int) -> int:
+        """Return of what kind the worker in a place is."""
+        return self.speeds.index(self.speed(place)) if self.knows_kinds else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """How a call will go, if nobody stops it."""
+
+    attempt_id: int
+    ends_at: float
+    num_slices: int
+
+
+STOPPING_S = 0.005
+"""How long a call takes to end that is told to [s]."""
+
+
+class Dice:
+    """The decisions of a plan, one after the other."""
+
+    def __init__(self, plan: FaultPlan) -> None:
+        self.plan = plan
+        self._random = random.Random(plan.seed)
+        self._courses: defaultdict[int, deque[Course]] = defaultdict(lambda: deque(maxlen=MAX_IN_FLIGHT))  # by worker
+
+    def happens(self, probability: float) -> bool:
+        """Decide whether something happens."""
+        return self._random.random() < probability
+
+    def item_s(self) -> float:
+        """Decide how long an item takes [s]."""
+        seconds = self.plan.item_s * self._random.uniform(1 - self.plan.spread, 1 + self.plan.spread)
+        return seconds * self.plan.straggler_factor if self.happens(self.plan.p_straggler) else seconds
+
+    def note(self, worker_id: int, course: Course) -> None:
+        """Remember how a call will go."""
+        self._courses[worker_id].append(course)
+
+    def stop(self, worker_id: int, attempt_id: int, now: float) -> tuple[float, m.WorkerLost | m.AttemptFinished] | None:
+        """Decide what becomes of a call that is told to end, after how long [s]; None: it ends before, or goes on for others."""
+        course = next(course for course in reversed(self._courses[worker_id]) if course.attempt_id == attempt_id)
+        event: m.WorkerLost | m.AttemptFinished
+        if self.happens(self.plan.p_stubborn):
+            seconds, event = self.plan.grace_s, m.WorkerLost(worker_id, LossReason.STOPPED)
+        elif course.num_slices == 1:
+            seconds, event = STOPPING_S, m.AttemptFinished(worker_id, attempt_id, (Report(0),))
+        else:
+            return None
+        return (seconds, event) if now + seconds < course.ends_at else None
+
+
+@dataclass(frozen=True, slots=True)
+class SimReport:
+    """How a simulation went.
+
+    Attributes:
+        num_events: How many events the scheduler handled.
+        makespan_s: When the last task ended, in simulated time [s].
+        work_s: The sum of the times of all calls that came back [s].
+        counts: What became of the tasks.
+        trace: A hash of all commands in their order: equal for equal courses.
+        num_ended: How many tasks have ended.
+    """
+
+    num_events: int
+    makespan_s: float
+    work_s: float
+    counts: Counts
+    trace: str
+    num_ended: int
+
+
+def simulate(num_workers: int, specs: Iterable[TaskSpec], plan: FaultPlan, *, check: bool = False) -> SimReport:
+    """Run the scheduler alone, without a driver or any user code, on tasks that all arrive at once.
+
+    Args:
+        num_workers: Workers of the pool.
+        specs: The tasks, in order of their ids.
+        plan: How long items take, and what goes wrong.
+        check: Check all invariants after every event (slow).
+
+    Example:
+        >>> simulate(3, [TaskSpec(i, 0) for i in range(10)], FaultPlan(seed=7, p_loss=0.1), check=True).counts.finished
+        10
+    """
+    return _Simulation(num_workers, plan, check).run(specs)
+
+
+class _Simulation:
+    """A heap of future events, and what is counted on the way."""
+
+    def __init__(self, num_workers: int, plan: FaultPlan, check: bool) -> None:
+        self._scheduler = Scheduler()
+        self._dice = Dice(plan)
+        self._check = check
+        self._heap: list[tuple[float, int, m.Event]] = []
+        self._hash = hashlib.blake2b(digest_size=16)
+        self._now = self._work_s = self._end_s = 0.0
+        self._num_events = self._num_ended = self._count = 0
+        self._specs: dict[int, TaskSpec] = {}  # those with costs
+        self._places: dict[int, int] = {}  # by worker
+        self._handle(m.ResizeRequested(add=tuple(range(num_workers))))
+
+    def run(self, specs: Iterable[TaskSpec]) -> SimReport:
+        while self._heap and self._heap[0][0] <= self._dice.plan.submit_s:
+            self._step()
+        for spec in specs:
+            if spec.costs is not None:
+                self._specs[spec.task_id] = spec
+            self._handle(m.TaskSubmitted(spec))
+        self._handle(m.ShutdownRequested())
+        while self._heap:
+            self._step()
+        return SimReport(
+            self._num_events, self._end_s, self._work_s, self._scheduler.counts, self._hash.hexdigest(), self._num_ended
+        )
+
+    def _step(self) -> None:
+        self._now, _, event = heappop(self._heap)
+        self._handle(event)
+
+    def _handle(self, event: m.Event) -> None:
+        self._num_events += 1
+        commands = self._scheduler.handle(event, self._now)
+        if self._check:
+            check_invariants(self._scheduler)
+        for command in commands:
+            self._hash.update(repr(command).encode())
+            self._carry_out(command)
+
+    def _carry_out(self, command: m.Command) -> None:
+        plan = self._dice.plan
+        for call in command.runs if isinstance(command, m.RunGang) else ():
+            self._carry_out(call)
+        if isinstance(command, m.RunTasks):
+            seconds, event = self._outcome(command)
+            self._dice.note(command.worker_id, Course(command.attempt_id, self._now + seconds, len(command.slices)))
+            self._later(seconds, event)
+        elif isinstance(command, m.StartWorker):
+            fails = self._dice.happens(plan.p_failed_start)
+            lost = m.WorkerLost(command.worker_id, LossReason.START)
+            self._places[command.worker_id] = command.place
+            self._later(plan.start_s, lost if fails else m.WorkerReady(command.worker_id, plan.kind(command.place)))
+        elif isinstance(command, m.SetTimer) and command.kind != "ready":
+            self._later(command.at - self._now, m.TimerFired(*command[1:]))
+        elif isinstance(command, m.SignalTask):
+            if ending := self._dice.stop(command.worker_id, command.attempt_id, self._now):
+                self._later(*ending)
+        elif isinstance(command, m.EndTask):
+            self._num_ended += 1
+            self._end_s = self._now
+
+    def _outcome(self, command: m.RunTasks) -> tuple[float, m.Event]:
+        plan = self._dice.plan
+        seconds = self._dice.item_s() / plan.speed(self._places[command.worker_id])
+        if self._dice.happens(plan.p_loss):
+            return seconds, m.WorkerLost(command.worker_id, LossReason.EXIT)
+        counts = [piece.stop - piece.start for piece in command.slices]
+        reports = tuple([Report(n, busy_s=seconds * self._cost(piece)) for n, piece in zip(counts, command.slices, strict=True)])
+        busy_s = sum(report.busy_s for report in reports)
+        self._work_s += busy_s
+        return busy_s, m.AttemptFinished(command.worker_id, command.attempt_id, reports)
+
+    def _cost(self, piece: Slice) -> float:
+        spec = self._specs.get(piece.task_id)
+        if spec is None or spec.costs is None:
+            return piece.stop - piece.start
+        return sum(spec.costs[piece.start : piece.stop])
+
+    def _later(self, delay_s: float, event: m.Event) -> None:
+        self._count += 1
+        heappush(self._heap, (self._now + delay_s, self._count, event))
