@@ -235,3 +235,10 @@ def test_a_card_of_which_little_is_known(tmp_path: Path, monkeypatch: pytest.Mon
     assert gpus.devices() == [GpuDevice(index=0, name="A card")]
     gpus.change(0, total_bytes=16 * GIB)
     assert gpus.devices()[0].total_bytes == 16 * GIB
+
+
+def test_whoever_tests_pools_has_them_at_hand() -> None:
+    from raypool import testing
+
+    assert testing.SimulatedGpus is SimulatedGpus
+    assert testing.GpuDevice is GpuDevice
