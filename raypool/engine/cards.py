@@ -29,6 +29,9 @@ REMEMBERED = 32
 TRIES_ALONE = 2
 """So often an item runs alone. The first time, idle workers beside it may still have some memory; then they are sent away."""
 
+ASK_S = 1.0
+"""A GPU that was found busy is not asked for so long whether it still is [s]."""
+
 logger = logging.getLogger("raypool")
 
 AskUsage = Callable[[int, float, float, Callable[[Usage | None], object]], object]
@@ -43,9 +46,11 @@ class Seat(Protocol):
 
 
 class Flight(NamedTuple):
-    """A call: what it holds, and whether other workers stood on the GPU when it was sent."""
+    """A call: what it holds, on which GPU, with which part of its memory, and whether it had to share that when it was sent."""
 
     parts: Sequence[Part]
+    claim: Claim
+    share: float
     is_crowded: bool
 
 
@@ -61,12 +66,14 @@ class Card:
         self.num_done = 0  # items, since the number of workers has changed
         self.since = 0.0  # when the first of them began
         self.most = MOST
+        self.planned = 0  # so many workers may share it soon: what is sent from now on leaves room for them
+        self.ask_at = 0.0  # not before then [s, `time.monotonic`]
         self.is_asking = False
 
     @property
     def num_workers(self) -> int:
-        """How many workers may be on it at the same time, with those that are about to leave."""
-        return max(self.claim.room, self.claim.num_workers)
+        """How many workers may be on it at the same time, with those that are about to leave, or to come."""
+        return max(self.claim.room, self.claim.num_workers, self.planned)
 
     @property
     def load(self) -> Load:
@@ -86,18 +93,20 @@ class Card:
         load = self.load
         return fraction_for(self.num_workers, load.total_bytes, load.others_bytes, load.overhead_bytes)
 
-    def note(self, results: Sequence[SliceResult], weight: Weight | None) -> None:
-        """Take note of what a call has needed."""
+    def note(self, results: Sequence[SliceResult], weight: Weight | None, share: float) -> None:
+        """Take note of what a call has needed, which might have so much of the memory."""
         if weight is not None and weight.total_bytes is not None:
             self.weight = weight
             if weight.overhead_bytes:
                 self.overhead_bytes = max(self.overhead_bytes or 0, weight.overhead_bytes)
-            if self.num_workers == 1 and weight.own_bytes is not None and weight.used_bytes is not None:
+            if self.claim.num_workers == 1 and weight.own_bytes is not None and weight.used_bytes is not None:
                 self.others_bytes = max(weight.used_bytes - weight.own_bytes, 0)
-        has_own = bool(self.weight.own_bytes)  # on the GPU, perhaps by other means than torch
+        has_own = weight is not None and bool(weight.own_bytes)  # on the GPU, perhaps by other means than torch
         for result in results:
+            if result.crowded_out:  # it needs more than it may have had
+                self.peaks.append(max(result.peak_memory_bytes or 0, int(share * (self.weight.total_bytes or 0)) + 1))
             if result.crowded_out or not (result.peak_memory_bytes is not None or has_own):
-                continue  # it runs again; or it was no work for a GPU
+                continue
             is_too_large = any(is_gpu_out_of_memory(failure.error) for failure in result.failures.values())
             peak = result.peak_memory_bytes or 0
             self.peaks.append(max(peak, self.weight.total_bytes or 0) if is_too_large else peak)
@@ -106,7 +115,7 @@ class Card:
 
     def begin_anew(self) -> None:
         """Count from now: its number of workers has changed."""
-        self.num_done, self.since = 0, 0.0
+        self.num_done, self.since, self.planned = 0, 0.0, 0
 
 
 class Cards:
@@ -116,10 +125,12 @@ class Cards:
         seating: Which place stands on what.
         take_in: Takes note of places that are added, and what they stand on.
         post: Tells the driver.
-        ask_usage: Asks how busy a GPU was.
+        ask_usage: Asks how busy a GPU was; None where workers compute at the same time (MPS), and that limits nothing.
     """
 
-    def __init__(self, seating: Seating, take_in: Callable[[dict[int, Claim]], object], post: Post, ask_usage: AskUsage) -> None:
+    def __init__(
+        self, seating: Seating, take_in: Callable[[dict[int, Claim]], object], post: Post, ask_usage: AskUsage | None
+    ) -> None:
         self._seating = seating
         self._take_in = take_in
         self._post = post
@@ -128,7 +139,7 @@ class Cards:
         self._flights: dict[int, dict[int, Flight]] = {}  # by place and attempt
         self._alone: dict[tuple[int, int], int] = {}  # how often items were told to run alone, by task and number
         self._asked: set[int] = set()  # places that were asked to leave
-        self._num_gone = 0  # GPUs, and cores of workers without one, that nobody stands on any more
+        self._num_gone = 0  # claims that were lost with machines
         self._is_settled = False  # the user has said how many workers there are to be
         self._has_complained = False
         self._has_warned = False
@@ -155,14 +166,14 @@ class Cards:
             self._flights[place] = {}
             return Sharing(self._cards.setdefault(claim, Card(claim)).num_workers, takes_turns=True)
 
-    def left(self, place: int, claim: Claim) -> None:
-        """Take note that a place is gone."""
+    def left(self, place: int, claim: Claim, *, is_lost: bool) -> None:
+        """Take note that a place is gone; if `is_lost`, with its machine."""
         with self._lock:
             self._flights.pop(place, None)
             card = self._cards.get(claim)
             if claim.is_released:
                 self._cards.pop(claim, None)
-                self._num_gone += 1
+                self._num_gone += is_lost
             elif card is not None and place not in self._asked:  # the user has wished it, or nothing can start there
                 card.most = claim.room = max(claim.num_workers, 1)
             self._asked.discard(place)
@@ -175,8 +186,9 @@ class Cards:
             card = self._cards.get(claim)
             if card is None:
                 return parts
-            parts = [part._replace(turn=(1.0, True) if self._is_to_run_alone(part) else (card.share, False)) for part in parts]
-            self._flights.setdefault(place, {})[attempt_id] = Flight(parts, claim.num_workers > 1)
+            share = card.share
+            parts = [part._replace(turn=(1.0, True) if self._is_to_run_alone(part) else (share, False)) for part in parts]
+            self._flights.setdefault(place, {})[attempt_id] = Flight(parts, claim, share, share < 1 or claim.num_workers > 1)
             return parts
 
     def _is_to_run_alone(self, part: Part) -> bool:
@@ -196,7 +208,7 @@ class Cards:
             is_crowded = flight.is_crowded or claim.num_workers > 1
             for part, result in zip(flight.parts, results, strict=True):
                 self._look_for_shortage(card, part, result, is_crowded)
-            card.note(results, weight)
+            card.note(results, weight, flight.share)
             if weight is not None and weight.total_bytes is None:
                 self._complain()
             self._consider(card, worker_id)
@@ -235,25 +247,44 @@ class Cards:
         fit = fitting(card.load)
         if fit is not None and fit < card.claim.room:
             self._set_seats(card, fit)
-        elif fit is not None and self._may_grow(card) and card.num_done >= card.claim.room:
+        elif fit is not None and fit > card.claim.room and self._may_grow(card):
+            card.planned = min(fit, 2 * card.claim.room, card.most, card.claim.demand.workers_per_claim)
+            if self._largest_share(card) > card.share:
+                return  # what runs might take what is meant for others; what follows it will not
             card.is_asking = True
-            self._ask_usage(worker_id, card.since, time.time(), functools.partial(self._grow, card))
+            if self._ask_usage is None:
+                self._grow(card, None)
+            else:
+                self._ask_usage(worker_id, card.since, time.time(), functools.partial(self._grow, card))
+
+    def _largest_share(self, card: Card) -> float:
+        """Return which part of a GPU's memory a call may have at most that runs there now."""
+        flights = [flight for flights in self._flights.values() for flight in flights.values() if flight.claim is card.claim]
+        return max((flight.share for flight in flights), default=0.0)
 
     def _may_grow(self, card: Card) -> bool:
         limit = min(card.most, card.claim.demand.workers_per_claim)
-        return not (self._is_settled or card.is_asking or card.claim.is_released) and card.claim.room < limit
+        is_free = not (self._is_settled or card.is_asking or card.claim.is_released)
+        is_time = card.num_done >= card.claim.room and time.monotonic() > card.ask_at
+        return is_free and is_time and card.claim.room < limit
 
     def _grow(self, card: Card, usage: Usage | None) -> None:
         with self._lock:
             card.is_asking = False
             if not self._may_grow(card):
+                card.planned = 0
                 return
             load = card.load
-            if usage is not None and usage.mean_utilisation is not None:
+            if self._ask_usage is None:
+                load = load._replace(utilisation=None)
+            elif usage is not None and usage.mean_utilisation is not None:
                 load = load._replace(utilisation=usage.mean_utilisation)
             seats = min(seats_for(load), card.most, card.claim.demand.workers_per_claim)
             if seats > card.claim.room:
                 self._set_seats(card, seats)
+            else:
+                card.begin_anew()
+                card.ask_at = time.monotonic() + ASK_S
 
     def _set_seats(self, card: Card, seats: int) -> None:
         before = card.claim.room

@@ -149,7 +149,7 @@ class RayBackend:
             del self._seats[place]
             left = self._seating.leave(place)
             if self._cards is not None:
-                self._cards.left(place, seat.claim)
+                self._cards.left(place, seat.claim, is_lost=not self._nodes.stays(str(seat.claim.node_id)))
         self._retire(seat, functools.partial(self._give_back, left))
 
     def _give_back(self, left: Claim | None) -> None:

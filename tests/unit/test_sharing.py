@@ -162,20 +162,26 @@ class FakeSeating:
 
     def narrow(self, claim: Any, room: int) -> tuple[int, ...]:
         claim.room = room
-        return tuple(sorted(self.on)[room - 1 :])
+        leaving = tuple(sorted(self.on)[room - 1 :])
+        for place in leaving:
+            del self.on[place]
+        return leaving
+
+
+BUSY = Usage(num_readings=5, mean_utilisation=0.95, peak_utilisation=1.0, mean_used_bytes=0.0, peak_used_bytes=0)
 
 
 class Play:
     """One card, whose workers the test plays."""
 
-    def __init__(self, usage: Usage | None = None) -> None:
+    def __init__(self, usage: Usage | None = None, *, is_mps: bool = False) -> None:
         self.seating, self.claim = FakeSeating(), FakeClaim()
         self.told: list[ResizeRequested] = []
         self.cards = Cards(
             self.seating,  # type: ignore[arg-type]
             lambda _: None,
             lambda event, _: self.told.append(event),  # type: ignore[arg-type]
-            lambda _worker, _since, _until, take: take(usage),
+            None if is_mps else lambda _worker, _since, _until, take: take(usage),
         )
         self._attempts = itertools.count()
         assert self.move_in(0) == (1, True)
@@ -254,11 +260,12 @@ def test_what_does_not_fit_beside_others_runs_again_alone_and_the_card_shrinks()
     play.move_in(1)
     result = play.run(9, 3.6, place=1, is_out=True)
     assert result.crowded_out == (9,)
-    assert play.send(10)[1].turn == (pytest.approx(fraction_for(4, CARD)), False)
+    assert play.told[-1] == ResizeRequested(leave=(3,))  # a quarter was too little
+    assert play.send(10)[1].turn == (fraction_for(4, CARD), False)  # whoever leaves is still there
     play.run(9, 14)
     assert play.last_part.turn is not None
     assert play.last_part.turn[1]
-    assert play.told[-1] == ResizeRequested(leave=(1, 2, 3))
+    assert play.told[-1] == ResizeRequested(leave=(1, 2))
     assert play.seats == 1
     assert not play.send(9)[1].turn[1]  # type: ignore[index]  # that it was to run alone is forgotten
 
@@ -288,10 +295,18 @@ def test_ranks_are_not_tried_again() -> None:
 
 def test_a_busy_card_does_not_grow() -> None:
     """By the telemetry of its node."""
-    play = Play(Usage(num_readings=5, mean_utilisation=0.95, peak_utilisation=1.0, mean_used_bytes=0.0, peak_used_bytes=0))
+    play = Play(BUSY)
     for number in range(5):
         play.run(number, 1)
     assert play.told == []
+
+
+def test_a_busy_card_may_grow_where_workers_compute_at_the_same_time() -> None:
+    """With MPS, kernels of several processes run beside each other."""
+    play = Play(BUSY, is_mps=True)
+    for number in range(5):
+        play.run(number, 1)
+    assert play.seats == 4
 
 
 def test_it_grows_again_when_the_large_item_is_long_ago() -> None:
@@ -319,7 +334,7 @@ def test_places_that_cannot_be_had_are_not_tried_for_ever() -> None:
     play.run(0, 3)
     (place,) = play.told[0].add
     play.claim.num_workers -= 1  # its setup has failed: it needs more than there is
-    play.cards.left(place, play.claim)  # type: ignore[arg-type]
+    play.cards.left(place, play.claim, is_lost=False)  # type: ignore[arg-type]
     for number in range(1, 9):
         play.run(number, 3)
     assert len(play.told) == 1
@@ -334,9 +349,31 @@ def test_after_the_loss_of_a_machine_as_many_cards_are_claimed_as_were_lost() ->
     for place in range(4):
         play.claim.num_workers -= 1
         play.claim.is_released = play.claim.num_workers == 0
-        play.cards.left(place, play.claim)  # type: ignore[arg-type]
+        play.cards.left(place, play.claim, is_lost=True)  # type: ignore[arg-type]
     assert play.cards.regain(4, lambda most: list(range(7, 7 + most))) == [7]
     assert play.cards.regain(4, lambda most: [most]) == []
+
+
+def test_what_the_user_has_given_up_is_not_claimed_again() -> None:
+    """Its machine is still there."""
+    play = Play()
+    play.claim.num_workers, play.claim.is_released = 0, True
+    play.cards.left(0, play.claim, is_lost=False)  # type: ignore[arg-type]
+    assert play.cards.regain(1, lambda most: [most]) == []
+
+
+def test_nobody_comes_while_something_runs_that_may_take_the_room_for_itself() -> None:
+    """What is sent from then on leaves room; the next worker comes when the last that need not has come back."""
+    play = Play()
+    before = play.send(0)
+    seat = type("Seat", (), {"place": 0, "claim": play.claim})()
+    play.run(1, 3)
+    assert play.told == []
+    assert play.send(2)[1].turn == (fraction_for(2, CARD), False)
+    result = SliceResult(0, 1, LocalValues([None]), 0, {}, array("d", [1.0]), 1.0)
+    result.peak_memory_bytes = GIBIBYTE
+    play.cards.came_back(0, seat, before[0], [result], None)
+    assert [len(event.add) for event in play.told] == [1]
 
 
 # --- turns ------------------------------------------------------------------------------------------------------------
