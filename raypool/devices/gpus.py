@@ -37,7 +37,7 @@ class GpuDevice:
         temperature_c: Its temperature [degrees Celsius].
         processes: Who uses it.
         mig: The UUIDs of the instances that it is divided into; empty if it is not divided.
-        compute_mode: "default", "exclusive_process" or "prohibited".
+        compute_mode: "default", "exclusive_process" or "prohibited"; "exclusive_thread" with drivers of long ago.
         compute_capability: Of CUDA, such as (9, 0).
     """
 

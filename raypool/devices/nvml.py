@@ -23,7 +23,11 @@ TEMPERATURE_OF_GPU = 0
 
 @contextlib.contextmanager
 def nvml() -> Iterator[Any]:
-    """Give the NVML module while it is initialized, or None where there is no NVIDIA driver."""
+    """Give the NVML module while it is initialized, or None where there is no NVIDIA driver.
+
+    For what `NvmlInventory` does not tell, such as the driver's version. NVML counts who has initialized it, so it stays up for
+    the inventory.
+    """
     import pynvml
 
     try:

@@ -172,7 +172,9 @@ class SimulatedGpus:
         return GpuDevice(**fields)
 
     def _read(self) -> list[dict[str, Any]]:
-        cards: list[dict[str, Any]] = json.loads((self._folder / "cards.json").read_text())
+        cards: list[dict[str, Any]] = []
+        with contextlib.suppress(FileNotFoundError):  # on a machine that does not see the folder, there are none
+            cards = json.loads((self._folder / "cards.json").read_text())
         return cards
 
     def _write(self, cards: Sequence[dict[str, Any]]) -> None:

@@ -210,6 +210,13 @@ def test_nothing_is_known_of_broken_cards(gpus: SimulatedGpus) -> None:
     assert gpus.load([1, 7]) == [busy, GpuDevice(index=7)]
 
 
+def test_a_machine_that_does_not_see_the_folder_has_no_cards(gpus: SimulatedGpus, tmp_path: Path) -> None:
+    (tmp_path / "gpus").rename(tmp_path / "elsewhere")
+    assert gpus.devices() == []
+    assert gpus.find("0") is gpus.memory_used([0]) is None
+    assert gpus.load([0]) == [GpuDevice(index=0)]
+
+
 @pytest.mark.parametrize("visible", ["", "-1", "2", "1,1", "GPU-nobody"])
 def test_a_process_that_sees_no_card_cannot_use_one(gpus: SimulatedGpus, monkeypatch: pytest.MonkeyPatch, visible: str) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
