@@ -30,6 +30,9 @@ NEARLY = 0.98
 
 SHORTEST_LOOK_S, LONGEST_LOOK_S = 0.05, 30.0
 
+AT_ONCE_S = 1e-9
+"""Nobody who is not free now is free sooner than this."""
+
 PATIENCE = 1.5
 """Whoever leaves something to others looks again if nobody has come back after so many times what was expected."""
 
@@ -124,6 +127,8 @@ class Kinds:
                 continue
             if worker.worker_id in crew.idle or worker.worker_id in asking:
                 yield Hand(0.0, rates[worker.kind], worker.kind)
+            elif worker.worker_id in crew.torn and not crew.gatherings:
+                yield Hand(AT_ONCE_S, rates[worker.kind], worker.kind)  # it is asked next
             elif worker.state is BUSY and (left_s := _left_s(worker, task, rates[worker.kind], now)) is not None:
                 yield Hand(left_s, rates[worker.kind], worker.kind)
 
@@ -173,4 +178,4 @@ def _left_s(worker: Worker, task: Task, speed: float, now: float) -> float | Non
                 seconds += attempt.pace.mean_s * (piece.stop - piece.start)
             else:
                 return None
-    return max(abs(seconds), 1e-9)
+    return max(abs(seconds), AT_ONCE_S)
