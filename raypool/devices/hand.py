@@ -61,10 +61,11 @@ def as_device(x: T, device: torch.device | str, *, pinned: bool = False, non_blo
     would see what that costs. So a function that begins with `x = as_device(x, device)` works whatever it is given, and costs
     nothing if it was given the right thing. In containers, however nested (dicts, lists, tuples, named tuples, dataclasses),
     only what has to change is new: a dict of which one tensor moves is a new dict with the other tensors as they were. A tensor
-    that is in it twice is moved once. Gradients flow back through the move, as with `Tensor.to`.
+    that is in it twice is moved once. Gradients flow back through the move, as with `Tensor.to`: so a tensor that is to be
+    optimized is made where it is to be (`as_device(x.detach(), device).requires_grad_()`), for what was moved is no leaf.
 
     A model (`torch.nn.Module`) is not copied but moved itself, as torch does: optimizers hold its parameters. NumPy arrays,
-    numbers, texts and whatever else has no device stay as they are.
+    numbers, texts, sets and objects of other types stay as they are.
 
     Args:
         x: A tensor, a model, or containers of these.
@@ -100,7 +101,7 @@ def copy_to(x: T, device: torch.device | str, *, pinned: bool = False, non_block
     """Return a copy of `x` on a device, in memory of its own, also if `x` is there already.
 
     What is done to the copy is not done to `x`: for weights that are to be kept as they are now, say. Containers are copied too,
-    and so are models and NumPy arrays; numbers, texts and whatever else has no device are the same in both. A tensor that is in
+    and so are models and NumPy arrays; numbers, texts, sets and objects of other types are the same in both. A tensor that is in
     `x` twice is copied once. Gradients flow back through the copy, as with `Tensor.clone`, but a model's parameters become
     parameters of the copy.
 
@@ -179,35 +180,17 @@ class _Move:
             return self._tensor(x)
         if isinstance(x, torch.nn.Module):
             return self._module(x)
-        if isinstance(x, torch.nn.utils.rnn.PackedSequence):  # a named tuple, of which only some go along
-            moved = [part if part is None else self.of(part) for part in (x.data, x.sorted_indices, x.unsorted_indices)]
-            return self._rebuilt(x, (x.data, x.sorted_indices, x.unsorted_indices), moved, lambda: _packed(x, moved))
-        return self._container(x)
+        opened = _opened(x)
+        if opened is None:
+            return self._other(x)
+        parts, rebuilt = opened
+        moved = [self.of(part) for part in parts]
+        is_same = all(new is part for new, part in zip(moved, parts, strict=True))
+        return x if is_same and self._stays(x) else rebuilt(moved)
 
-    def _container(self, x: Any) -> Any:
-        if isinstance(x, MutableMapping):
-            return self._filled(x, x.items())
-        if isinstance(x, list):
-            return self._filled(x, enumerate(x))
-        if isinstance(x, tuple):
-            moved = [self.of(part) for part in x]
-            is_same = all(new is old for new, old in zip(moved, x, strict=True))
-            return x if is_same else _tuple_like(x, moved)
-        if dataclasses.is_dataclass(x) and not isinstance(x, type):
-            old = [(field.name, getattr(x, field.name)) for field in dataclasses.fields(x) if hasattr(x, field.name)]
-            moved = [self.of(value) for _, value in old]
-            return self._rebuilt(x, [value for _, value in old], moved, lambda: _with_fields(x, old, moved))
-        return self._other(x)
-
-    def _filled(self, x: Any, items: Iterable[tuple[Any, Any]]) -> Any:
-        """Return a list or a mapping with what its items become."""
-        old = list(items)
-        moved = [self.of(value) for _, value in old]
-        return self._rebuilt(x, [value for _, value in old], moved, lambda: _with_items(x, old, moved))
-
-    def _rebuilt(self, x: Any, old: Iterable[Any], moved: Iterable[Any], rebuild: Callable[[], Any]) -> Any:
-        """Return a container with what is in it now: itself if that is what was."""
-        return x if all(new is value for new, value in zip(moved, old, strict=True)) else rebuild()
+    def _stays(self, x: Any) -> bool:
+        """Whether a container of which nothing has changed is given back itself."""
+        return True
 
     def _tensor(self, x: torch.Tensor) -> torch.Tensor:
         return self._pinned_move(x) if self._pinned else x.to(self._device, non_blocking=self._non_blocking)
@@ -232,8 +215,8 @@ class _Move:
 class _Copy(_Move):
     """One call of `copy_to`: makes all that it finds anew."""
 
-    def _rebuilt(self, x: Any, old: Iterable[Any], moved: Iterable[Any], rebuild: Callable[[], Any]) -> Any:
-        return rebuild()
+    def _stays(self, x: Any) -> bool:
+        return isinstance(x, tuple)  # nobody can change it
 
     def _tensor(self, x: torch.Tensor) -> torch.Tensor:
         made = super()._tensor(x)
@@ -256,28 +239,35 @@ class _Copy(_Move):
         return x.copy() if isinstance(x, np.ndarray) else x
 
 
-def _packed(x: Any, moved: list[Any]) -> Any:
-    """Return a `PackedSequence` with other data; its batch sizes stay on the CPU, where torch wants them."""
-    data, sorted_indices, unsorted_indices = moved
-    return type(x)(data, x.batch_sizes.clone(), sorted_indices, unsorted_indices)
+def _opened(x: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
+    """Return what is in a container, and what makes one of its type of other parts; None for what is no container."""
+    import torch
+
+    if isinstance(x, torch.nn.utils.rnn.PackedSequence):  # its batch sizes stay on the CPU, where torch wants them
+        data, batch_sizes, *indices = x
+        return [data, *indices], lambda parts: type(x)(parts[0], batch_sizes.clone(), *parts[1:])
+    if isinstance(x, tuple):  # named ones take each part by itself, torch's own take all as one, as tuples do
+        return list(x), x._make if hasattr(x, "_make") else type(x)
+    if isinstance(x, (MutableMapping, list)):
+        keys = list(x) if isinstance(x, MutableMapping) else range(len(x))
+        return [x[key] for key in keys], lambda parts: _with_items(x, zip(keys, parts, strict=True))
+    if dataclasses.is_dataclass(x) and not isinstance(x, type):
+        names = [field.name for field in dataclasses.fields(x) if hasattr(x, field.name)]
+        return [getattr(x, name) for name in names], lambda parts: _with_fields(x, zip(names, parts, strict=True))
+    return None
 
 
-def _tuple_like(x: tuple[Any, ...], parts: list[Any]) -> Any:
-    """Return a tuple of the same type: named ones take each part by itself, torch's own take all as one, as tuples do."""
-    return x._make(parts) if hasattr(x, "_make") else type(x)(parts)
-
-
-def _with_items(x: Any, old: list[tuple[Any, Any]], moved: list[Any]) -> Any:
+def _with_items(x: Any, items: Iterable[tuple[Any, Any]]) -> Any:
     """Return a list or a mapping of the same type, with all that it has beside its items."""
     made = copy.copy(x)
-    for (key, _), value in zip(old, moved, strict=True):
+    for key, value in items:
         made[key] = value
     return made
 
 
-def _with_fields(x: Any, old: list[tuple[str, Any]], moved: list[Any]) -> Any:
+def _with_fields(x: Any, fields: Iterable[tuple[str, Any]]) -> Any:
     """Return a dataclass of the same type, also if it is frozen; nothing of its `__init__` runs again."""
     made = copy.copy(x)
-    for (name, _), value in zip(old, moved, strict=True):
+    for name, value in fields:
         object.__setattr__(made, name, value)
     return made
