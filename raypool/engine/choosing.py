@@ -6,6 +6,7 @@ which GPU it got, and those that were not meant are given back.
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 import time
@@ -152,14 +153,15 @@ class Choice:
     def _search(self, least: int | None, most: int, wanted: Wanted) -> None:
         """Find them, until there is nothing more to be had, or the time is over."""
         started = time.monotonic()
-        is_known = False
-        while True:
+        needed, is_known = 1 if least is None else least, False
+        for number in itertools.count():
+            if len(self._wishes()) < needed:
+                self._crowd.clear()  # their memory may have come back: they are looked at again
             with _choosing:
                 self._go_round(most)
             missing = self._missing(most)
-            needed = 1 if least is None else least
             is_enough = least is not None and len(self._found) >= least
-            is_late = time.monotonic() - started > ROUND_S
+            is_late = number > 0 and time.monotonic() - started > ROUND_S  # one round may take long by itself
             if not missing and (len(self._wishes()) >= needed or is_late):
                 return
             if wanted.is_over() or self._absent(missing) or (missing and self._has_nameless) or (is_enough and is_late):

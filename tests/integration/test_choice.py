@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import textwrap
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -119,6 +120,11 @@ def test_chosen_gpus_that_are_full(gpus: SimulatedGpus, caplog: Any) -> None:
         parpool(2, gpus=[2, 1], **asked)
     with pytest.raises(ResourceError, match=r"requested 1, available 0\. Left out, "):
         parpool(gpus=[1], **asked)
+    freed = threading.Timer(0.2, gpus.change, [1], {"used_bytes": 0})
+    freed.start()
+    with parpool(2, gpus=[2, 1], **asked) as pool:
+        assert gpus_of(pool) == [2, 1], "memory that comes back at once is waited for"
+    freed.join()
 
 
 @pytest.mark.long
