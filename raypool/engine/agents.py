@@ -150,7 +150,10 @@ class Agents:
             self._warn(mps.NOT_SHARED, mps.NOT_SHARED)
             return None
         node_id = locate(claim)
-        return None if node_id is None else self._agent_on(node_id)
+        if node_id is None:
+            self._warn("nowhere", mps.turns("its new node", "nobody knew yet which that is when a worker was started"))
+            return None
+        return self._agent_on(node_id)
 
     def _warn(self, what: str, words: str) -> None:
         """Warn of something, once."""

@@ -31,7 +31,7 @@ START_TIMEOUT_S = 10.0
 ASK_TIMEOUT_S = 5.0
 """So long the daemon has to answer [s]."""
 
-QUIT_S = 2
+QUIT_S = 1
 """So long the server has to end by itself [s]; both have as much again before they are killed."""
 
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h

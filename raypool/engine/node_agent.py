@@ -13,7 +13,7 @@ import signal
 import struct
 import termios
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import psutil
@@ -62,11 +62,11 @@ class WorkerProcess(NamedTuple):
 class Watched:
     """A worker's process on this node. It is the head of a process group, in which its children are too."""
 
-    def __init__(self, process: WorkerProcess, gpus: Sequence[int], actor: Any, memory_used: int | None) -> None:
+    def __init__(self, process: WorkerProcess, gpus: Sequence[int], actor: Any) -> None:
         self.pid = process.pid
         self.gpus = gpus
         self.actor = actor
-        self.memory_used = memory_used  # of its GPUs, before it has done anything
+        self.memory_used: int | None = None  # of its GPUs, before it has done anything
         self.process = psutil.Process(process.pid)
         self._descriptor = os.pidfd_open(process.pid)  # its number may be somebody else's one day
         self._pipe = os.open(f"/proc/{process.pid}/fd/{process.pipe}", os.O_WRONLY | os.O_NONBLOCK)
@@ -152,7 +152,6 @@ class NodeAgent:
         with contextlib.suppress(PermissionError):  # it is the head of a group already
             os.setpgid(0, 0)  # Ctrl-C in the driver's terminal is not for this process
         self._driver = driver
-        self._inventory = inventory
         self._telemetry = Telemetry(inventory)
         self._watched: dict[int, Watched | None] = {}  # by worker id; None: it had gone before
         self._mailbox: list[tuple[int, int, Any]] = []
@@ -176,8 +175,9 @@ class NodeAgent:
             self._watch_driver()
         self._watched.setdefault(worker_id, None)
         with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError, FileNotFoundError):  # it has gone already
-            self._watched[worker_id] = Watched(process, gpus, actor, self._inventory.memory_used(gpus))
+            watched = self._watched[worker_id] = Watched(process, gpus, actor)
             self._telemetry.watch(gpus)
+            watched.memory_used = await self._telemetry.memory_used(gpus)
 
     def _watch_driver(self) -> None:
         if self._driver is None:
@@ -261,7 +261,7 @@ class NodeAgent:
         watched.close()
         self._telemetry.leave(watched.gpus)
         if watched.gpus and watched.memory_used is not None:
-            await memory_back(lambda: self._inventory.memory_used(watched.gpus), watched.memory_used)
+            await memory_back(lambda: self._telemetry.memory_used(watched.gpus), watched.memory_used)
 
     async def temporary(self) -> str:
         """Return the pool's folder for temporary files on this node, which goes when its processes here have ended."""
@@ -287,6 +287,7 @@ class NodeAgent:
     async def mps(self, settings: Mapping[str, str]) -> MpsState:
         """Return where MPS is for the workers of this node, once it is up; whoever comes first starts it."""
         if self._mps_started is None:
+            self._temporary.path()  # made here, not in two threads at once
             self._mps_started = asyncio.create_task(asyncio.to_thread(self._mps.start, settings))
         return await asyncio.shield(self._mps_started)
 
@@ -336,15 +337,15 @@ class NodeAgent:
         return await getattr(self._exchange, method)(*args)
 
 
-async def memory_back(read: Callable[[], int | None], before: int) -> None:
+async def memory_back(read: Callable[[], Awaitable[int | None]], before: int) -> None:
     """Wait until no more memory is in use than before [bytes]: a GPU's driver takes its time after the end of a process.
 
     If nothing is known of it any more (None), nothing is waited for.
     """
-    used, since = read(), time.monotonic()
+    used, since = await read(), time.monotonic()
     while used is not None and used > before and time.monotonic() < since + STEADY_S:
         await asyncio.sleep(0.02)
-        now = read()
+        now = await read()
         if now is None or now < used:
             used, since = now, time.monotonic()
 

@@ -20,6 +20,9 @@ from raypool.engine.machine import gpus_here
 LOOK_S = 1.0
 """How often the GPUs are looked at [s]; the driver says how busy one was in the last 1/6 s to 1 s."""
 
+ANSWER_S = 3.0
+"""What is known of a GPU's memory is waited for so long [s]."""
+
 KEPT = 3600
 """So many readings of each GPU are kept: an hour."""
 
@@ -68,6 +71,16 @@ class Telemetry:
     async def devices(self) -> list[GpuDevice]:
         """Return all GPUs of this node as they are now."""
         return await asyncio.get_running_loop().run_in_executor(self._asking, lambda: gpus_here(self._inventory)[0])
+
+    async def memory_used(self, gpus: Sequence[int]) -> int | None:
+        """Return how much memory of these GPUs is in use [bytes]; None if that is not known, or takes too long."""
+        if not gpus:
+            return 0
+        asked = asyncio.get_running_loop().run_in_executor(self._asking, self._inventory.memory_used, gpus)
+        try:
+            return await asyncio.wait_for(asked, ANSWER_S)
+        except TimeoutError:
+            return None
 
     def watch(self, gpus: Iterable[int]) -> None:
         """Look at these GPUs from now on, until as many `leave` them."""

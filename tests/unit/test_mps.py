@@ -79,45 +79,7 @@ def test_it_is_started_and_ended(service: Mps, program: Path, tmp_path: Path, te
     assert said(folder)[-1] == "quit"
 
 
-def test_a_worker_finds_it_and_keeps_it_up(
-    service: Mps, program: Path, tmp_path: Path, temporary: TemporaryFolder, eventually: Callable[..., bool]
-) -> None:
-    """As long as anybody who uses it is alive it stays: the agent may have died, and another taken its place."""
-    state = start(service, program, tmp_path)
-    folder = temporary.path() / "mps"
-    code = """
-import os, sys
-from raypool.engine import mps
-environ = {}
-assert mps.enter(mps.MpsState(sys.argv[1]), environ) is None
-print(environ, flush=True)
-sys.stdin.read()
-"""
-    worker = subprocess.Popen(
-        [sys.executable, "-c", code, str(state.folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    with worker:
-        assert worker.stdout is not None
-        assert eval(worker.stdout.readline()) == {mps.PIPES: f"{folder}/pipe", mps.LOGS: f"{folder}/log"}
-        assert service._held is not None
-        os.close(service._held)  # as if the agent had died
-        service._held = None
-        shows = subprocess.run(
-            [program],
-            input="get_server_list\n",
-            env=mps._environment(os.environ, folder),
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        assert int(shows.stdout) in [process.pid for process in processes(folder)]
-        worker.kill()
-    assert eventually(lambda: processes(folder) == [])
-
-
-def test_an_agent_that_is_killed_leaves_nothing_behind(program: Path, tmp_path: Path, eventually: Callable[..., bool]) -> None:
-    """Nor does the folder stay for which it was the last that held it."""
-    code = """
+AGENT = """
 import sys, time
 from pathlib import Path
 from raypool.engine.mps import Mps
@@ -127,13 +89,37 @@ service = Mps(temporary.path)
 print(service.start({"PATH": sys.argv[1]}, usual=Path("nowhere")).folder, flush=True)
 time.sleep(60)
 """
-    path = f"{program.parent}:{os.environ['PATH']}"
-    agent = subprocess.Popen([sys.executable, "-c", code, path], stdout=subprocess.PIPE, text=True)
-    with agent:
-        assert agent.stdout is not None
-        folder = Path(agent.stdout.readline().strip())
-        assert len(processes(folder)) == 3
+
+WORKER = """
+import os, sys, time
+from raypool.engine import mps
+environ = {}
+assert mps.enter(mps.MpsState(sys.argv[1]), environ) is None
+print(environ, flush=True)
+time.sleep(60)
+"""
+
+
+def run(code: str, argument: str) -> tuple[subprocess.Popen[str], str]:
+    """Run some code in a process of its own; return that, and the line that it has printed."""
+    process = subprocess.Popen([sys.executable, "-c", code, argument], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    return process, process.stdout.readline().strip()
+
+
+def test_it_stays_as_long_as_a_worker_uses_it(program: Path, eventually: Callable[..., bool]) -> None:
+    """Its agent may have died, and another taken its place. When all have died nothing is left, not even the folder."""
+    agent, text = run(AGENT, f"{program.parent}:{os.environ['PATH']}")
+    folder = Path(text)
+    worker, found = run(WORKER, text)
+    with agent, worker:
+        assert found == str({mps.PIPES: f"{folder}/pipe", mps.LOGS: f"{folder}/log"})
         agent.kill()
+        agent.wait()
+        environ = {**os.environ, **mps.variables(folder)}
+        answer = subprocess.run([program], input="get_server_list\n", env=environ, capture_output=True, text=True, check=True)
+        assert int(answer.stdout) in [process.pid for process in processes(folder)]
+        worker.kill()
     assert eventually(lambda: processes(folder) == [] and not folder.exists())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 
 import pytest
 
@@ -11,22 +12,31 @@ from raypool.engine import node_agent
 from raypool.engine.node_agent import memory_back
 
 
+def each(read: Callable[[], int | None]) -> Callable[[], Awaitable[int | None]]:
+    """Let a reading be waited for."""
+
+    async def wait() -> int | None:
+        return read()
+
+    return wait
+
+
 def test_memory_that_comes_back_bit_by_bit() -> None:
     falling = iter([900, 500, 500, 120, 100])
-    asyncio.run(memory_back(lambda: next(falling), 100))
+    asyncio.run(memory_back(each(lambda: next(falling)), 100))
     assert list(falling) == []
 
 
 def test_memory_that_somebody_else_uses_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_agent, "STEADY_S", 0.05)
     readings = []
-    asyncio.run(memory_back(lambda: readings.append(300) or 300, 100))
+    asyncio.run(memory_back(each(lambda: readings.append(300) or 300), 100))
     assert len(readings) >= 2
 
 
 def test_memory_that_is_back_already() -> None:
     readings = iter([100])
-    asyncio.run(memory_back(lambda: next(readings), 100))
+    asyncio.run(memory_back(each(lambda: next(readings)), 100))
     assert list(readings) == []
 
 
@@ -37,5 +47,5 @@ def test_without_a_gpu_nothing_is_used() -> None:
 
 def test_memory_of_which_nothing_is_known_any_more_is_not_waited_for() -> None:
     readings = iter([900, None, 500])
-    asyncio.run(memory_back(lambda: next(readings), 100))
+    asyncio.run(memory_back(each(lambda: next(readings)), 100))
     assert list(readings) == [500]

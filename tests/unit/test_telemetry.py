@@ -162,6 +162,7 @@ def test_a_driver_that_hangs_holds_up_nobody_else() -> None:
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(telemetry.devices(), 0.1)
             assert telemetry.usage(0, 0.0, time.time()) is None  # at once
+            assert await telemetry.memory_used([]) == 0  # of a worker without a GPU nobody is asked
         finally:
             hanging.end.set()
 
