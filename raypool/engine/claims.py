@@ -25,7 +25,7 @@ from raypool.labels import for_ray
 POLL_S = 0.01
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Claim:
     """A bundle of resources of one node."""
 

@@ -7,6 +7,7 @@ import platform
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -39,7 +40,9 @@ class Survey:
         self._inventory = inventory
         self._told: set[tuple[str, int]] = set()
         self._ask = ray.remote(num_cpus=0)(_look_inside)
-        self._asked: dict[Claim, tuple[float, Any]] = {}  # when, and what will be the answer; None when it has come
+        self._asked: WeakKeyDictionary[Claim, tuple[float, Any]] = (
+            WeakKeyDictionary()
+        )  # when, and what will be the answer; None when it has come
 
     def concerns(self, demand: Demand) -> bool:
         """Whether claims of this kind have to be looked at, whichever GPUs they get."""

@@ -12,6 +12,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,27 @@ def test_as_many_workers_as_cards_each_with_another(gpus: SimulatedGpus) -> None
         assert [worker.gpu_name for worker in workers] == ["Simulated GPU"] * 3
         seen = first.parfeval_on_all(see).result(60) + rest.parfeval_on_all(see).result(60)
         assert sorted(seen) == [(0, "0"), (1, "1"), (2, "2")]
+
+
+@pytest.mark.long
+def test_two_processes_that_choose_at_once(run_python: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    """Each holds for a moment what the other wants, again and again, and both get what they want."""
+    import ray
+
+    code = f"""
+    from raypool import parpool
+    for _ in range(4):
+        with parpool(gpus=[1], address="{ray.get_runtime_context().gcs_address}", quiet=True) as pool:
+            print(pool.workers[0].gpu)
+    """
+    with ThreadPoolExecutor(1) as threads:
+        other = threads.submit(run_python, code, PYTHONWARNINGS="ignore")
+        rounds = 0
+        while rounds < 4 or not other.done():
+            with parpool(gpus=[2, 0], quiet=True) as pool:
+                assert gpus_of(pool) == [2, 0]
+            rounds += 1
+        assert other.result().stdout.split() == ["1"] * 4
 
 
 def test_two_workers_with_one_card_are_found_out(gpus: SimulatedGpus) -> None:
