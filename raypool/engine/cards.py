@@ -225,7 +225,7 @@ class Cards:
             return
         logger.log(
             logging.INFO if self._has_warned else logging.WARNING,
-            "%s ran out of memory on a GPU that %d workers share; it is to run again, alone on a GPU.",
+            "%s ran out of memory on a GPU that %d workers share; unless retries=0, it runs again, alone on a GPU.",
             f"Item {result.crowded_out[0]} of {part.name}" if not part.is_call else part.name,
             card.num_workers,
         )
