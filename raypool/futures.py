@@ -70,8 +70,8 @@ class Future(concurrent.futures.Future[T], Generic[T]):
         worker_replaced: What its cancellation has cost, if it was running then: False, the task has stopped and the worker goes
             on; True, it did not stop and was killed with its worker, which is replaced; None while that is not known, or was not
             asked.
-        peak_memory_bytes: The most that its worker had of its GPU's memory while it ran [bytes]; None before its end, or if it
-            had none.
+        peak_memory_bytes: The most that its worker had of its (first) GPU's memory while it ran [bytes]; None before its end,
+            or if it had none.
         read: Whether `fetch_next` or `fetch_outputs` has delivered it.
     """
 

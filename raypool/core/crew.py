@@ -86,6 +86,12 @@ class Crew:
         self._dismiss(worker, WorkerState.STOPPED)
         return self._succeed(worker, LossReason.EXIT)
 
+    def note_spent(self, worker: Worker, is_spent: bool) -> None:
+        """Note whether a worker is to be replaced, by what it has said last."""
+        self.spent.pop(worker.worker_id, None)
+        if is_spent:
+            self.spent[worker.worker_id] = None
+
     def renew_spent(self, now: float) -> list[Command]:
         """Replace the workers that are spent, but for those that still run something, or to which something is bound."""
         free = [number for number in self.spent if not self.workers[number].attempts and number not in self.lanes]

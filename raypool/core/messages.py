@@ -80,7 +80,8 @@ class PlaceLost(NamedTuple):
 class AttemptFinished(NamedTuple):
     """A worker has answered; one report for each slice of the attempt, in order.
 
-    `is_spent`: its process has kept what it should not, and is to be replaced before it runs anything else.
+    `is_spent`: its process has kept what it should not, and is to be replaced before it runs anything else; what the last answer
+    says of that counts.
     """
 
     worker_id: int

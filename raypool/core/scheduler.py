@@ -164,20 +164,19 @@ class Scheduler:
         done, failed, busy_s, wanted = 0, 0, 0.0, None
         for piece, report in zip(slices, reports, strict=True):
             done += report.done
-            failed += report.failed
+            failed += report.failed - len(report.again)
             busy_s += report.busy_s
             task = self.backlog.land(piece, attempt_id)
             if task is not None:
                 wanted = task
-                if task.fit is not None:
-                    learn(task, worker.kind, piece, report)
+                learn(task, worker.kind, piece, report)
                 self.ledger.settle(task, piece, report, attempt_id)
         if done:
             pace.observe(done, busy_s)
             if wanted is not None and (failed or crew.streaks):
                 self._losses.take_out(worker, self._faults.note_answer(worker, attempt, wanted, done, failed))
-        if is_spent:
-            crew.spent[worker_id] = None
+        if is_spent or crew.spent:
+            crew.note_spent(worker, is_spent)
         self._freed(worker, is_over=is_fresh)
 
     def _freed(self, worker: Worker, is_over: bool) -> None:
@@ -200,7 +199,7 @@ class Scheduler:
         if worker.state is not WorkerState.STARTING:
             self._impossible(event, worker_id=event.worker_id)
         self.crew.places[worker.place].failed_starts = 0
-        self.crew.squads.enlist(worker, event.kind, map(self.crew.workers.__getitem__, self.crew.idle))
+        self.crew.squads.enlist(worker, event.kind, self.crew.workers, self.crew.idle)
         if worker.attempts:  # it was started for this one
             self._out += self._dispatcher.begin(worker, self._now)
         if not worker.attempts:

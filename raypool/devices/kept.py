@@ -58,13 +58,15 @@ class Kept:
 
     def all(self) -> None:
         """Take it that all is on purpose which is there when the task ends."""
-        self._is_all = True
+        with self._lock:
+            self._is_all = True
 
     def take(self) -> Purposes:
         """Return what was kept since this was asked last."""
-        purposes = Purposes(self._num_bytes, self._is_all)
-        self._num_bytes, self._is_all = 0, False
-        return purposes
+        with self._lock:
+            purposes = Purposes(self._num_bytes, self._is_all)
+            self._num_bytes, self._is_all = 0, False
+            return purposes
 
 
 kept = Kept()

@@ -356,15 +356,15 @@ class RayBackend:
         results = unpack_results(sendables, values, catch_up)
         if self._cards is not None and seat is not None:
             self._cards.came_back(worker_id, seat, attempt_id, results, weight)
-        if leftover is not None:
-            self._note_leftover(leftover, seat)
         is_spent = leftover is not None and leftover.is_spent
+        if seat is not None:
+            seat.is_spent = is_spent
+        if leftover is not None:
+            self._note_leftover(leftover)
         self._post(AttemptFinished(worker_id, attempt_id, (), is_spent), results)
 
-    def _note_leftover(self, leftover: Leftover, seat: Seat | None) -> None:
+    def _note_leftover(self, leftover: Leftover) -> None:
         """Say that something has left too much on a GPU, once for each function."""
-        if seat is not None:
-            seat.is_spent = leftover.is_spent
         if leftover.name not in self._leaky:
             self._leaky.add(leftover.name)
             logger.warning("%s", leftover.words)

@@ -28,7 +28,8 @@ PART_LEFT = 10
 class Leftover(NamedTuple):
     """What a process has left over on its GPU is too much.
 
-    `words` say so, once for each `name` of a function. `is_spent`: the process is to be replaced.
+    `words` say so, once for each `name`: of the function that has left most, by what was there after calls that began with it.
+    `is_spent`: the process is to be replaced.
     """
 
     name: str
@@ -37,7 +38,7 @@ class Leftover(NamedTuple):
 
 
 class Upkeep:
-    """Looks after a process's memory on its GPU. Of one that has not used its GPU it says nothing, and does nothing.
+    """Looks after a process's memory on its (first) GPU. Of one that has not used it, it says nothing, and does nothing.
 
     Args:
         allocator: Who manages this memory.
@@ -73,7 +74,8 @@ class Upkeep:
 
     def describe_peak(self) -> str:
         """Return how much of the GPU's memory the process had since a slice began, and how much it may have."""
-        text = f"its process had up to {gigabytes(self.peak() or 0)} of memory on {where(self._worker)}"
+        peak = self.peak()
+        text = f"its process had {f'up to {gigabytes(peak)}' if peak else 'nothing'} of the memory of {where(self._worker)}"
         if self._total_bytes is None:
             return text
         share = "" if self.share >= 1 else f", of which {gigabytes(int(self._total_bytes * self.share))} are its part"
@@ -129,11 +131,12 @@ class Upkeep:
     def _complaint(self, leftover: int, allowed: int) -> Leftover:
         ((name, num_bytes),) = self._left_by.most_common(1)
         fact = f"{gigabytes(leftover)} are left over on its GPU, and {gigabytes(allowed)} are allowed (max_leftover_bytes)"
-        culprit = f"{name} has left {gigabytes(num_bytes)} of that. Keep what is meant to stay in a pool.constant"
+        culprit = f"{name} has left {gigabytes(num_bytes)} of that"
+        step = "Build what is meant to stay on the GPU in a pool.constant's function"
         if kept.treasures:
-            words = f"{self._label} stays, for parts of Composites are there, but {fact}; {culprit}."
+            words = f"{self._label} stays, for parts of Composites are there, but {fact}; {culprit}. {step}."
         else:
-            words = f"{self._label} is replaced: {fact}; {culprit}, or make it in setup."
+            words = f"{self._label} is replaced: {fact}; {culprit}. {step}, or in setup."
         return Leftover(name, words, is_spent=not kept.treasures)
 
 

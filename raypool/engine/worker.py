@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import ray
 
+from raypool.core.sharing import fraction_for
 from raypool.devices.gpus import Inventory, index_of
 from raypool.devices.kept import kept
 from raypool.devices.links import prefer_fast_links
@@ -135,7 +136,7 @@ class PoolWorker:
             self._upkeep = Upkeep(self._inventory.allocator(), self._info, total_bytes, self._max_leftover_bytes)
         if self._sharing is not None and given:
             assert self._upkeep is not None
-            self._upkeep.share = 1 / self._sharing.num_workers
+            self._upkeep.share = fraction_for(self._sharing.num_workers, total_bytes)
             settle(self._sharing, self._inventory, given[0])
             if self._sharing.takes_turns:
                 self._turns = Turns(self._inventory, given[0], self._rooms.temporary)
@@ -209,7 +210,7 @@ class PoolWorker:
             self._upkeep.share = turn[0]
         fn = self._functions.get(fn_id)
         leftover = self._upkeep.settle(function_name(fn) if fn is not None else str(name))
-        self._is_spent = self._is_spent or (leftover is not None and leftover.is_spent)
+        self._is_spent = leftover is not None and leftover.is_spent
         return leftover
 
     def _function(self, fn_id: int) -> Callable[..., Any]:

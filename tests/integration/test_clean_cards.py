@@ -84,7 +84,7 @@ def test_why_something_has_failed(pool: ParallelPool, gpus: SimulatedGpus) -> No
     frame = results.to_frame()
     assert frame["reason"].fillna("").tolist() == ["", "gpu out of memory", "out of memory", "error"]
     assert frame["peak_memory_bytes"].tolist()[1] == 1024 * MIB
-    assert "its process had up to 1.07 GB of memory on " in str(results.errors[1].__notes__)
+    assert "its process had up to 1.07 GB of the memory of " in str(results.errors[1].__notes__)
     assert "which has 17.18 GB" in str(results.errors[1].__notes__)
     assert "of memory since it began; the machine has" in str(results.errors[2].__notes__)
 
@@ -179,6 +179,7 @@ def test_what_is_kept_on_purpose_stays(pool: ParallelPool, gpus: SimulatedGpus) 
     del held
 
 
+@pytest.mark.long
 def test_max_leftover_bytes_says_how_much_may_stay(ray_session: None, gpus: SimulatedGpus, by_value: None) -> None:
     """What `setup` has made does not count."""
 

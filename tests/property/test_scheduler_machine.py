@@ -294,7 +294,9 @@ class World(RuleBasedStateMachine):
             done = data.draw(st.integers(0, piece.stop - piece.start))
             failed = data.draw(st.sets(st.integers(0, done - 1))) if done else set()
             retry = [item for item in sorted(failed) if data.draw(st.booleans())]
-            reports.append(Report(done, len(failed), tuple(piece.start + item for item in retry), 0.001 * done))
+            again = [item for item in sorted(failed - set(retry)) if data.draw(st.booleans())]
+            numbers = [tuple(piece.start + item for item in items) for items in (retry, again)]
+            reports.append(Report(done, len(failed), numbers[0], 0.001 * done, numbers[1]))
         self.answer(call, tuple(reports))
 
     def running(self) -> list[m.RunTasks]:
@@ -303,7 +305,7 @@ class World(RuleBasedStateMachine):
 
     def answer(self, call: m.RunTasks, reports: tuple[Report, ...], leaks: bool = False) -> None:
         self.land(call.attempt_id)
-        self.hands[call.worker_id].leaks |= leaks
+        self.hands[call.worker_id].leaks = leaks
         self.hands[call.worker_id].calls.remove(call.attempt_id)
         for piece, report in zip(call.slices, reports, strict=True):
             job = self.jobs[piece.task_id]

@@ -32,7 +32,7 @@ def test_what_it_was_sent_ahead_comes_back_unharmed(pool_of):
     pool.submit(1, size=100, chunk_size=10)
     first, ahead = 1, 2
     assert pool.finish(first, busy_s=0.001, is_spent=True) == [pool.settles(first, (1, 0, 10))]
-    assert pool.finish(ahead, Report(0)) == pool.starts(1, place=0)
+    assert pool.finish(ahead, Report(0), is_spent=True) == pool.starts(1, place=0)
     again = pool.ready(1)
     assert again[0] == pool.runs(1, 3, (1, 10, 20)), "for the first time"
 
@@ -44,8 +44,18 @@ def test_what_is_bound_to_it_runs_there_first(pool_of):
     pool.submit(1, place=0)
     pool.submit(2)
     assert pool.finish(0, is_spent=True)[0] == pool.runs(0, 1, (1, 0, 1))
-    assert pool.finish(1)[-2:] == pool.starts(1, place=0)
+    assert pool.finish(1, is_spent=True)[-2:] == pool.starts(1, place=0)
     assert pool.ready(1) == [pool.runs(1, 2, (2, 0, 1))]
+
+
+def test_what_it_says_last_counts(pool_of):
+    """What was bound to it has freed the rest, or left something there that must not be lost: so the process stays."""
+    pool = pool_of(1)
+    pool.submit(0)
+    pool.submit(1, place=0)
+    pool.submit(2)
+    pool.finish(0, is_spent=True)
+    assert pool.finish(1) == [pool.runs(0, 2, (2, 0, 1)), pool.settles(1, (1, 0, 1)), EndTask(1, FINISHED)]
 
 
 def test_it_is_replaced_also_if_that_is_cancelled(pool_of):

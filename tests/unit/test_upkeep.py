@@ -82,9 +82,9 @@ def test_nothing_is_said_where_the_gpu_was_not_used(upkeep: Upkeep, allocator: S
 @pytest.mark.parametrize(
     ("total_bytes", "share", "said"),
     [
-        (16_000_000_000, 1.0, "up to 0.52 GB of memory on here, GPU 0, which has 16.00 GB"),
-        (16_000_000_000, 0.25, "up to 0.52 GB of memory on here, GPU 0, which has 16.00 GB, of which 4.00 GB are its part"),
-        (None, 1.0, "up to 0.52 GB of memory on here, GPU 0"),
+        (16_000_000_000, 1.0, "up to 0.52 GB of the memory of here, GPU 0, which has 16.00 GB"),
+        (16_000_000_000, 0.25, "up to 0.52 GB of the memory of here, GPU 0, which has 16.00 GB, of which 4.00 GB are its part"),
+        (None, 1.0, "up to 0.52 GB of the memory of here, GPU 0"),
     ],
 )
 def test_a_gpu_that_is_full_says_who_had_what(
