@@ -217,7 +217,8 @@ class Dispatcher:
         return self._out
 
     def _call(self, worker: Worker, attempt_id: int, attempt: Attempt) -> m.RunTasks:
-        worker.state, worker.since = BUSY, self._now
+        if worker.state is not BUSY:
+            worker.state, worker.since = BUSY, self._now
         self._ledger.counts.attempts += 1
         return m.RunTasks(worker.worker_id, attempt_id, attempt.slices)
 

@@ -10,7 +10,6 @@ None of this matters while items are short enough to share calls, or the user ha
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from raypool.core.crew import Crew
@@ -92,10 +91,10 @@ class Kinds:
         ladder, fit = _learning(task)
         assert task.spec.costs is not None
         items = [item for piece in task.again or () for item in range(piece.start, piece.stop)]
-        items = sorted([*items, *ladder.waiting()])
+        items = sorted(items + ladder.waiting())
         works = [fit.speeds.work(task.spec.costs[item]) for item in items]
         by_speed = sorted(free, key=lambda kind: -rates[kind])
-        hands = list(self._hands(task, free, rates, now))
+        hands = self._hands(task, free, rates, now)
         if works[0] * sum(hand.speed for hand in hands) <= sum(works) * rates[by_speed[0]]:
             return Choice(free[by_speed[0]], None)
         shares = plan(works, hands)
@@ -117,20 +116,22 @@ class Kinds:
         item = ladder.at_most(fit.speeds.cost(share * work))
         return ladder.last if item is None else item
 
-    def _hands(self, task: Task, free: dict[int, Worker], rates: dict[int, float], now: float) -> Iterable[Hand]:
-        """Yield those who could take something of a task, and when each of them is free."""
+    def _hands(self, task: Task, free: dict[int, Worker], rates: dict[int, float], now: float) -> list[Hand]:
+        """Return those who could take something of a task, and when each of them is free."""
         crew, asking = self._crew, [worker.worker_id for worker in free.values()]
+        hands: list[Hand] = []
         places = crew.places if task.lane is None else task.lane.places
         for place in places:
             worker = crew.workers[crew.places[place].worker_id]
             if worker.kind is None or worker.worker_id in crew.retiring:
                 continue
             if worker.worker_id in crew.idle or worker.worker_id in asking:
-                yield Hand(0.0, rates[worker.kind], worker.kind)
+                hands.append(Hand(0.0, rates[worker.kind], worker.kind))
             elif worker.worker_id in crew.torn and not crew.gatherings:
-                yield Hand(AT_ONCE_S, rates[worker.kind], worker.kind)  # it is asked next
+                hands.append(Hand(AT_ONCE_S, rates[worker.kind], worker.kind))  # it is asked next
             elif worker.state is BUSY and (left_s := _left_s(worker, task, rates[worker.kind], now)) is not None:
-                yield Hand(left_s, rates[worker.kind], worker.kind)
+                hands.append(Hand(left_s, rates[worker.kind], worker.kind))
+        return hands
 
     def _counts(self, lane: Lane) -> dict[int, int]:
         """Return how many workers of each kind there are in a lane."""
@@ -144,7 +145,7 @@ class Kinds:
 
 def learn(task: Task, kind: int | None, piece: Slice, report: Report) -> None:
     """Take in how long a worker of a kind has taken for a slice, if all of it went well."""
-    if kind is None or report.failed or report.done != piece.stop - piece.start or task.fit is None:
+    if task.fit is None or kind is None or report.failed or report.done != piece.stop - piece.start:
         return
     assert task.spec.costs is not None
     cost = sum(task.spec.costs[piece.start : piece.stop])

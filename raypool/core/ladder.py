@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-
 
 class Ladder:
     """What waits of a task whose costs are known, and never rise from one item to the next.
@@ -18,7 +16,7 @@ class Ladder:
 
     __slots__ = ("_costs", "_next", "_stop", "cost", "count")
 
-    def __init__(self, costs: Sequence[float], start: int) -> None:
+    def __init__(self, costs: tuple[float, ...], start: int) -> None:
         self.count = len(costs) - start
         self.cost = float(sum(costs[start:]))
         self._costs = costs
@@ -54,12 +52,13 @@ class Ladder:
                 low = middle + 1
         return self.from_here(low)
 
-    def waiting(self) -> Iterator[int]:
-        """Yield all that wait, the one that costs most first."""
-        item = self._find(0)
+    def waiting(self) -> list[int]:
+        """Return all that wait, the one that costs most first."""
+        items, item = [], self._find(0)
         while item < len(self._costs):
-            yield item
+            items.append(item)
             item = self._find(item + 1)
+        return items
 
     def runs(self) -> list[tuple[int, int]]:
         """Return all that wait, as (start, stop) of consecutive items."""

@@ -60,19 +60,21 @@ class Ledger:
 
     def settle(self, task: Task, piece: Slice, report: Report, attempt_id: int) -> None:
         """Take in what a worker says of a slice; queue what it handed back, or what may run again."""
-        done, failed, retry, _ = report
+        done, failed, retry, _, prevented = report
         stop = piece.start + done
-        if stop == piece.stop and not retry:  # nearly always
+        if stop == piece.stop and not retry and not prevented:  # nearly always
             self.out.append(m.SettleItems(attempt_id, piece))
             self._count_settled(task, done, failed)
             self._after_landing(task, [], failed > 0)
             return
         if task.spec.is_gang or piece.attempt > task.spec.retries:
             retry = ()
-        self.out += [m.SettleItems(attempt_id, run) for run in piece._replace(stop=stop).without(retry)]
-        failed -= len(retry)
-        self._count_settled(task, done - len(retry), failed)
+        repeated = () if task.spec.is_gang else report.repeated(retry)
+        self.out += [m.SettleItems(attempt_id, run) for run in piece._replace(stop=stop).without(repeated)]
+        failed -= len(repeated)
+        self._count_settled(task, done - len(repeated), failed)
         again = self._after_a_rest(task, [Slice(piece.task_id, index, index + 1, piece.attempt + 1) for index in retry])
+        again += [Slice(piece.task_id, index, index + 1, piece.attempt) for index in prevented if repeated]
         if stop < piece.stop:
             again.append(piece._replace(start=stop))
         if again and task.spec.is_gang:  # the other ranks have begun: it can't follow them

@@ -156,21 +156,27 @@ class Report(NamedTuple):
 
     `done`: so many items, counted from the slice's start, have an outcome; the rest was not begun and is handed back.
     `failed`: so many of them ended with an error. `retry`: the numbers of those of them that may run again.
-    `busy_s`: time spent in the user's function [s].
+    `busy_s`: time spent in the user's function [s]. `again`: the numbers of those of the failed that were prevented, by what was
+    beside them: they run again whatever happens, and are charged nothing.
     """
 
     done: int
     failed: int = 0
     retry: tuple[int, ...] = ()
     busy_s: float = 0.0
+    again: tuple[int, ...] = ()
 
     def is_about(self, piece: Slice) -> bool:
-        """Whether this can be said of a slice; `retry` has to ascend."""
-        if not self.retry:
+        """Whether this can be said of a slice; `retry` and `again` have to ascend, and have nothing in common."""
+        if not self.retry and not self.again:
             return 0 <= self.failed <= self.done <= piece.stop - piece.start
-        stop = piece.start + self.done
-        ascends = all(a < b for a, b in pairwise((piece.start - 1, *self.retry, stop)))
-        return ascends and stop <= piece.stop and len(self.retry) <= self.failed <= self.done
+        stop, repeated = piece.start + self.done, self.repeated(self.retry)
+        ascends = all(a < b for a, b in pairwise((piece.start - 1, *repeated, stop)))
+        return ascends and stop <= piece.stop and len(repeated) <= self.failed <= self.done
+
+    def repeated(self, retry: tuple[int, ...]) -> tuple[int, ...]:
+        """Return what runs again, in order, if these may be tried once more."""
+        return tuple(sorted(retry + self.again)) if self.again else retry
 
 
 class Bench:
@@ -305,7 +311,7 @@ class Worker:
     attempts: dict[int, Attempt] = field(default_factory=dict)
     has_delivered: bool = False  # an attempt has come back from it
     kind: int | None = None  # of its device; None while it is not up
-    since: float = 0.0  # when it was called last
+    since: float = 0.0  # when it became busy
 
 
 class Leaving(NamedTuple):

@@ -10,7 +10,6 @@ either, as far as the costs are right: the end that was found before can still b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from heapq import heapify, heapreplace
 from typing import NamedTuple
 
@@ -23,7 +22,7 @@ class Hand(NamedTuple):
     kind: int
 
 
-def end_in_turn(works: Iterable[float], hands: Sequence[Hand]) -> float:
+def end_in_turn(works: list[float], hands: list[Hand]) -> float:
     """Return when the last of these is done, if whoever is free first takes the next [s].
 
     Example:
@@ -41,7 +40,7 @@ def end_in_turn(works: Iterable[float], hands: Sequence[Hand]) -> float:
     return end_s
 
 
-def share_by_end(works: Iterable[float], hands: Sequence[Hand]) -> tuple[float, dict[int, int]]:
+def share_by_end(works: list[float], hands: list[Hand]) -> tuple[float, dict[int, int]]:
     """Return when the last of these is done, if each goes to whoever would end it first [s].
 
     And the first one that a free worker takes, by its number, for each kind of which there is a free one.
@@ -64,7 +63,7 @@ def share_by_end(works: Iterable[float], hands: Sequence[Hand]) -> tuple[float, 
     return end_s, first
 
 
-def plan(works: Sequence[float], hands: Sequence[Hand]) -> dict[int, int] | None:
+def plan(works: list[float], hands: list[Hand]) -> dict[int, int] | None:
     """Return which of these, the longest first, a free worker of each kind takes; None: whatever comes first.
 
     A kind that is not named leaves all of it to others.
@@ -73,6 +72,6 @@ def plan(works: Sequence[float], hands: Sequence[Hand]) -> dict[int, int] | None
     return first if end_s <= end_in_turn(works, hands) else None
 
 
-def soonest(hands: Iterable[Hand]) -> float | None:
+def soonest(hands: list[Hand]) -> float | None:
     """Return when the next worker will be free that is not so now [s]; None: all are."""
     return min((hand.free_in_s for hand in hands if hand.free_in_s > 0), default=None)

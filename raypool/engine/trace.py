@@ -75,7 +75,8 @@ def decode(line: str) -> tuple[float, m.Event]:
         fields["reason"] = LossReason(fields["reason"])
     elif kind == "AttemptFinished":
         fields["reports"] = tuple(
-            Report(report["done"], report["failed"], tuple(report["retry"]), report["busy_s"]) for report in fields["reports"]
+            Report(**{**report, **{name: tuple(report.get(name, ())) for name in ("retry", "again")}})
+            for report in fields["reports"]
         )
     elif kind == "ResizeRequested":
         fields |= {name: tuple(fields.get(name, ())) for name in ("add", "leave")}

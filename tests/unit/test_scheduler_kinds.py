@@ -121,6 +121,14 @@ def test_workers_of_one_kind_take_what_comes(pool_of):
     assert pool.scheduler.backlog.tasks[0].ladder is None
 
 
+def test_a_pool_may_be_mixed_again_after_a_time_of_one_kind(mixed):
+    mixed.lose(SLOW)
+    assert not mixed.scheduler.crew.squads.is_mixed
+    mixed.tell(WorkerReady(2, SLOW))
+    assert started(mixed.submit(1, size=3, costs=(3.0, 2.0, 2.0))) == [(FAST, 0)]
+    assert started(mixed.finish(2, busy_s=3.0)) == [(FAST, 1)]
+
+
 @pytest.mark.parametrize("costs", [(1.0,), (1.0, 2.0), (-1.0, -2.0), (float("inf"), 1.0), (2.0, float("nan"))])
 def test_costs_that_cannot_be(pool_of, costs):
     with pytest.raises(InternalError):
