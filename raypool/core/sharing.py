@@ -61,7 +61,7 @@ def worthwhile(load: Load) -> int:
     """
     if not load.utilisation:
         return MOST
-    return max(1, min(math.ceil(SATURATED * load.seats / load.utilisation - 1e-9), MOST))
+    return max(1, math.ceil(min(SATURATED * load.seats / load.utilisation, float(MOST)) - 1e-9))
 
 
 def seats_for(load: Load) -> int:

@@ -168,9 +168,9 @@ class SliceResult:
     crowded_out: tuple[int, ...] = ()
 
     def to_retry(self, wants_retry: Callable[[BaseException], bool]) -> tuple[int, ...]:
-        """Return which of the failed items are to run again; `wants_retry` says of an exception whether the user wants that."""
-        failed = sorted(self.failures.items())
-        return tuple(index for index, failure in failed if index in self.crowded_out or wants_retry(failure.error))
+        """Return which of the failed items the user wants to run again, as `wants_retry` says of an exception."""
+        failed = [(index, failure) for index, failure in sorted(self.failures.items()) if index not in self.crowded_out]
+        return tuple(index for index, failure in failed if wants_retry(failure.error))
 
 
 class LocalValues:

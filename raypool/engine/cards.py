@@ -29,6 +29,9 @@ REMEMBERED = 32
 TRIES_ALONE = 2
 """So often an item runs alone. The first time, idle workers beside it may still have some memory; then they are sent away."""
 
+ALONE = (1.0, True)
+"""The turn of an item that runs alone; see `Part`."""
+
 ASK_S = 1.0
 """A GPU that was found busy is not asked for so long whether it still is [s]."""
 
@@ -93,8 +96,8 @@ class Card:
         load = self.load
         return fraction_for(self.num_workers, load.total_bytes, load.others_bytes, load.overhead_bytes)
 
-    def note(self, results: Sequence[SliceResult], weight: Weight | None, share: float) -> None:
-        """Take note of what a call has needed, which might have so much of the memory."""
+    def note(self, results: Sequence[SliceResult], weight: Weight | None, share: float, was_alone: bool) -> None:
+        """Take note of what a call has needed, which might have so much of the memory, or all of it if it was alone."""
         if weight is not None and weight.total_bytes is not None:
             self.weight = weight
             if weight.overhead_bytes:
@@ -103,11 +106,12 @@ class Card:
                 self.others_bytes = max(weight.used_bytes - weight.own_bytes, 0)
         has_own = weight is not None and bool(weight.own_bytes)  # on the GPU, perhaps by other means than torch
         for result in results:
-            if result.crowded_out:  # it needs more than it may have had
+            is_shared = share < 1 and not was_alone
+            if result.crowded_out and is_shared:  # it needs more than it may have had
                 self.peaks.append(max(result.peak_memory_bytes or 0, int(share * (self.weight.total_bytes or 0)) + 1))
             if result.crowded_out or not (result.peak_memory_bytes is not None or has_own):
                 continue
-            is_too_large = any(is_gpu_out_of_memory(failure.error) for failure in result.failures.values())
+            is_too_large = not is_shared and any(is_gpu_out_of_memory(failure.error) for failure in result.failures.values())
             peak = result.peak_memory_bytes or 0
             self.peaks.append(max(peak, self.weight.total_bytes or 0) if is_too_large else peak)
             self.since = self.since or result.started_at
@@ -187,7 +191,7 @@ class Cards:
             if card is None:
                 return parts
             share = card.share
-            parts = [part._replace(turn=(1.0, True) if self._is_to_run_alone(part) else (share, False)) for part in parts]
+            parts = [part._replace(turn=ALONE if self._is_to_run_alone(part) else (share, False)) for part in parts]
             self._flights.setdefault(place, {})[attempt_id] = Flight(parts, claim, share, share < 1 or claim.num_workers > 1)
             return parts
 
@@ -208,14 +212,14 @@ class Cards:
             is_crowded = flight.is_crowded or claim.num_workers > 1
             for part, result in zip(flight.parts, results, strict=True):
                 self._look_for_shortage(card, part, result, is_crowded)
-            card.note(results, weight, flight.share)
+            card.note(results, weight, flight.share, any(part.turn == ALONE for part in flight.parts))
             if weight is not None and weight.total_bytes is None:
                 self._complain()
             self._consider(card, worker_id)
 
     def _look_for_shortage(self, card: Card, part: Part, result: SliceResult, is_crowded: bool) -> None:
         out = [index for index, failure in sorted(result.failures.items()) if is_gpu_out_of_memory(failure.error)]
-        was_alone = part.turn is not None and part.turn[1]
+        was_alone = part.turn == ALONE
         if is_crowded and not part.is_rank:
             result.crowded_out = tuple(index for index in out if self._may_try_alone((part.task_id, index)))
         for index in range(part.start, part.start + result.done) if self._alone else ():
@@ -225,7 +229,7 @@ class Cards:
             return
         logger.log(
             logging.INFO if self._has_warned else logging.WARNING,
-            "%s ran out of memory on a GPU that %d workers share; unless retries=0, it runs again, alone on a GPU.",
+            "%s ran out of memory on a GPU that %d workers share; it runs again, alone on a GPU.",
             f"Item {result.crowded_out[0]} of {part.name}" if not part.is_call else part.name,
             card.num_workers,
         )

@@ -297,7 +297,7 @@ class Driver:
                 self._inbox.put((m.CancelRequested(piece.task_id), None))
             retry = result.to_retry(work.wants_retry)
             self._casualties.to_retry += [(piece._replace(start=i, stop=i + 1), result.failures[i].error) for i in retry]
-        return Report(result.done, len(result.failures), retry, sum(result.durations_s))
+        return Report(result.done, len(result.failures), retry, sum(result.durations_s), result.crowded_out)
 
     # --- what goes out ------------------------------------------------------------------------------------------------
 

@@ -63,13 +63,17 @@ class Turns:
         inventory: Who knows the GPUs of a machine.
         device: The worker's GPU, by index or UUID.
         find_folder: Finds the pool's folder for temporary files on this machine.
+        patience_s: For so long those go first who wait to be alone [s].
     """
 
-    def __init__(self, inventory: Inventory, device: str, find_folder: Callable[[], Path]) -> None:
+    def __init__(
+        self, inventory: Inventory, device: str, find_folder: Callable[[], Path], patience_s: float = PATIENCE_S
+    ) -> None:
         self._inventory = inventory
         self._allocator = inventory.allocator()
         self._device = device
         self._find_folder = find_folder
+        self._patience_s = patience_s
         card = inventory.find(device)
         self._used_before = None if card is None else card.used_bytes
         self.limit = 1.0  # the part of the GPU's memory that this process may have now
@@ -132,7 +136,7 @@ class Turns:
 
     def _pass_door(self) -> None:
         """Let those in first who wait to be alone."""
-        until = time.monotonic() + PATIENCE_S
+        until = time.monotonic() + self._patience_s
         while time.monotonic() < until:
             try:
                 fcntl.flock(self._door, fcntl.LOCK_SH | fcntl.LOCK_NB)

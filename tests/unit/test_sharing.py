@@ -21,7 +21,6 @@ from raypool.core.messages import ResizeRequested
 from raypool.core.sharing import CONTEXT_BYTES, MARGIN, MOST, Load, fitting, fraction_for, seats_for, worthwhile
 from raypool.devices.simulated import CONTEXT_BYTES as SIMULATED_CONTEXT
 from raypool.devices.simulated import SimulatedGpus
-from raypool.engine import sharing
 from raypool.engine.backend import Failure, LocalValues, Part, SliceResult
 from raypool.engine.cards import TRIES_ALONE, Cards
 from raypool.engine.sharing import Turns, Weight
@@ -287,10 +286,11 @@ def test_an_item_that_was_alone_anyway_is_not_tried_again() -> None:
 
 
 def test_ranks_are_not_tried_again() -> None:
-    """The others of their gang do not come back to run with them."""
+    """The others of their gang do not come back to run with them; nor is a rank's part of the card taken for all of it."""
     play = Play()
     play.run(0, 3)
-    assert play.run(1, 7, is_out=True, is_rank=True).crowded_out == ()
+    assert play.run(1, 3, is_out=True, is_rank=True).crowded_out == ()
+    assert play.seats == 2
 
 
 def test_a_busy_card_does_not_grow() -> None:
@@ -454,13 +454,14 @@ def other(tmp_path: Path) -> Iterator[Callable[[str, int], Any]]:
 
 
 def test_newcomers_let_first_who_waits_to_be_alone_but_not_for_ever(
-    turns: Turns, other: Callable[[str, int], Any], monkeypatch: pytest.MonkeyPatch
+    turns: Turns, other: Callable[[str, int], Any], tmp_path: Path
 ) -> None:
     """Somebody stands in the door; who is inside may wait for the newcomer, so that comes in all the same."""
-    monkeypatch.setattr(sharing, "PATIENCE_S", 0.2)
+    del turns
     other("gpu-0.door", fcntl.LOCK_EX)
-    turns.begin(part_with())
-    turns.end()
+    newcomer = Turns(SimulatedGpus(tmp_path / "gpus"), "0", lambda: tmp_path, patience_s=0.2)
+    newcomer.begin(part_with())
+    newcomer.end()
 
 
 def test_ranks_do_not_stand_in_the_door(turns: Turns, other: Callable[[str, int], Any]) -> None:
