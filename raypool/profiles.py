@@ -34,8 +34,8 @@ class Profile:
         workers_per_gpu: How many workers share a GPU at most, each with its part of the GPU's memory, which it cannot exceed
             through torch; workers are spread over the GPUs evenly. "auto": one on each at first (a number of workers that is
             asked for is a number of GPUs), then as many as fit, by what the last items have needed, 16 at most; an item that
-            finds too little memory beside others runs again alone. None: by the `gpus` of `resources`. It means nothing where
-            there is no GPU.
+            finds too little memory beside others runs again alone, at no charge to its `retries`. None: by the `gpus` of
+            `resources`. It means nothing where there is no GPU.
         mps: Let the workers that share a GPU compute at the same time, by NVIDIA's Multi-Process Service, which is started and
             stopped with the pool where it can be; elsewhere they take turns.
         max_leftover_bytes: How much more of a GPU's memory a worker may use after a task than before it, but for what was built

@@ -50,7 +50,8 @@ class PoolView(LoopVerbs, TrainingVerbs, concurrent.futures.Executor):
                 `retry_on`: exception types of the user's own after which an item runs again too; without a delay that may be on
                 the same worker, at once. `retry_delay_s`: it waits so long [s] before it runs for the second time, twice as long
                 before each further one, at most 300 s. `timeout_s`: an item that runs longer [s] is stopped as by
-                `Future.cancel`, and fails with `TaskTimeoutError`.
+                `Future.cancel`, and fails with `TaskTimeoutError`. With `workers_per_gpu="auto"` an item that found too little
+                GPU memory beside others runs again whatever `retries` says, and its wait for the GPU is part of its time.
                 `fresh_process`: an item runs in a process in which nothing has run before, and which ends after it, whatever it
                 leaves behind there (it costs a worker's start; in pools of this process it means nothing). `priority`: higher
                 goes first; equal ones go in the order in which they were handed in. `worker`: run on the worker with this

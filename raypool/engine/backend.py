@@ -167,6 +167,11 @@ class SliceResult:
     peak_memory_bytes: int | None = None
     crowded_out: tuple[int, ...] = ()
 
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether somebody has pressed Ctrl-C."""
+        return any(isinstance(failure.error, KeyboardInterrupt) for failure in self.failures.values())
+
     def to_retry(self, wants_retry: Callable[[BaseException], bool]) -> tuple[int, ...]:
         """Return which of the failed items the user wants to run again, as `wants_retry` says of an exception."""
         failed = [(index, failure) for index, failure in sorted(self.failures.items()) if index not in self.crowded_out]

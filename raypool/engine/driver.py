@@ -290,14 +290,14 @@ class Driver:
 
     def _report(self, piece: Slice, result: SliceResult) -> Report:
         work = self.works.get(piece.task_id)
-        retry: tuple[int, ...] = ()
+        report = Report(result.done, len(result.failures), (), sum(result.durations_s), result.crowded_out)
         if result.failures and work is not None:
-            is_interrupted = any(isinstance(failure.error, KeyboardInterrupt) for failure in result.failures.values())
-            if is_interrupted and not isinstance(work, GangWork):  # Ctrl-C, inline: it means the loop, not the item
+            if result.is_interrupted and not isinstance(work, GangWork):  # Ctrl-C, inline: it means the loop, not the item
                 self._inbox.put((m.CancelRequested(piece.task_id), None))
-            retry = result.to_retry(work.wants_retry)
-            self._casualties.to_retry += [(piece._replace(start=i, stop=i + 1), result.failures[i].error) for i in retry]
-        return Report(result.done, len(result.failures), retry, sum(result.durations_s), result.crowded_out)
+            report = report._replace(retry=result.to_retry(work.wants_retry))
+            again = report.repeated(report.retry)
+            self._casualties.to_retry += [(piece._replace(start=i, stop=i + 1), result.failures[i].error) for i in again]
+        return report
 
     # --- what goes out ------------------------------------------------------------------------------------------------
 
