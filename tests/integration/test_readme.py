@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-TEN_LINES, SWEEP, DURABLE, SPMD, TRAINING, *_ = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+TEN_LINES, SWEEP, DURABLE, SPMD, TRAINING, SHARED, *_ = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -74,6 +74,13 @@ def test_one_model_on_all_workers(tmp_path: Path) -> None:
     (path,) = re.findall(r"^(/.*raypool_runs/train_loop-.*/checkpoint_000020)$", printed, re.MULTILINE)
     assert sorted(each.name for each in Path(path).parent.glob("checkpoint_??????")) == ["checkpoint_000019", "checkpoint_000020"]
     assert "torch.Size([512, 1])" in printed
+
+
+@pytest.mark.long
+def test_gpus_seen_and_shared(tmp_path: Path) -> None:
+    printed = run("-c", SHARED, cwd=tmp_path)
+    assert re.search(r"^\d+ GPUs$", printed, re.MULTILINE)
+    assert len(re.findall(r"^[0-5] +\d+ +\d\.\S+ ", printed, re.MULTILINE)) == 6, "a width and a loss in each row"
 
 
 def test_the_sweep_is_the_example() -> None:

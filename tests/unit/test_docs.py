@@ -42,8 +42,8 @@ def python_blocks(path: Path) -> list[str]:
 
 
 def test_the_readme_code_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    """The first five run with Ray, by tests of their own (tests/integration/test_readme.py)."""
-    _, _, _, _, _, *others = python_blocks(ROOT / "README.md")
+    """The first six run with Ray, by tests of their own (tests/integration/test_readme.py)."""
+    _, _, _, _, _, _, *others = python_blocks(ROOT / "README.md")
     for block in others:
         exec(compile(block, "README.md", "exec"), {"__name__": "__main__"})
     printed = capsys.readouterr().out
