@@ -301,7 +301,7 @@ class Cards:
             self._asked.update(leaving)
             event = ResizeRequested(leave=leaving)
         if event != ResizeRequested():
-            logger.info("From now on %d workers share a GPU that %d have shared.", card.claim.room, before)
+            logger.info("Workers that share a GPU: %d until now, %d from now on.", before, card.claim.room)
             self._post(event, None)
         card.begin_anew()
 
