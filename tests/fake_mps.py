@@ -12,8 +12,8 @@ import sys
 import time
 from pathlib import Path
 
-PIPES = Path(os.environ["CUDA_MPS_PIPE_DIRECTORY"])
-LOGS = Path(os.environ["CUDA_MPS_LOG_DIRECTORY"])
+PIPES = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "."))
+LOGS = Path(os.environ.get("CUDA_MPS_LOG_DIRECTORY", "."))
 
 
 def mode() -> str:
@@ -87,14 +87,19 @@ def control() -> None:
             sys.stdout.write(words.decode())
 
 
-if sys.argv[1:] == ["-d"]:
-    if mode() == "fails":
-        sys.exit("An instance of this daemon is already running")
-    os.waitpid(fork(daemon), 0)
-    for _ in range(1000):
-        if (PIPES / "nvidia-cuda-mps-control.pid").exists():
-            break
-        time.sleep(0.01)
-else:
-    with contextlib.suppress(ConnectionError, FileNotFoundError):
-        control()
+def main() -> None:
+    if sys.argv[1:] == ["-d"]:
+        if mode() == "fails":
+            sys.exit("An instance of this daemon is already running")
+        os.waitpid(fork(daemon), 0)
+        for _ in range(1000):
+            if (PIPES / "nvidia-cuda-mps-control.pid").exists():
+                break
+            time.sleep(0.01)
+    else:
+        with contextlib.suppress(ConnectionError, FileNotFoundError):
+            control()
+
+
+if __name__ == "__main__":
+    main()
