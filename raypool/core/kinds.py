@@ -10,6 +10,7 @@ None of this matters while items are short enough to share calls, or the user ha
 
 from __future__ import annotations
 
+from math import inf
 from typing import NamedTuple
 
 from raypool.core.crew import Crew
@@ -93,6 +94,7 @@ class Kinds:
         items = [item for piece in task.again or () for item in range(piece.start, piece.stop)]
         items = sorted(items + ladder.waiting())
         works = [fit.speeds.work(task.spec.costs[item]) for item in items]
+        rates = {kind: min(rate, self._most(task, kind, now)) for kind, rate in rates.items()}
         by_speed = sorted(free, key=lambda kind: -rates[kind])
         hands = self._hands(task, free, rates, now)
         if works[0] * sum(hand.speed for hand in hands) <= sum(works) * rates[by_speed[0]]:
@@ -133,6 +135,15 @@ class Kinds:
                 hands.append(Hand(left_s, rates[worker.kind], worker.kind))
         return hands
 
+    def _most(self, task: Task, kind: int, now: float) -> float:
+        """Return how fast a kind can be at most: one of which nothing has come back yet cannot have done what it is at."""
+        _, fit = _learning(task)
+        if kind in fit.speeds.by_kind:
+            return inf
+        busy = [worker for worker in self._crew.workers.values() if worker.kind == kind and worker.state is BUSY]
+        works = [(_work(worker, task), now - worker.since) for worker in busy]
+        return min((work / elapsed_s for work, elapsed_s in works if work > 0 and elapsed_s > 0), default=inf)
+
     def _counts(self, lane: Lane) -> dict[int, int]:
         """Return how many workers of each kind there are in a lane."""
         counts: dict[int, int] = {}
@@ -168,15 +179,20 @@ def _left_s(worker: Worker, task: Task, speed: float, now: float) -> float | Non
 
     One that should have been done long ago will need as long again: the later it is, the less can be built on it.
     """
-    assert task.fit is not None
-    assert task.spec.costs is not None
-    seconds = worker.since - now
+    seconds = worker.since - now + _work(worker, task) / speed
     for attempt in worker.attempts.values():
         for piece in attempt.slices:
             if piece.task_id == task.spec.task_id:
-                seconds += sum(map(task.fit.speeds.work, task.spec.costs[piece.start : piece.stop])) / speed
-            elif attempt.pace.calls:
-                seconds += attempt.pace.mean_s * (piece.stop - piece.start)
-            else:
+                continue
+            if not attempt.pace.calls:
                 return None
+            seconds += attempt.pace.mean_s * (piece.stop - piece.start)
     return max(abs(seconds), AT_ONCE_S)
+
+
+def _work(worker: Worker, task: Task) -> float:
+    """Return how long what a worker has of a task takes on one of speed 1 [s]."""
+    assert task.fit is not None
+    assert task.spec.costs is not None
+    pieces = [piece for attempt in worker.attempts.values() for piece in attempt.slices if piece.task_id == task.spec.task_id]
+    return sum(task.fit.speeds.work(cost) for piece in pieces for cost in task.spec.costs[piece.start : piece.stop])
