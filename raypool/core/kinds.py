@@ -39,7 +39,7 @@ PATIENCE = 1.5
 BUSY = WorkerState.BUSY  # Python 3.11 takes its time to look these up
 
 
-class Choice(NamedTuple):
+class Pick(NamedTuple):
     """A free worker, and the item that he takes; None: what comes first."""
 
     worker: Worker
@@ -64,7 +64,7 @@ class Kinds:
         is_one_by_one = not task.pace.is_short and spec.chunk_size in (None, 1)
         return self._crew.squads.is_mixed and spec.costs is not None and is_one_by_one and spec.max_workers is None
 
-    def choose(self, task: Task, free: dict[int, Worker], may_wait: bool, now: float) -> Choice | Later:
+    def choose(self, task: Task, free: dict[int, Worker], may_wait: bool, now: float) -> Pick | Later:
         """Return who of the free (one of each kind) takes what; `may_wait`: nobody may, unless there is nothing else to do."""
         ladder, fit = _learning(task)
         speeds = fit.speeds.by_kind
@@ -74,20 +74,18 @@ class Kinds:
             for kind, worker in free.items():
                 if kind not in speeds:
                     item = ladder.from_here(task.size * 3 // 4)
-                    return Choice(worker, ladder.last if item is None else item)
+                    return Pick(worker, ladder.last if item is None else item)
         best = max(speeds.values(), default=1.0)
         rates = {kind: speeds.get(kind, best) for kind in counts}
         fastest = max(free, key=lambda kind: (rates[kind], -free[kind].place))
         if rates[fastest] >= NEARLY * max(rates.values()):
-            return Choice(free[fastest], None)
+            return Pick(free[fastest], None)
         if ladder.count + len(task.again or ()) > MOST_PLANNED or num_workers > MOST_PLANNED // 2:
             total = sum(rates[kind] * count for kind, count in counts.items())
-            return Choice(free[fastest], self._in_time(ladder, fit, rates[fastest] / total))
+            return Pick(free[fastest], self._in_time(ladder, fit, rates[fastest] / total))
         return self._planned(task, free, rates, may_wait, now)
 
-    def _planned(
-        self, task: Task, free: dict[int, Worker], rates: dict[int, float], may_wait: bool, now: float
-    ) -> Choice | Later:
+    def _planned(self, task: Task, free: dict[int, Worker], rates: dict[int, float], may_wait: bool, now: float) -> Pick | Later:
         """Choose by playing through what follows."""
         ladder, fit = _learning(task)
         assert task.spec.costs is not None
@@ -98,16 +96,16 @@ class Kinds:
         by_speed = sorted(free, key=lambda kind: -rates[kind])
         hands = self._hands(task, free, rates, now)
         if works[0] * sum(hand.speed for hand in hands) <= sum(works) * rates[by_speed[0]]:
-            return Choice(free[by_speed[0]], None)
+            return Pick(free[by_speed[0]], None)
         shares = plan(works, hands)
         if shares is None:
-            return Choice(free[by_speed[0]], None)
+            return Pick(free[by_speed[0]], None)
         for kind in by_speed:
             if kind in shares:
-                return Choice(free[kind], items[shares[kind]])
+                return Pick(free[kind], items[shares[kind]])
         wait_s = soonest(hands)
         if not may_wait or wait_s is None:
-            return Choice(free[by_speed[0]], items[-1])
+            return Pick(free[by_speed[0]], items[-1])
         return Later(now + min(max(PATIENCE * wait_s, SHORTEST_LOOK_S), LONGEST_LOOK_S))
 
     def _in_time(self, ladder: Ladder, fit: Fit, share: float) -> int | None:

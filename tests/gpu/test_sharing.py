@@ -1,4 +1,4 @@
-"""Several workers to a real GPU: each keeps to its part of the memory, and an auto pool finds how many fit (scenarios 47, 48)."""
+"""Several workers to a real GPU: each keeps to its part of the memory, and an auto pool finds how many fit (scenario 49)."""
 
 from __future__ import annotations
 

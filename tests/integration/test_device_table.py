@@ -1,4 +1,4 @@
-"""The GPUs of a pool's machines, live: on Ray, with simulated cards whose state the tests change (scenario 43)."""
+"""The GPUs of a pool's machines, live: on Ray, with simulated cards whose state the tests change."""
 
 from __future__ import annotations
 
