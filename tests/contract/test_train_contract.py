@@ -179,7 +179,7 @@ def test_metrics_of_any_kind(train: Callable[..., Any]) -> None:
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda torch: {"loss": torch.tensor(1.0)}, r"Report loss\.item\(\)"),
+        (lambda torch: {"loss": torch.tensor(1.0)}, r"report loss\.item\(\)"),
         (lambda torch: {"loss": [torch.tensor(1.0)]}, r"report\(loss=...\) got a list"),
         (lambda torch: {"loss": (x for x in [])}, "cannot be pickled"),
         (lambda torch: 0.5, "got a float. Metrics are a dict"),
