@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from raypool import ParallelPool, parpool
+from raypool.devices.allocator import TorchAllocator
+from raypool.devices.gpus import GpuDevice
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -19,6 +23,37 @@ def helpers_travel(by_value: None) -> None:
         from ray import cloudpickle
 
         cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+class BreakingCards:
+    """Knows nothing of any GPU. A worker that begins once `flag` exists fails, after so many seconds as are written there."""
+
+    def __init__(self, flag: Path) -> None:
+        self.flag = flag
+
+    def find(self, device: str) -> GpuDevice | None:
+        if self.flag.exists():
+            time.sleep(float(self.flag.read_text() or 0))
+            raise RuntimeError("the GPU has fallen off the bus")
+        return None
+
+    def devices(self) -> list[GpuDevice]:
+        return []
+
+    def load(self, indices: Sequence[int]) -> list[GpuDevice]:
+        return [GpuDevice(index=index) for index in indices]
+
+    def memory_used(self, indices: Sequence[int]) -> int | None:
+        return None
+
+    def allocator(self) -> TorchAllocator:
+        return TorchAllocator()
+
+
+@pytest.fixture
+def breaking_cards(tmp_path: Path) -> BreakingCards:
+    """Give cards that break down between two processes, once their flag is there."""
+    return BreakingCards(tmp_path / "broken")
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,52 +12,28 @@ from raypool import ParallelPool, PoolBrokenError, StartupError, WorkerLostError
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("ray_session", "by_value")]
 
-DRIVER = """
-import time
-from pathlib import Path
-
-class NVMLError(Exception):
-    pass
-
-def nvmlInit():
-    flag = Path({flag!r})
-    if flag.exists():
-        time.sleep(float(flag.read_text() or 0))
-        raise RuntimeError("the GPU has fallen off the bus")
-    raise NVMLError
-"""
-"""Stands in for the library that asks the NVIDIA driver, in the workers: a card may break down between two processes."""
-
-
-@pytest.fixture
-def broken_cards(tmp_path: Path) -> Path:
-    """Give a file; once it exists, no worker can start any more (it fails after so many seconds as are written there)."""
-    flag = tmp_path / "broken"
-    (tmp_path / "pynvml.py").write_text(DRIVER.format(flag=str(flag)))
-    return flag
-
 
 def kill_worker(pool: ParallelPool, index: int) -> None:
     assert isinstance(pool.options(worker=index).parfeval(os._exit, 1).exception(60), WorkerLostError)
 
 
 @pytest.mark.parametrize(("after_s", "words", "timeout_s"), [("", "fallen off the bus", 30), ("600", "start_timeout_s", 5)])
-def test_workers_that_cannot_start(broken_cards: Path, after_s: str, words: str, timeout_s: float) -> None:
+def test_workers_that_cannot_start(breaking_cards: Any, after_s: str, words: str, timeout_s: float) -> None:
     """They fail, or say nothing at all: it is told why, in time, and nothing is kept."""
-    broken_cards.write_text(after_s)
+    breaking_cards.flag.write_text(after_s)
     started = time.monotonic()
     with pytest.raises(StartupError, match=words) as caught:
-        parpool(2, env={"PYTHONPATH": str(broken_cards.parent)}, start_timeout_s=timeout_s, quiet=True)
+        parpool(2, inventory=breaking_cards, start_timeout_s=timeout_s, quiet=True)
     assert time.monotonic() - started < 2 * timeout_s + 10
     assert "2 of 2 workers did not start" in str(caught.value)
     with parpool(3, quiet=True) as pool:
         assert pool.parfeval(abs, -1).result(60) == 1
 
 
-def test_a_pool_that_loses_its_gpus_one_by_one(broken_cards: Path, gate: Any, eventually: Any, caplog: Any) -> None:
-    with parpool(2, env={"PYTHONPATH": str(broken_cards.parent)}, quiet=True) as pool:
+def test_a_pool_that_loses_its_gpus_one_by_one(breaking_cards: Any, gate: Any, eventually: Any, caplog: Any) -> None:
+    with parpool(2, inventory=breaking_cards, quiet=True) as pool:
         assert pool.parfeval_on_all(lambda: current_task().gpu).result(60) == [0, 1]
-        broken_cards.touch()
+        breaking_cards.flag.touch()
 
         kill_worker(pool, 0)
         assert eventually(lambda: pool.num_workers == 1, 60)
@@ -83,7 +58,7 @@ def test_a_pool_that_loses_its_gpus_one_by_one(broken_cards: Path, gate: Any, ev
                 use()
 
 
-def test_a_loop_in_a_pool_that_breaks(broken_cards: Path, make_gate: Any, marks: Any) -> None:
+def test_a_loop_in_a_pool_that_breaks(breaking_cards: Any, make_gate: Any, marks: Any) -> None:
     """What had finished is not lost."""
 
     def fn(i: int) -> int:
@@ -91,9 +66,9 @@ def test_a_loop_in_a_pool_that_breaks(broken_cards: Path, make_gate: Any, marks:
             os._exit(1)
         return i
 
-    with parpool(1, env={"PYTHONPATH": str(broken_cards.parent)}, quiet=True) as pool:
+    with parpool(1, inventory=breaking_cards, quiet=True) as pool:
         assert pool.parfeval(abs, -1).result(60) == 1
-        broken_cards.touch()
+        breaking_cards.flag.touch()
         with pytest.raises(PoolBrokenError, match="fallen off the bus") as caught:
             pool.parfor(fn, range(6), chunk_size=1, on_error="collect")
     assert caught.value.results[:3] == [0, 1, 2]

@@ -129,25 +129,11 @@ def test_workers_that_rest_begin_again(eventually: Any, tmp_path: Path) -> None:
 
 # --- a place is gone --------------------------------------------------------------------------------------------------
 
-DRIVER = """
-from pathlib import Path
-
-class NVMLError(Exception):
-    pass
-
-def nvmlInit():
-    if Path({flag!r}).exists():
-        raise RuntimeError("the GPU has fallen off the bus")
-    raise NVMLError
-"""
-"""Stands in for the library that asks the NVIDIA driver: as in test_broken.py, a card breaks down between two processes."""
-
 
 @pytest.mark.parametrize("least", [1, None])
-def test_a_place_that_is_lost_for_good(tmp_path: Path, monkeypatch: Any, blow: Blow, eventually: Any, least: int | None) -> None:
+def test_a_place_that_is_lost_for_good(tmp_path: Path, breaking_cards: Any, eventually: Any, least: int | None) -> None:
     """It goes on with those that are left, if they are enough; `fit` comes to what one process comes to."""
-    flag = tmp_path / "broken"
-    (tmp_path / "pynvml.py").write_text(DRIVER.format(flag=str(flag)))
+    flag = breaking_cards.flag
     x = torch.randn(40, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     data, model = (x, x.sum(1, keepdim=True)), torch.nn.Linear(3, 1).double()
 
@@ -166,7 +152,7 @@ def test_a_place_that_is_lost_for_good(tmp_path: Path, monkeypatch: Any, blow: B
     options = TrainingOptions(mini_batch_size=10, max_epochs=6, checkpoint_every=1)
     torch.manual_seed(0)
     model = Broken(0)
-    with parpool(2, env={"PYTHONPATH": str(tmp_path)}, quiet=True) as pool:
+    with parpool(2, inventory=breaking_cards, quiet=True) as pool:
         kept = RunOptions(run_dir=tmp_path / "run", min_workers=least)
         run = pool.fit(model, data, torch.nn.functional.mse_loss, options, run_options=kept)
         error = run.exception(120)
