@@ -220,7 +220,7 @@ def no_such_gpus(missing: Sequence[int], known: Sequence[int], total: int, machi
 
 
 def _elsewhere() -> str:
-    names = [name_of(node) for node in living_nodes() if node["Resources"].get("GPU", 0) >= 1]
+    names = sorted(name_of(node) for node in living_nodes() if node["Resources"].get("GPU", 0) >= 1)
     return f"Others have some: say which, as in gpus={{{names[0]!r}: [0]}}." if names else ""
 
 

@@ -39,7 +39,7 @@ class Survey:
         self.min_free_bytes = min_free_bytes
         self._inventory = inventory
         self._told: set[tuple[str, int]] = set()
-        self._ask = ray.remote(num_cpus=0)(_look_inside)
+        self._ask = ray.remote(num_cpus=0, max_retries=0)(_look_inside)  # its claim may be given back meanwhile
         self._asked: WeakKeyDictionary[Claim, tuple[float, Any]] = (
             WeakKeyDictionary()
         )  # when, and what will be the answer; None when it has come

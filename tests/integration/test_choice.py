@@ -90,7 +90,7 @@ def test_two_processes_that_choose_at_once(run_python: Callable[..., subprocess.
             with parpool(gpus=[2, 0], quiet=True) as pool:
                 assert gpus_of(pool) == [2, 0]
             rounds += 1
-        assert other.result().stdout.split() == ["1"] * 4
+        assert other.result().stdout.split() == ["1"] * 4, other.result().stdout
 
 
 def test_two_workers_with_one_card_are_found_out(gpus: SimulatedGpus) -> None:
