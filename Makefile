@@ -12,8 +12,8 @@ demo: $(INSTALLED)  ## install, then train a dozen models at once on real data
 test: $(INSTALLED)  ## install, then run the tests
 	$(BIN)/pytest
 
-test-long: $(INSTALLED)  ## the tests that take minutes: faults and corners
-	$(BIN)/pytest -m long
+test-long: $(INSTALLED)  ## the tests that take minutes: faults and corners; LIMIT=600 begins none after 600 s
+	$(BIN)/pytest -m long $(if $(LIMIT),--time-limit $(LIMIT))
 
 test-gpu: $(INSTALLED)  ## the tests that need a GPU, recorded under benchmarks/results; without one: says so, and fails
 	$(BIN)/python -m benchmarks.gpu_tests

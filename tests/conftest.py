@@ -54,6 +54,21 @@ GRACE_S = 20.0
 """What is done is done at once; only on a machine that is very busy does it take this long [s]."""
 
 
+BEGAN_AT = time.monotonic()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--time-limit", type=float, help="skip what has not begun after so many seconds")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Leave out, and say so, what there is no time for any more."""
+    limit_s = item.config.getoption("--time-limit")
+    if limit_s is not None and time.monotonic() - BEGAN_AT > limit_s:
+        pytest.skip(f"no time left: it would begin more than {limit_s:g} s after the first")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def runs_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Keep trainings that are given no folder out of the home of whoever runs the tests."""
