@@ -44,5 +44,5 @@ clean:  ## remove what was installed and made
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c "import sys; assert sys.version_info >= (3, 11), 'raypool needs Python 3.11 or newer; run: make PYTHON=python3.11 ...'"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[demo,plots,dev]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[demo,plots,cluster,dev]"
 	touch $@

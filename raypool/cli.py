@@ -1,4 +1,4 @@
-"""The command line: `raypool demo`, `raypool gpus` and `raypool replay`."""
+"""The command line: `raypool demo`, `raypool gpus`, `raypool replay`; for clusters see `cli_cluster` and `cli_jobs`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from raypool.cli_cluster import cluster
+from raypool.cli_jobs import job
 from raypool.errors import RaypoolError
 
 if TYPE_CHECKING:
@@ -21,6 +23,10 @@ if TYPE_CHECKING:
 @click.version_option(package_name="raypool")
 def main() -> None:
     """Many models at once, one on each GPU."""
+
+
+main.add_command(cluster)
+main.add_command(job)
 
 
 @main.command()

@@ -1,0 +1,1 @@
+"""Clusters: their files, written and checked before money is spent; jobs; what a cloud says of its machines."""

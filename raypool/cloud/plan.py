@@ -1,0 +1,87 @@
+"""What a cluster is to be: its machines, and where. Files for each provider are written from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Provider = Literal["gcp", "aws", "on-prem", "kubernetes"]
+"""Who has the machines."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeGroup:
+    """Machines of one kind.
+
+    Args:
+        name: What to call the group: "head", "worker".
+        machine: The provider's name for the kind of machine; on Kubernetes, where pods say what they need, empty.
+        gpu: The kind of its GPUs by Ray's name for it ("T4", "A100", "H100"), None without any.
+        gpus: How many each machine has.
+        cpus: How many vCPUs each has; None: what the catalogue says.
+        memory_gb: Its main memory [GB]; None: what the catalogue says.
+        least: So many machines are always there.
+        most: So many at most, while there is work for them.
+        spot: Whether the provider may take them back: cheap, with half a minute's or two minutes' notice.
+        disk_gb: Size of the disk of each [GB].
+    """
+
+    name: str
+    machine: str = ""
+    gpu: str | None = None
+    gpus: int = 0
+    cpus: int | None = None
+    memory_gb: float | None = None
+    least: int = 0
+    most: int = 0
+    spot: bool = False
+    disk_gb: int = 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterPlan:
+    """A cluster that is to be.
+
+    Args:
+        name: What to call it.
+        provider: Who has the machines.
+        head: The machine that everything else joins.
+        workers: The machines that the work is done on.
+        project: The project that pays (GCP).
+        zone: Where ("us-central1-a"; on AWS an availability zone, "us-west-2a").
+        hosts: Addresses of the machines of a cluster on premises, the head's first.
+        ssh_user: Who logs in on the machines.
+        ssh_key: The file with that user's private key; None: SSH's own choice, or the launcher's.
+        packages: What `pip` installs on every machine, raypool and Ray included.
+        idle_minutes: After so long without work a machine is given back [min].
+    """
+
+    name: str
+    provider: Provider
+    head: NodeGroup
+    workers: tuple[NodeGroup, ...]
+    project: str | None = None
+    zone: str | None = None
+    hosts: tuple[str, ...] = ()
+    ssh_user: str = "ubuntu"
+    ssh_key: str | None = None
+    packages: tuple[str, ...] = ()
+    idle_minutes: float = 10
+
+    @property
+    def groups(self) -> tuple[NodeGroup, ...]:
+        """All groups, the head's first."""
+        return (self.head, *self.workers)
+
+    @property
+    def region(self) -> str | None:
+        """The region of the zone.
+
+        Example:
+            >>> head = NodeGroup(name="head", machine="n2-standard-4")
+            >>> ClusterPlan(name="lab", provider="gcp", head=head, workers=(), zone="us-central1-a").region
+            'us-central1'
+        """
+        if self.zone is None:
+            return None
+        return self.zone.rpartition("-")[0] if self.provider == "gcp" else self.zone.rstrip("abcdef")
