@@ -91,7 +91,7 @@ def documents_of(text: str, name: str) -> list[Document]:
     documents = []
     try:
         while loader.check_node():
-            node = cast(yaml.Node, loader.get_node())
+            node = cast("yaml.Node", loader.get_node())
             _refuse_twice(node, name)
             documents.append(Document(name, loader.construct_document(node), node))
     except yaml.MarkedYAMLError as error:
