@@ -1,0 +1,123 @@
+"""What runs on the machines of a cluster that Ray's launcher makes: what is installed, and how Ray is started there.
+
+The same for every provider, so that what is said here once (a token for everybody, the dashboard on the loopback, a lost machine
+noticed within seconds) holds for all of them.
+
+Source: Ray's `autoscaler/_private/updater.py` (the commands are run in this order, each by a login shell) and the page
+"Cluster YAML Configuration Options" of its documentation.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable
+from importlib.metadata import version
+from typing import Any
+
+from raypool.cloud.plan import ClusterPlan
+
+TOKEN = "~/.ray/auth_token"  # where Ray looks for it, on every machine
+PORT = 6379  # of the head, which the workers join
+CLIENT_PORT = 10001  # of the head, for Ray Client; Ray's own choice
+DASHBOARD_PORT = 8265  # of the head, on its loopback only: jobs, through a tunnel
+
+ENVIRONMENT = "~/raypool-venv"
+"""Where everything is installed on a machine: apart from what its image brings, which may be of another Python."""
+
+LAUNCHER_NEEDS = {"gcp": ("google-api-python-client>=2",), "aws": ("boto3",)}
+"""What Ray's launcher asks a provider for machines with; the head does so, too."""
+
+# By default Ray takes 65 s to notice that a machine does not answer any more (5 times 3 s + 10 s); so it takes 8 s.
+HEALTH_CHECKS = {
+    "RAY_health_check_period_ms": 1000,
+    "RAY_health_check_timeout_ms": 2000,
+    "RAY_health_check_failure_threshold": 3,
+}
+
+
+def default_packages() -> tuple[str, ...]:
+    """Return what is installed on machines unless a plan says otherwise: raypool and Ray, of the versions of this machine.
+
+    Both ends of a connection must have the same version of Ray.
+    """
+    return f"raypool=={version('raypool')}", f"ray[client,default,train]=={version('ray')}"
+
+
+def commands(plan: ClusterPlan, flags: Iterable[str] = ()) -> dict[str, Any]:
+    """Return the entries of a launcher's file that say what is copied to, installed and started on machines.
+
+    All of Ray's entries of that kind are there, also the empty ones: for what is missing, Ray takes defaults that open the
+    dashboard to everybody and install an old version of it.
+
+    Args:
+        plan: The cluster.
+        flags: More options of `ray start`, for all machines.
+    """
+    return {
+        "file_mounts": {TOKEN: TOKEN},
+        "initialization_commands": [],
+        "setup_commands": setup_commands(plan),
+        "head_setup_commands": _install(plan, LAUNCHER_NEEDS.get(plan.provider, ())),
+        "worker_setup_commands": [],
+        "head_start_ray_commands": head_commands(flags),
+        "worker_start_ray_commands": worker_commands(plan, flags),
+    }
+
+
+def setup_commands(plan: ClusterPlan) -> list[str]:
+    """Return the commands that install a plan's packages; none if it has none: then Ray has to be there, and on the PATH.
+
+    They may run again on a machine that has been set up.
+    """
+    if not plan.packages:
+        return []
+    path = f'export PATH="{ENVIRONMENT.replace("~", "$HOME")}/bin:$PATH"'
+    return [
+        "[ -x ~/.local/bin/uv ] || curl -LsSf https://astral.sh/uv/install.sh | sh",
+        f"~/.local/bin/uv venv --allow-existing --python {plan.python} {ENVIRONMENT}",
+        *_install(plan, plan.packages),
+        f"grep -qxF {shlex.quote(path)} ~/.bashrc || echo {shlex.quote(path)} >> ~/.bashrc",
+    ]
+
+
+def _install(plan: ClusterPlan, packages: Iterable[str]) -> list[str]:
+    names = " ".join(shlex.quote(package) for package in packages)
+    return [f"~/.local/bin/uv pip install --python {ENVIRONMENT}/bin/python {names}"] if plan.packages and names else []
+
+
+def head_commands(flags: Iterable[str] = ()) -> list[str]:
+    """Return the commands that start Ray on the head.
+
+    Args:
+        flags: More options of `ray start`.
+
+    Example:
+        >>> stop, start = head_commands(["--num-gpus=0"])
+        >>> "export RAY_AUTH_MODE=token " in start, "--dashboard-host=127.0.0.1" in start, start.endswith("--num-gpus=0")
+        (True, True, True)
+    """
+    settings = [f"{name}={value}" for name, value in HEALTH_CHECKS.items()]
+    options = [f"--port={PORT}", "--dashboard-host=127.0.0.1", "--autoscaling-config=~/ray_bootstrap_config.yaml"]
+    return ["ray stop", _start(settings, ["--head", *options, *flags])]
+
+
+def worker_commands(plan: ClusterPlan, flags: Iterable[str] = ()) -> list[str]:
+    """Return the commands that start Ray on a worker, and beside it the watcher for what the cloud says of the machine."""
+    start = ["ray stop", _start([], [f"--address=$RAY_HEAD_IP:{PORT}", *flags])]
+    return [*start, watcher(plan.provider)] if plan.provider in ("gcp", "aws") else start
+
+
+def _start(settings: Iterable[str], options: Iterable[str]) -> str:
+    exports = " ".join(["RAY_AUTH_MODE=token", *settings])
+    # Without the first option Ray asks a person at the terminal whether it may report how it is used, and waits for the answer.
+    return f"ulimit -n 65536; export {exports}; ray start {' '.join(['--disable-usage-stats', *options])}"
+
+
+def watcher(cloud: str) -> str:
+    """Return the command that starts the watcher, which goes on when the shell has ended, and ends with the node.
+
+    Args:
+        cloud: "gcp" or "aws".
+    """
+    watch = f"python -m raypool.cloud.preemption --cloud {cloud}"
+    return f"export RAY_AUTH_MODE=token; setsid nohup {watch} </dev/null >~/raypool-preemption.log 2>&1 &"
