@@ -45,6 +45,10 @@ class Document:
             line, node = entry
         return line + 1
 
+    def place_of(self, keys: Keys) -> str:
+        """Return where the entry at `keys` stands, for an error to begin with: "cluster.yaml, line 3"."""
+        return f"{self.name}, line {self.line_of(keys)}"
+
 
 def _entry(node: yaml.Node, key: str | int) -> tuple[int, yaml.Node] | None:
     """Return the line, from 0, and the node of an entry, None if there is none."""
@@ -177,7 +181,7 @@ class Findings:
         if not self._problems:
             return
         ordered = sorted(self._problems, key=lambda problem: self._document.line_of(problem.keys))
-        lines = [f"{self._document.name}, line {self._document.line_of(each.keys)}: {each.text}" for each in ordered]
+        lines = [f"{self._document.place_of(each.keys)}: {each.text}" for each in ordered]
         raise CloudError("\n".join(lines), problems=tuple(ordered))
 
 
