@@ -1,0 +1,266 @@
+"""Kinds of machines that can be rented, and which GPUs go with which: data, with the date they are of.
+
+Three catalogues, each a TOML file in `catalogues` that names its sources:
+
+- "ai-platform-2021": what Google's AI Platform Training had in 2021, its legacy names (`complex_model_m_gpu`) among them;
+- "gce": Compute Engine of today;
+- "aws": EC2 of today.
+
+Where GPUs are attached to a machine, how many may be follows from limits: so many GPUs of a kind allow so many vCPUs and so much
+memory at most. Other machines are fixed shapes, which come with their GPUs.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+from raypool.cloud.documents import nearest
+from raypool.errors import CloudError
+
+NAMES = ("ai-platform-2021", "gce", "aws")
+"""The catalogues there are."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A kind of machine.
+
+    Attributes:
+        name: The provider's name for it.
+        vcpus: How many vCPUs it has.
+        memory_gb: Its main memory [GB].
+        gpu: The kind of the GPUs that it always comes with; None: GPUs may be attached to it, or cannot.
+        gpus: How many it always comes with.
+        like: For a legacy name of AI Platform Training, the Compute Engine machine that it stands for.
+    """
+
+    name: str
+    vcpus: int
+    memory_gb: float
+    gpu: str | None = None
+    gpus: int = 0
+    like: str | None = None
+
+
+@dataclass(frozen=True)
+class Limit:
+    """So many GPUs may be attached to a machine with at most so many vCPUs and so much memory [GB]."""
+
+    gpus: int
+    vcpus: int
+    memory_gb: float
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A kind of GPU.
+
+    Attributes:
+        name: Ray's name for it, "T4".
+        accelerator: The provider's name for it, "nvidia-tesla-t4"; None where only machines have names, as on AWS.
+        limits: With how many it may be attached to which machines, fewest first; none if it comes with its machines only.
+        zones: Where it is to be had.
+        regions: The regions of these; on AWS, whose zones have other names in each account, only they are known.
+        retired: The day since which the provider has it no more.
+    """
+
+    name: str
+    accelerator: str | None = None
+    limits: tuple[Limit, ...] = ()
+    zones: tuple[str, ...] = ()
+    regions: tuple[str, ...] = ()
+    retired: datetime.date | None = None
+
+
+@dataclass(frozen=True)
+class Catalogue:
+    """What a provider has.
+
+    Attributes:
+        name: One of `NAMES`.
+        date: The day that it is of: providers change what they have.
+        sources: Where it is from.
+        machines: Kinds of machines, by name.
+        gpus: Kinds of GPUs, by Ray's name.
+
+    Example:
+        >>> gce = catalogue("gce")
+        >>> gce.allowed("n1-standard-16", "T4")
+        (1, 2, 4)
+        >>> gce.machine("a2-highgpu-8g")
+        Machine(name='a2-highgpu-8g', vcpus=96, memory_gb=680, gpu='A100', gpus=8, like=None)
+    """
+
+    name: str
+    date: datetime.date
+    sources: tuple[str, ...]
+    machines: Mapping[str, Machine]
+    gpus: Mapping[str, Gpu]
+
+    def machine(self, name: str) -> Machine:
+        """Return the machine of that name.
+
+        Raises:
+            CloudError: There is none.
+        """
+        if name not in self.machines:
+            raise CloudError(f"There is no machine {name!r}{_meant(name, self.machines)}")
+        return self.machines[name]
+
+    def gpu(self, name: str) -> Gpu:
+        """Return the GPU of that name, in any of its spellings.
+
+        Raises:
+            CloudError: There is none, or no longer.
+
+        Example:
+            >>> gce = catalogue("gce")
+            >>> {gce.gpu(name).name for name in ("T4", "nvidia-tesla-t4", "NVIDIA_TESLA_T4")}
+            {'T4'}
+        """
+        plain = _plain(name)
+        for gpu in self.gpus.values():
+            if plain in (_plain(gpu.name), _plain(gpu.accelerator or "")):
+                if gpu.retired is not None:
+                    others = ", ".join(other.name for other in self.gpus.values() if other.retired is None)
+                    raise CloudError(f"{gpu.name} GPUs cannot be had any more since {gpu.retired}. There are: {others}.")
+                return gpu
+        raise CloudError(f"There is no GPU {name!r}{nearest(name, self.gpus)}")
+
+    def allowed(self, machine: str, gpu: str) -> tuple[int, ...]:
+        """Return how many GPUs of that kind the machine may have, or has; none: it cannot have them.
+
+        Raises:
+            CloudError: There is no such machine, or no such GPU.
+        """
+        shape, kind = self.machine(machine), self.gpu(gpu)
+        if shape.gpu is not None:
+            return (shape.gpus,) if shape.gpu == kind.name else ()
+        if not _attaches(shape):
+            return ()
+        return tuple(each.gpus for each in kind.limits if shape.vcpus <= each.vcpus and shape.memory_gb <= each.memory_gb)
+
+    def check(self, machine: str, gpu: str | None, gpus: int) -> None:
+        """Make sure that a machine can have these GPUs.
+
+        Args:
+            machine: The machine.
+            gpu: The kind of GPU, None for none.
+            gpus: How many.
+
+        Raises:
+            CloudError: It cannot; says what would do.
+
+        Example:
+            >>> catalogue("ai-platform-2021").check("n1-standard-32", "V100", 2)
+            Traceback (most recent call last):
+            raypool.errors.CloudError: n1-standard-32 cannot have 2 V100, but 4 or 8. 2 V100 go with up to 24 vCPUs and 156 GB.
+        """
+        shape = self.machine(machine)
+        if gpu is None or gpus == 0:
+            if shape.gpu is not None:
+                raise CloudError(f"{machine} always comes with {shape.gpus} {shape.gpu}, and none is asked for.")
+            return
+        kind = self.gpu(gpu)
+        counts = self.allowed(machine, kind.name)
+        if gpus not in counts:
+            raise CloudError(f"{machine} cannot have {gpus} {kind.name}{self._instead(shape, kind, gpus, counts)}")
+
+    def _instead(self, shape: Machine, kind: Gpu, gpus: int, counts: tuple[int, ...]) -> str:
+        """Return the end of the sentence that says what would do."""
+        if shape.gpu is not None:
+            return f": it always comes with {shape.gpus} {shape.gpu}. {self._with(kind, gpus)}"
+        but = f", but {_or(counts)}" if counts else ""
+        return f"{but}. {self._with(kind, gpus)}"
+
+    def _with(self, kind: Gpu, gpus: int) -> str:
+        """Return a sentence on where so many of a kind are to be had."""
+        for limit in kind.limits:
+            if limit.gpus == gpus:
+                return f"{gpus} {kind.name} go with up to {limit.vcpus} vCPUs and {limit.memory_gb:g} GB."
+        fixed = [machine for machine in self.machines.values() if machine.gpu == kind.name]
+        if same := [machine.name for machine in fixed if machine.gpus == gpus]:
+            return f"{gpus} {kind.name} come with {_or(same)}."
+        numbers = sorted({limit.gpus for limit in kind.limits} | {machine.gpus for machine in fixed})
+        return f"No machine has {gpus} {kind.name}; {_or(numbers)} can be had."
+
+    def zones(self, *gpus: str) -> tuple[str, ...]:
+        """Return the zones that have GPUs of all these kinds.
+
+        Example:
+            >>> catalogue("ai-platform-2021").zones("T4", "P100")[-3:]
+            ('us-east1-c', 'us-west1-a', 'us-west1-b')
+        """
+        return _common(self.gpu(gpu).zones for gpu in gpus)
+
+    def regions(self, *gpus: str) -> tuple[str, ...]:
+        """Return the regions that have GPUs of all these kinds, though perhaps in different zones."""
+        return _common(self.gpu(gpu).regions for gpu in gpus)
+
+
+def _common(places: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
+    sets = [set(each) for each in places]
+    return tuple(sorted(set.intersection(*sets))) if sets else ()
+
+
+def _or(values: Iterable[object]) -> str:
+    """Return "1, 2 or 4"."""
+    *most, last = [str(value) for value in values]
+    return f"{', '.join(most)} or {last}" if most else last
+
+
+def _meant(name: str, known: Iterable[str]) -> str:
+    """Return what was meant, without the hundreds that there are."""
+    end = nearest(name, known)
+    return end if end.startswith(". Did") else ". `raypool cluster machines` lists those that there are."
+
+
+def _plain(name: str) -> str:
+    """Return a GPU's name without what differs between its spellings."""
+    return re.sub(r"^nvidia-|tesla-", "", name.lower().replace("_", "-").replace(" ", "-"))
+
+
+def _attaches(machine: Machine) -> bool:
+    """Say whether GPUs can be attached: Compute Engine attaches them to its N1 machines only."""
+    return machine.name.startswith("n1-")
+
+
+@functools.cache
+def catalogue(name: str) -> Catalogue:
+    """Return a catalogue.
+
+    Args:
+        name: "ai-platform-2021", "gce" or "aws".
+
+    Raises:
+        CloudError: There is no such catalogue.
+    """
+    if name not in NAMES:
+        raise CloudError(f"There is no catalogue {name!r}{nearest(name, NAMES)}")
+    text = resources.files("raypool.cloud").joinpath("catalogues", f"{name}.toml").read_text(encoding="utf-8")
+    return _parsed(name, tomllib.loads(text))
+
+
+def _parsed(name: str, data: dict[str, Any]) -> Catalogue:
+    machines = {each: Machine(each, **entry) for each, entry in data["machines"].items()}
+    gpus = {each: _gpu(each, entry) for each, entry in data["gpus"].items()}
+    return Catalogue(name, data["date"], tuple(data["sources"]), machines, gpus)
+
+
+def _gpu(name: str, entry: dict[str, Any]) -> Gpu:
+    zones = tuple(f"{region}-{letter}" for region, letters in entry.get("zones", {}).items() for letter in letters)
+    return Gpu(
+        name,
+        accelerator=entry.get("accelerator"),
+        limits=tuple(Limit(*limit) for limit in entry.get("limits", ())),
+        zones=zones,
+        regions=tuple(entry.get("regions", entry.get("zones", ()))),
+        retired=entry.get("retired"),
+    )
