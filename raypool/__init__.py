@@ -45,6 +45,7 @@ from raypool.results import Results
 from raypool.shared import Constant
 from raypool.store import ValueStore
 from raypool.task import CurrentTask, current_task, report
+from raypool.tls import Tls
 from raypool.view import PoolView
 from raypool.waiting import after_all, after_each, fetch_next, fetch_outputs, wait
 
@@ -100,6 +101,7 @@ __all__ = [
     "TaskCancelled",
     "TaskError",
     "TaskTimeoutError",
+    "Tls",
     "TrainingError",
     "TrainingOptions",
     "TrainingResult",

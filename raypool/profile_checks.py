@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from raypool.errors import InvalidTypeError, InvalidValueError
 from raypool.resources import WorkerResources, check_texts
+from raypool.tls import Tls
 
 if TYPE_CHECKING:
     from raypool.profiles import Profile
@@ -45,13 +46,36 @@ def check(profile: Profile) -> None:
         )
     if profile.retries < 0:
         raise InvalidValueError(f"retries={profile.retries!r} is negative. Give 0 to run every item at most once.")
+    _check_address(profile)
     _check_sharing(profile)
+
+
+def _check_address(profile: Profile) -> None:
+    """Refuse addresses of another form, and what cannot be had of a cluster that this machine is no node of."""
+    if profile.address is not None and "://" in profile.address and not profile.is_remote:
+        raise InvalidValueError(f"address={profile.address!r} is neither 'ray://HOST:10001' nor 'HOST:6379'.")
+    if profile.jobs_address is not None and not profile.jobs_address.startswith(("http://", "https://")):
+        raise InvalidValueError(f"jobs_address={profile.jobs_address!r} is not a URL, such as 'http://127.0.0.1:8265'.")
+    if profile.is_remote and isinstance(profile.gpus, tuple):
+        raise InvalidValueError(
+            f"gpus={list(profile.gpus)} are GPUs of this machine, which is no node of {profile.address}. "
+            "Say of which machine: gpus={'lab-3': [0, 2]}."
+        )
+
+
+def checked_packages(packages: Any) -> tuple[str, ...]:
+    """Return what `pip` is to install, as it is kept."""
+    if isinstance(packages, (str, bytes)) or not isinstance(packages, Sequence):
+        raise InvalidTypeError(f"packages={packages!r} is not a list of what pip is to install, such as ['scikit-learn>=1.5'].")
+    for package in packages:
+        if not isinstance(package, str) or not package.strip():
+            raise InvalidTypeError(f"packages has {package!r} in it, which names no package for pip.")
+    return tuple(packages)
 
 
 def check_kinds(profile: Profile) -> None:
     """Refuse fields of a kind that cannot work, before they are compared with numbers."""
-    if profile.address is not None and not isinstance(profile.address, str):
-        raise InvalidTypeError(f"address={profile.address!r} is not the address of a Ray cluster, such as '10.0.0.7:6379'.")
+    _check_connection_kinds(profile)
     for name in ("quiet", "fast_multinode", "mps"):
         if not isinstance(getattr(profile, name), bool):
             raise InvalidTypeError(f"{name}={getattr(profile, name)!r} is neither True nor False.")
@@ -65,8 +89,20 @@ def check_kinds(profile: Profile) -> None:
         _check_plain_call(name, getattr(profile, name))
     if isinstance(profile.retries, bool) or not isinstance(profile.retries, int):
         raise InvalidTypeError(f"retries={profile.retries!r} is not a whole number.")
-    if profile.trace is not None and not isinstance(profile.trace, (str, PathLike)):
-        raise InvalidTypeError(f"trace={profile.trace!r} is not the path of a file.")
+
+
+def _check_connection_kinds(profile: Profile) -> None:
+    if profile.address is not None and not isinstance(profile.address, str):
+        raise InvalidTypeError(f"address={profile.address!r} is not the address of a Ray cluster, such as '10.0.0.7:6379'.")
+    if profile.jobs_address is not None and not isinstance(profile.jobs_address, str):
+        raise InvalidTypeError(f"jobs_address={profile.jobs_address!r} is not a URL, such as 'http://127.0.0.1:8265'.")
+    if profile.tls is not None and not isinstance(profile.tls, Tls):
+        raise InvalidTypeError(f"tls={profile.tls!r} is not a Tls(certificate=, key=, authority=).")
+    for name in ("token_file", "working_dir", "trace"):
+        value = getattr(profile, name)
+        if value is not None and not isinstance(value, (str, PathLike)):
+            what = "folder" if name == "working_dir" else "file"
+            raise InvalidTypeError(f"{name}={value!r} is not the path of a {what}.")
 
 
 def _check_sharing(profile: Profile) -> None:

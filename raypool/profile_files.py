@@ -7,6 +7,13 @@
     address = "10.0.0.7:6379"
     resources = {gpus = 0.5}
     setup = "mylab.workers:load_cache"
+
+    [profiles.my-cluster]
+    address = "ray://127.0.0.1:10001"
+    token_file = "~/.ray/auth_token"
+    working_dir = "."
+
+Paths of a profile in a file are relative to the folder of that file.
 """
 
 from __future__ import annotations
@@ -21,6 +28,7 @@ from typing import Any, NoReturn, TypeVar
 from raypool.errors import InvalidTypeError, InvalidValueError, RaypoolError
 from raypool.profiles import Profile
 from raypool.resources import WorkerResources
+from raypool.tls import Tls
 
 BUILT_IN = {
     "local": Profile(),
@@ -184,7 +192,28 @@ class ProfileFile:
             if isinstance(entry, list) and all(isinstance(each, dict) for each in entry):
                 return [self._made(WorkerResources, each, (*keys, number), "resources") for number, each in enumerate(entry)]
             self._refuse(InvalidTypeError, keys, f"resources={entry!r} is not a table, nor a list of tables.")
+        if key == "tls":
+            return self._tls(entry, keys)
+        if key in ("token_file", "working_dir") and isinstance(entry, str):
+            return self._path(entry)
         return self._function(key, entry, keys) if key in ("setup", "teardown") else entry
+
+    def _tls(self, entry: Any, keys: Keys) -> Tls:
+        names = [field.name for field in fields(Tls)]
+        if not isinstance(entry, dict):
+            self._refuse(InvalidTypeError, keys, f"tls={entry!r} is not a table with {', '.join(names)}.")
+        for name, path in entry.items():
+            if name not in names:
+                self._refuse(InvalidValueError, (*keys, name), f"tls has no field {name!r}. It has: {', '.join(names)}.")
+            if not isinstance(path, str):
+                self._refuse(InvalidTypeError, (*keys, name), f"{name}={path!r} is not the path of a file.")
+        missing = [name for name in names if name not in entry]
+        if missing:
+            self._refuse(InvalidValueError, keys, f"tls lacks {' and '.join(missing)}.")
+        return Tls(**{name: self._path(path) for name, path in entry.items()})
+
+    def _path(self, entry: str) -> str:
+        return str(self.path.parent / Path(entry).expanduser())
 
     def _function(self, key: str, entry: Any, keys: Keys) -> Any:
         if not isinstance(entry, str) or ":" not in entry:

@@ -13,9 +13,17 @@ from raypool.devices.links import FAST_LINKS
 from raypool.devices.nvml import NvmlInventory
 from raypool.errors import InvalidValueError
 from raypool.resources import WorkerResources
+from raypool.tls import Tls
 
 FAST_MULTINODE = {"NCCL_IB_DISABLE": "0", FAST_LINKS: "1"}
 """What `fast_multinode` sets for all workers; the second lets each worker look for the interfaces of its own machine."""
+
+CLIENT = "ray://"
+"""What an address begins with by which Ray Client is meant."""
+
+LOOPBACK = ("127.0.0.1", "localhost")
+
+DASHBOARD_PORT = 8265
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +32,15 @@ class Profile:
 
     Args:
         backend: "ray" (processes), "threads" or "inline" (both in this process, without Ray).
-        address: A Ray cluster to connect to. None: the Ray that runs in this process, else a new one on this machine.
+        address: A Ray cluster to connect to: "ray://HOST:10001" from any machine that reaches it (Ray Client), "HOST:6379" on a
+            machine that is one of its nodes. None: the Ray that runs in this process, else a new one on this machine.
+        token_file: The file with the token that the cluster asks for. None: as Ray finds it (RAY_AUTH_TOKEN,
+            RAY_AUTH_TOKEN_PATH, ~/.ray/auth_token).
+        tls: The certificates for a cluster whose connections are encrypted.
+        working_dir: A folder that all workers have as a copy, and as their working directory, so that they can import its
+            modules. What its .gitignore and .rayignore name stays here.
+        packages: What `pip` is to install for the workers, as in a requirements file.
+        jobs_address: Where jobs are handed in: the URL of the cluster's dashboard. None: see `jobs_url`.
         resources: What each worker gets; or a list of that, one for each worker, in the order of the workers. The pool then has
             exactly so many: `[WorkerResources(gpus=0)] * 6 + [WorkerResources(gpus=1)] * 2`.
         gpus: Only these GPUs of this machine, by index; on a cluster a mapping of machines (their names, addresses or Ray's node
@@ -74,6 +90,11 @@ class Profile:
 
     backend: str = "ray"
     address: str | None = None
+    token_file: str | PathLike[str] | None = None
+    tls: Tls | None = None
+    working_dir: str | PathLike[str] | None = None
+    packages: Sequence[str] = ()
+    jobs_address: str | None = None
     resources: WorkerResources | Sequence[WorkerResources] = field(default_factory=WorkerResources)
     gpus: tuple[int, ...] | Mapping[str, tuple[int, ...]] | None = None
     min_free_memory_bytes: int | None = None
@@ -95,6 +116,7 @@ class Profile:
     def __post_init__(self) -> None:
         if not isinstance(self.resources, WorkerResources):
             object.__setattr__(self, "resources", profile_checks.checked_list(self.resources))
+        object.__setattr__(self, "packages", profile_checks.checked_packages(self.packages))
         if self.gpus is not None:
             object.__setattr__(self, "gpus", profile_checks.checked_gpus(self.gpus))
             profile_checks.check_chosen(self.kinds)
@@ -109,6 +131,36 @@ class Profile:
             '0'
         """
         return {**(FAST_MULTINODE if self.fast_multinode else {}), **self.env}
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether this process stands outside of the cluster, and speaks with it through Ray Client.
+
+        Example:
+            >>> Profile(address="ray://head:10001").is_remote, Profile(address="10.0.0.7:6379").is_remote
+            (True, False)
+        """
+        return self.address is not None and self.address.startswith(CLIENT)
+
+    @property
+    def jobs_url(self) -> str:
+        """Where jobs are handed in: `jobs_address`, else port 8265 of this machine, where the dashboard or a tunnel to it is.
+
+        Raises:
+            InvalidValueError: The cluster is on another machine, whose dashboard, as a rule, only that machine itself reaches.
+
+        Example:
+            >>> Profile(address="ray://127.0.0.1:10001").jobs_url
+            'http://127.0.0.1:8265'
+        """
+        if self.jobs_address is not None:
+            return self.jobs_address
+        if self.address in (None, "auto") or str(self.address).removeprefix(CLIENT).partition(":")[0] in LOOPBACK:
+            return f"http://127.0.0.1:{DASHBOARD_PORT}"
+        raise InvalidValueError(
+            f"Where jobs for {self.address} are handed in is not known: a dashboard listens on its own machine only. "
+            f"Open a tunnel (raypool cluster connect) and set jobs_address to its end here, http://127.0.0.1:{DASHBOARD_PORT}."
+        )
 
     @property
     def listed(self) -> tuple[WorkerResources, ...]:

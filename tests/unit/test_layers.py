@@ -42,7 +42,7 @@ LAYERS = [
     ["results", "checkpoint", "options", "shared", "waiting", "metric_buffer"],
     ["profiles"],
     ["profile_checks"],
-    ["resources", "labels"],
+    ["resources", "labels", "tls"],
     ["feed", "futures", "task", "queues", "queue_away", "queue_home", "store", "engine.exchange", "folders"],
     ["core", "reasons"],
     ["devices"],

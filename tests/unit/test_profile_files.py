@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from raypool import InvalidTypeError, InvalidValueError, Profile, RaypoolError, WorkerResources, parpool
+from raypool import InvalidTypeError, InvalidValueError, Profile, RaypoolError, Tls, WorkerResources, parpool
 from raypool.profile_files import line_of, named_profile, resolve_profile
 
 Write = Callable[..., Path]
@@ -83,6 +83,23 @@ def test_a_pool_by_the_name_of_its_profile(write: Write, capsys: pytest.CaptureF
     with pytest.raises(InvalidValueError, match=r"asks for 2, but .* each of 3 workers"):
         parpool(2, profile="mine")
     assert capsys.readouterr().out == ""
+
+
+def test_a_cluster_with_paths_beside_the_file(write: Write, tmp_path: Path) -> None:
+    write("""
+    [profiles.far]
+    address = "ray://127.0.0.1:10001"
+    token_file = "~/token"
+    working_dir = "../code"
+    packages = ["scikit-learn>=1.5"]
+    tls = {certificate = "tls/me.crt", key = "/keys/me.key", authority = "tls/ca.crt"}
+    """)
+    profile = named_profile("far")
+    folder = Path.cwd()
+    assert (profile.token_file, profile.working_dir) == (str(Path.home() / "token"), str(folder / "../code"))
+    assert profile.tls == Tls(certificate=f"{folder}/tls/me.crt", key="/keys/me.key", authority=f"{folder}/tls/ca.crt")
+    assert profile.packages == ("scikit-learn>=1.5",)
+    assert profile.is_remote
 
 
 @pytest.mark.parametrize(
@@ -172,7 +189,7 @@ def test_a_missing_profile_names_those_that_exist(write: Write) -> None:
 @pytest.mark.parametrize(
     ("text", "line", "error", "words"),
     [
-        ("[profiles.x]\n\n# so many\nnum_gpus = 2", 4, InvalidValueError, "no field 'num_gpus'. It has: backend, address, res"),
+        ("[profiles.x]\n\n# so many\nnum_gpus = 2", 4, InvalidValueError, "no field 'num_gpus'. It has: backend, address, token"),
         ("[profiles.x]\nresources.gpus = 1\nresources.ram = 2", 3, InvalidValueError, "no field 'ram'. It has: gpus, cpus, mem"),
         ("[profiles.x.resources]\ngpus = -1", 2, InvalidValueError, "WorkerResources.gpus=-1. is negative"),
         ("[profiles.x]\nresources = [\n  {gpus = 1},\n  {gpu = 1},\n]", 2, InvalidValueError, "no field 'gpu'"),
@@ -201,6 +218,10 @@ def test_a_missing_profile_names_those_that_exist(write: Write) -> None:
         ("[profiles.x]\nsetup = 'os:sep'", 2, InvalidTypeError, "is not callable"),
         ("\n[profiles.x]\ngpus = [0]\nresources = {gpus = 2}", 2, InvalidValueError, "each worker is to have 2"),
         ("\n[profile.x]\ngpus = [0]", 2, InvalidValueError, "there is no setting 'profile'. There are: profiles"),
+        ("[profiles.x]\ntls = {key = 'k', certificate = 'c'}", 2, InvalidValueError, "tls lacks authority"),
+        ("[profiles.x.tls]\nca = 'k'", 2, InvalidValueError, "tls has no field 'ca'"),
+        ("[profiles.x.tls]\nkey = 3", 2, InvalidTypeError, "key=3 is not the path"),
+        ("[profiles.x]\npackages = 'torch'", 2, InvalidTypeError, "packages='torch' is not a list"),
         ("profiles = 3", 1, InvalidTypeError, "profiles is not a table"),
         ("[profiles]\nx = 3", 2, InvalidTypeError, "profile 'x' is not a table"),
     ],

@@ -52,6 +52,15 @@ from raypool.profile_files import resolve_profile
         ({"cancel_grace_s": None}, InvalidTypeError, "cancel_grace_s=None is not a number of seconds"),
         ({"start_timeout_s": float("nan")}, InvalidValueError, "leaves no time"),
         ({"address": 7}, InvalidTypeError, "address=7 is not the address"),
+        ({"address": "http://head:8265"}, InvalidValueError, "neither 'ray://HOST:10001' nor 'HOST:6379'"),
+        ({"address": "ray://head:10001", "gpus": [0]}, InvalidValueError, "GPUs of this machine, which is no node of ray://head"),
+        ({"jobs_address": "127.0.0.1:8265"}, InvalidValueError, "is not a URL"),
+        ({"jobs_address": 8265}, InvalidTypeError, "is not a URL"),
+        ({"token_file": 7}, InvalidTypeError, "token_file=7 is not the path of a file"),
+        ({"working_dir": True}, InvalidTypeError, "working_dir=True is not the path of a folder"),
+        ({"tls": {"key": "k"}}, InvalidTypeError, "is not a Tls"),
+        ({"packages": "torch"}, InvalidTypeError, "not a list of what pip is to install"),
+        ({"packages": [""]}, InvalidTypeError, "names no package"),
         ({"quiet": "yes"}, InvalidTypeError, "quiet='yes' is neither True nor False"),
         ({"gpus": [0], "resources": WorkerResources(gpus=2)}, InvalidValueError, "each worker is to have 2"),
     ],
@@ -130,3 +139,10 @@ def test_resources_of_each_worker() -> None:
     assert Profile().listed == ()
     assert Profile().sized(2, 4) == (2, 4)
     assert resolve_profile(profile, {"resources": gpu}).sized(None, None) == (None, None)
+
+
+def test_where_jobs_are_handed_in() -> None:
+    assert Profile().jobs_url == Profile(address="localhost:6379").jobs_url == "http://127.0.0.1:8265"
+    assert Profile(address="ray://head:10001", jobs_address="https://head/ray").jobs_url == "https://head/ray"
+    with pytest.raises(InvalidValueError, match=r"Where jobs for ray://head:10001 .* set jobs_address"):
+        _ = Profile(address="ray://head:10001").jobs_url
