@@ -10,11 +10,12 @@ Source: Ray's `autoscaler/_private/updater.py` (the commands are run in this ord
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import version
 from typing import Any
 
-from raypool.cloud.plan import ClusterPlan
+from raypool.cloud.machines import catalogue
+from raypool.cloud.plan import ClusterPlan, NodeGroup
 
 TOKEN = "~/.ray/auth_token"  # where Ray looks for it, on every machine
 PORT = 6379  # of the head, which the workers join
@@ -23,6 +24,12 @@ DASHBOARD_PORT = 8265  # of the head, on its loopback only: jobs, through a tunn
 
 ENVIRONMENT = "~/raypool-venv"
 """Where everything is installed on a machine: apart from what its image brings, which may be of another Python."""
+
+ROLE = "raypool/role"
+"""The label that says which group a machine belongs to."""
+
+ACCELERATOR = "ray.io/accelerator-type"
+"""Ray's own label for the kind of GPU that a machine has."""
 
 LAUNCHER_NEEDS = {"gcp": ("google-api-python-client>=2",), "aws": ("boto3",)}
 """What Ray's launcher asks a provider for machines with; the head does so, too."""
@@ -41,6 +48,51 @@ def default_packages() -> tuple[str, ...]:
     Both ends of a connection must have the same version of Ray.
     """
     return f"raypool=={version('raypool')}", f"ray[client,default,train]=={version('ray')}"
+
+
+def launcher_file(
+    plan: ClusterPlan, provider: Mapping[str, Any], node_config: Callable[[NodeGroup], dict[str, Any]]
+) -> dict[str, Any]:
+    """Return a file for Ray's launcher, for a provider of whom machines are rented.
+
+    Args:
+        plan: The cluster.
+        provider: The entry about the provider.
+        node_config: Gives what the provider is to be told of the machines of a group.
+    """
+    return {
+        "cluster_name": plan.name,
+        "provider": dict(provider),
+        "auth": {"ssh_user": plan.ssh_user} | ({"ssh_private_key": plan.ssh_key} if plan.ssh_key else {}),
+        "max_workers": sum(group.most for group in plan.workers),
+        "idle_timeout_minutes": plan.idle_minutes,
+        "head_node_type": plan.head.name,
+        "available_node_types": {group.name: _node_type(plan, group, node_config(group)) for group in plan.groups},
+        **commands(plan),
+    }
+
+
+def _node_type(plan: ClusterPlan, group: NodeGroup, node_config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "resources": _resources(plan, group),
+        "labels": {ROLE: group.name} | ({ACCELERATOR: group.gpu} if group.gpu else {}),
+        "min_workers": group.least,
+        "max_workers": group.most,
+        "node_config": node_config,
+    }
+
+
+def _resources(plan: ClusterPlan, group: NodeGroup) -> dict[str, int]:
+    """Return what Ray may give away of a machine: of a head without GPUs nothing, so that what is there for all has its peace."""
+    if not group.gpus:
+        return {"CPU": 0 if group is plan.head else _cpus(plan, group)}
+    return {"CPU": _cpus(plan, group), "GPU": group.gpus}
+
+
+def _cpus(plan: ClusterPlan, group: NodeGroup) -> int:
+    if group.cpus is not None:
+        return group.cpus
+    return catalogue({"gcp": "gce"}.get(plan.provider, plan.provider)).machine(group.machine).vcpus
 
 
 def commands(plan: ClusterPlan, flags: Iterable[str] = ()) -> dict[str, Any]:
