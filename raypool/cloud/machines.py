@@ -3,8 +3,8 @@
 Three catalogues, each a TOML file in `catalogues` that names its sources:
 
 - "ai-platform-2021": what Google's AI Platform Training had in 2021, its legacy names (`complex_model_m_gpu`) among them;
-- "gce": Compute Engine of today;
-- "aws": EC2 of today.
+- "gce": Google Compute Engine;
+- "aws": Amazon EC2.
 
 Where GPUs are attached to a machine, how many may be follows from limits: so many GPUs of a kind allow so many vCPUs and so much
 memory at most. Other machines are fixed shapes, which come with their GPUs.
@@ -38,7 +38,7 @@ class Machine:
         memory_gb: Its main memory [GB].
         gpu: The kind of the GPUs that it always comes with; None: GPUs may be attached to it, or cannot.
         gpus: How many it always comes with.
-        like: For a legacy name of AI Platform Training, the Compute Engine machine that it stands for.
+        compute: For a legacy name of AI Platform Training, the Compute Engine machine that it stands for; else "".
     """
 
     name: str
@@ -46,7 +46,7 @@ class Machine:
     memory_gb: float
     gpu: str | None = None
     gpus: int = 0
-    like: str | None = None
+    compute: str = ""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Catalogue:
 
     Attributes:
         name: One of `NAMES`.
-        date: The day that it is of: providers change what they have.
+        date: The day that it is of, as far as its sources knew: providers change what they have.
         sources: Where it is from.
         machines: Kinds of machines, by name.
         gpus: Kinds of GPUs, by Ray's name.
@@ -95,7 +95,7 @@ class Catalogue:
         >>> gce.allowed("n1-standard-16", "T4")
         (1, 2, 4)
         >>> gce.machine("a2-highgpu-8g")
-        Machine(name='a2-highgpu-8g', vcpus=96, memory_gb=680, gpu='A100', gpus=8, like=None)
+        Machine(name='a2-highgpu-8g', vcpus=96, memory_gb=680, gpu='A100', gpus=8, compute='')
     """
 
     name: str
@@ -126,13 +126,15 @@ class Catalogue:
             {'T4'}
         """
         plain = _plain(name)
+        there = [gpu.name for gpu in self.gpus.values() if gpu.retired is None]
         for gpu in self.gpus.values():
             if plain in (_plain(gpu.name), _plain(gpu.accelerator or "")):
                 if gpu.retired is not None:
-                    others = ", ".join(other.name for other in self.gpus.values() if other.retired is None)
-                    raise CloudError(f"{gpu.name} GPUs cannot be had any more since {gpu.retired}. There are: {others}.")
+                    raise CloudError(
+                        f"{gpu.name} GPUs cannot be had any more since {gpu.retired}. There are: {', '.join(there)}."
+                    )
                 return gpu
-        raise CloudError(f"There is no GPU {name!r}{nearest(name, self.gpus)}")
+        raise CloudError(f"There is no GPU {name!r}{nearest(name, there)}")
 
     def allowed(self, machine: str, gpu: str) -> tuple[int, ...]:
         """Return how many GPUs of that kind the machine may have, or has; none: it cannot have them.
@@ -146,6 +148,19 @@ class Catalogue:
         if not _attaches(shape):
             return ()
         return tuple(each.gpus for each in kind.limits if shape.vcpus <= each.vcpus and shape.memory_gb <= each.memory_gb)
+
+    def choices(self, machine: str) -> dict[str, tuple[int, ...]]:
+        """Return which GPUs a machine may have, or has, by kind: how many.
+
+        Raises:
+            CloudError: There is no such machine.
+
+        Example:
+            >>> catalogue("ai-platform-2021").choices("n1-highmem-32")
+            {'K80': (4,), 'P4': (2, 4), 'P100': (2, 4), 'T4': (2, 4), 'V100': (4, 8)}
+        """
+        counts = {gpu.name: self.allowed(machine, gpu.name) for gpu in self.gpus.values() if gpu.retired is None}
+        return {name: allowed for name, allowed in counts.items() if allowed}
 
     def check(self, machine: str, gpu: str | None, gpus: int) -> None:
         """Make sure that a machine can have these GPUs.
@@ -177,7 +192,7 @@ class Catalogue:
         """Return the end of the sentence that says what would do."""
         if shape.gpu is not None:
             return f": it always comes with {shape.gpus} {shape.gpu}. {self._with(kind, gpus)}"
-        but = f", but {_or(counts)}" if counts else ""
+        but = f", but {one_of(counts)}" if counts else ""
         return f"{but}. {self._with(kind, gpus)}"
 
     def _with(self, kind: Gpu, gpus: int) -> str:
@@ -187,9 +202,9 @@ class Catalogue:
                 return f"{gpus} {kind.name} go with up to {limit.vcpus} vCPUs and {limit.memory_gb:g} GB."
         fixed = [machine for machine in self.machines.values() if machine.gpu == kind.name]
         if same := [machine.name for machine in fixed if machine.gpus == gpus]:
-            return f"{gpus} {kind.name} come with {_or(same)}."
+            return f"{gpus} {kind.name} come with {one_of(same)}."
         numbers = sorted({limit.gpus for limit in kind.limits} | {machine.gpus for machine in fixed})
-        return f"No machine has {gpus} {kind.name}; {_or(numbers)} can be had."
+        return f"No machine has {gpus} {kind.name}; {one_of(numbers)} can be had."
 
     def zones(self, *gpus: str) -> tuple[str, ...]:
         """Return the zones that have GPUs of all these kinds.
@@ -210,8 +225,8 @@ def _common(places: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
     return tuple(sorted(set.intersection(*sets))) if sets else ()
 
 
-def _or(values: Iterable[object]) -> str:
-    """Return "1, 2 or 4"."""
+def one_of(values: Iterable[object]) -> str:
+    """Return the values as a sentence has them: "1, 2 or 4"."""
     *most, last = [str(value) for value in values]
     return f"{', '.join(most)} or {last}" if most else last
 
