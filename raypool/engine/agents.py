@@ -12,13 +12,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raypool.core.messages import Signal
 from raypool.devices.gpus import Inventory
-from raypool.engine import mps
+from raypool.engine import mps, outside
 from raypool.engine.backend import NodeDevices, WorkerInfo
 from raypool.engine.claims import Claim, locate
 from raypool.engine.exchange import POOL_ENDED
@@ -198,18 +197,17 @@ class Agents:
                 raise PoolClosedError(POOL_ENDED)
             agent = self._agents.get(node_id)
             if agent is None:
-                here = (os.getpid(), psutil.Process().create_time())
-                is_here = node_id == ray.get_runtime_context().get_node_id()
+                driver = outside.driver_process() if node_id == outside.home_node() else None
                 place = NodeAffinitySchedulingStrategy(node_id, soft=False)
                 options = {"num_cpus": 0, "num_gpus": 0, "scheduling_strategy": place, "max_concurrency": 100_000}
-                agent = ray.remote(NodeAgent).options(**options).remote(here if is_here else None, self._inventory)
+                agent = ray.remote(NodeAgent).options(**options).remote(driver, self._inventory)
                 self._agents[node_id] = agent
                 self._take(agent)
             return agent
 
     def home(self) -> Any:
-        """Return the agent where the pool's exchange is: that of the driver's node."""
-        return self._agent_on(ray.get_runtime_context().get_node_id())
+        """Return the agent where the pool's exchange is: that of the driver's node, or of its way into the cluster."""
+        return self._agent_on(outside.home_node())
 
     def ask(self, method: str, *args: Any) -> Any:
         """Call a method of the pool's exchange, and wait for its answer.

@@ -24,9 +24,10 @@ from raypool.engine.cards import Cards
 from raypool.engine.claims import Claim, locate
 from raypool.engine.hub import Hub
 from raypool.engine.nodes import Nodes, NodeWatch
+from raypool.engine.outside import is_outside, note_deaths
 from raypool.engine.ray_calls import when_done
 from raypool.engine.ray_failures import loss_reason, loss_text
-from raypool.engine.ray_nodes import CutOff, look, why_cut_off
+from raypool.engine.ray_nodes import CutOff, look, why_cut_off, why_lost
 from raypool.engine.ray_session import connection, give_up_ray, leave_ray
 from raypool.engine.ray_values import MessageValues, StoredValues, bring_home
 from raypool.engine.seat import Seat, note_stale
@@ -82,6 +83,7 @@ class RayBackend:
         self._retired = threading.Condition()
         self._nodes.start()
         self._joined = connection()
+        self._is_outside = is_outside()
         self._ending = RAY_ENDED  # what to say of an end of Ray
         self._closed = threading.Event()
         self._left = threading.Event()  # the Ray that was joined
@@ -315,12 +317,20 @@ class RayBackend:
     def _watch(self) -> None:
         """Report workers that die while nothing runs in them, and an end of Ray: no call comes back to tell of these."""
         while not self._left.wait(WATCH_S):
-            cut_off = why_cut_off(self._nodes.silent_s(WATCH_S), self._nodes.is_adrift)
+            cut_off = self._why_cut_off()
             if cut_off is not None:
                 self._let_go(cut_off)
+            note_deaths([seat.actor for seat in list(self._by_worker.values())])
             for worker_id, seat in list(self._by_worker.items()) if not self._closed.is_set() else ():
                 with contextlib.suppress(Exception):  # the seat may change hands meanwhile; the next look sees
                     self._look_after(worker_id, seat)
+
+    def _why_cut_off(self) -> CutOff | None:
+        silent_s = self._nodes.silent_s(WATCH_S)
+        if not self._is_outside:
+            return why_cut_off(silent_s, self._nodes.is_adrift)
+        is_known = self._closed.is_set() or self._ending != RAY_ENDED
+        return None if is_known else why_lost(silent_s)
 
     def _let_go(self, cut_off: CutOff) -> None:
         """Let go of a Ray that will answer nobody any more: whoever asked it something would wait, and in the end it ends us."""

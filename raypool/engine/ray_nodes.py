@@ -6,12 +6,13 @@ import math
 import os
 import socket
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import ray
 from ray._private import state
 
 from raypool.engine.nodes import Nodes
+from raypool.engine.outside import ask_inside
 from raypool.engine.ray_session import host_and_port
 
 REFUSED_S = 3.0
@@ -23,18 +24,20 @@ AUTOSCALER_DRAIN_PREEMPTED = 3  # ray.core.generated.common_pb2.NodeDeathInfo
 
 
 def look() -> Nodes:
-    """Ask for the nodes of the cluster; where its control store is gone, this does not return for long.
-
-    Which nodes drain is in a private name of Ray's, checked on Ray 2.60.
-    """
-    table, draining = ray.nodes(), state.state.get_draining_nodes()
+    """Ask for the nodes of the cluster; where its control store is gone, this does not return for long."""
+    here, table, draining = ask_inside(_told)
     to_monotonic = time.monotonic() - time.time()
     return Nodes(
-        here=ray.get_runtime_context().get_node_id(),
+        here=here,
         alive={node["NodeID"]: node["NodeManagerHostname"] for node in table if node["Alive"]},
         draining={node: at_ms / 1000 + to_monotonic if at_ms else math.inf for node, at_ms in draining.items()},
         taken=frozenset(node["NodeID"] for node in table if node.get("DeathReason") == AUTOSCALER_DRAIN_PREEMPTED),
     )
+
+
+def _told() -> tuple[str, list[dict[str, Any]], dict[str, int]]:
+    """Return what Ray says; which nodes drain, and until when, is in a private name of its, checked on Ray 2.60."""
+    return ray.get_runtime_context().get_node_id(), ray.nodes(), state.state.get_draining_nodes()
 
 
 class CutOff(NamedTuple):
@@ -66,6 +69,18 @@ def why_cut_off(silent_s: float, is_adrift: bool) -> CutOff | None:
         return CutOff(f"Ray's control store (GCS) at {address} has died", has_values=True)
     if silent_s > patience_s():
         return CutOff(f"Ray's control store (GCS) at {address} has not answered for {silent_s:.0f} s", has_values=True)
+    return None
+
+
+def why_lost(silent_s: float) -> CutOff | None:
+    """Return why a process that is connected from outside can do nothing with the cluster any more, None if it can.
+
+    When the connection breaks, Ray Client tries for half a minute to get it back (RAY_CLIENT_RECONNECT_GRACE_PERIOD).
+    """
+    if not ray.is_initialized():
+        return CutOff("The connection to the cluster has ended", has_values=False)
+    if silent_s > patience_s():
+        return CutOff(f"The cluster has not answered for {silent_s:.0f} s", has_values=False)
     return None
 
 

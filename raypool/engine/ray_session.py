@@ -127,11 +127,9 @@ def give_up_ray(before_end: Callable[[], None] | None) -> None:
         before_end: Called before; it may take `GIVE_UP_S`.
     """
     with _lock:
-        if not _is_initialized():
-            return
         import ray
 
-        if before_end is not None:
+        if before_end is not None and _is_initialized():
             last = threading.Thread(target=before_end, name="raypool-last", daemon=True)
             last.start()
             last.join(GIVE_UP_S)

@@ -8,9 +8,8 @@ from typing import Any
 import psutil
 import ray
 
+from raypool.engine import outside
 from raypool.engine.claims import Claim
-
-ACTOR_DEAD = 4  # ray.core.generated.gcs_pb2.ActorTableData.DEAD
 
 
 class Seat:
@@ -45,16 +44,12 @@ class Seat:
         self.stale: list[int] = []  # those of them that nobody will call again
 
     def is_dead(self) -> bool:
-        """Whether the worker is dead already: what is sent to it now would never begin.
-
-        By the state that this process has heard of, without asking anybody; private, checked on Ray 2.60.
-        """
+        """Whether the worker is dead already, as far as is known here: what is sent to it now would never begin."""
         if not ray.is_initialized() or self.actor is None:
             return True
         if self.process is not None and not _lives(self.process):
             return True  # on this machine; Ray hears of it some tenths of a second later
-        worker = ray._private.worker.global_worker
-        return bool(worker.core_worker.get_local_actor_state(self.actor._actor_id) == ACTOR_DEAD)
+        return outside.is_dead(self.actor)
 
 
 def _lives(process: psutil.Process) -> bool:

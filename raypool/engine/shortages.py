@@ -10,6 +10,7 @@ from ray.util import placement_group_table
 from raypool.core.sharing import CONTEXT_BYTES
 from raypool.devices.gpus import GpuDevice
 from raypool.engine.demands import ACCELERATOR, Demand, Need, Node, living_nodes, name_of, names_of
+from raypool.engine.outside import ask_inside
 from raypool.errors import ResourceError
 from raypool.labels import has_labels
 
@@ -34,7 +35,7 @@ def holders() -> tuple[str, ...]:
             held = " and ".join(f"{amount:g} {name}" for name, amount in amounts.items() if amount)
             found.append(f"{group['name'].partition('#')[0] or 'a placement group'} ({held})")
     merged = [f"{count} x {name}" if (count := found.count(name)) > 1 else name for name in dict.fromkeys(found)]
-    return (*merged, *_other_actors())
+    return (*merged, *ask_inside(_other_actors))
 
 
 def _other_actors() -> list[str]:

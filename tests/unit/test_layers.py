@@ -53,6 +53,7 @@ RAY_MAY_STAND_IN = {
     "engine.agents",
     "engine.answers",
     "engine.node_agent",
+    "engine.outside",
     "engine.ray_backend",
     "engine.ray_calls",
     "engine.ray_failures",

@@ -1,0 +1,140 @@
+"""Ray Client: this process is no node of the cluster, and speaks through a process of its own in there (its server).
+
+Nearly all is as inside then, a few milliseconds later. What is not stands here: Ray tells some things only those who are inside,
+so an actor of ours in there, the scout, is asked for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeVar
+
+import psutil
+import ray
+from ray._private import state
+from ray.util import client
+from ray.util.client.common import ClientActorHandle
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+ACTOR_DEAD = 4  # ray.core.generated.gcs_pb2.ActorTableData.DEAD
+
+AT_ONCE = 8
+"""So many questions the scout answers at a time: one that takes long holds up no other."""
+
+
+class Scout:
+    """An actor beside the server of Ray Client."""
+
+    def answer(self, question: Callable[..., Any], *args: Any) -> Any:
+        """Return what a question is answered with."""
+        return question(*args)
+
+
+@dataclass(frozen=True, slots=True)
+class Outpost:
+    """What this process has in the cluster: the node that its server is on, and the scout there."""
+
+    connection: object
+    node_id: str
+    scout: Any
+
+
+_outpost: Outpost | None = None
+_settling = threading.Lock()
+_dead: set[bytes] = set()  # actors; replaced as a whole
+
+
+def is_outside() -> bool:
+    """Whether this process is connected through Ray Client."""
+    return bool(client.ray.is_connected())
+
+
+def ask_inside(question: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Return the answer to a question that only those who are inside can answer: a function that workers can import."""
+    if not is_outside():
+        return question(*args, **kwargs)
+    answer: T = ray.get(_settled().scout.answer.remote(question, *args, **kwargs))
+    return answer
+
+
+def home_node() -> str:
+    """Return the node of this process, or else that of its server."""
+    return _settled().node_id if is_outside() else str(ray.get_runtime_context().get_node_id())
+
+
+def driver_process() -> tuple[int, float]:
+    """Return the process that everything of this one's ends with, on the home node: its number, and when it was started."""
+    return ask_inside(_driver_of_job) if is_outside() else (os.getpid(), psutil.Process().create_time())
+
+
+def _driver_of_job() -> tuple[int, float]:
+    job = ray.get_runtime_context().get_job_id()
+    (pid,) = (entry["DriverPid"] for entry in state.jobs() if entry["JobID"] == job)
+    return pid, psutil.Process(pid).create_time()
+
+
+def _settled() -> Outpost:
+    """Return the outpost of the connection that there is now."""
+    global _outpost
+    connection = client.ray.get_context().client_worker
+    with _settling:
+        if _outpost is None or _outpost.connection is not connection:
+            node_id = str(ray.get_runtime_context().get_node_id())
+            options = {
+                "num_cpus": 0,
+                "max_restarts": -1,
+                "max_task_retries": -1,
+                "max_concurrency": AT_ONCE,
+                "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False),
+            }
+            _outpost = Outpost(connection, node_id, ray.remote(Scout).options(**options).remote())
+        return _outpost
+
+
+def leave() -> None:
+    """Give up the outpost, if there is one."""
+    global _outpost
+    with _settling:
+        outpost, _outpost = _outpost, None
+    if outpost is not None and is_outside():
+        with contextlib.suppress(Exception):  # the connection has ended meanwhile
+            ray.kill(outpost.scout)
+
+
+# --- who is dead --------------------------------------------------------------------------------------------------------
+
+
+def is_dead(actor: Any) -> bool:
+    """Whether an actor is known to be dead, without asking anybody: from outside, since the last `note_deaths`.
+
+    Inside it is the state that this process has heard of; private, checked on Ray 2.60.
+    """
+    if isinstance(actor, ClientActorHandle):
+        return actor.actor_ref.id in _dead
+    worker = ray._private.worker.global_worker
+    return bool(worker.core_worker.get_local_actor_state(actor._actor_id) == ACTOR_DEAD)
+
+
+def note_deaths(actors: Iterable[Any]) -> None:
+    """Ask which of these actors are dead, where nobody tells."""
+    global _dead
+    if is_outside():
+        with contextlib.suppress(Exception):  # who is cut off finds that out otherwise
+            ids = [actor.actor_ref.id for actor in actors if actor is not None]
+            _dead = ask_inside(_dead_of, ids) | _dead
+
+
+def _dead_of(ids: Iterable[bytes]) -> set[bytes]:
+    wanted = {actor_id.hex(): actor_id for actor_id in ids}
+    return {wanted[name] for name in state.actors(job_id=_job(), actor_state_name="DEAD") if name in wanted}
+
+
+def _job() -> Any:
+    return ray.JobID(bytes.fromhex(ray.get_runtime_context().get_job_id()))
