@@ -157,7 +157,7 @@ class Catalogue:
 
         Example:
             >>> catalogue("ai-platform-2021").choices("n1-highmem-32")
-            {'K80': (4,), 'P4': (2, 4), 'P100': (2, 4), 'T4': (2, 4), 'V100': (4, 8)}
+            {'K80': (4, 8), 'P4': (2, 4), 'P100': (2, 4), 'T4': (2, 4), 'V100': (4, 8)}
         """
         counts = {gpu.name: self.allowed(machine, gpu.name) for gpu in self.gpus.values() if gpu.retired is None}
         return {name: allowed for name, allowed in counts.items() if allowed}
@@ -218,6 +218,28 @@ class Catalogue:
     def regions(self, *gpus: str) -> tuple[str, ...]:
         """Return the regions that have GPUs of all these kinds, though perhaps in different zones."""
         return _common(self.gpu(gpu).regions for gpu in gpus)
+
+    def check_place(self, place: str, *gpus: str) -> None:
+        """Make sure that a zone or region has GPUs of all these kinds, as far as is known.
+
+        Raises:
+            CloudError: It has not; says where they are.
+
+        Example:
+            >>> catalogue("gce").check_place("us-west1-c", "T4")
+            Traceback (most recent call last):
+            raypool.errors.CloudError: us-west1-c has no T4 GPUs. Those near it are in us-west1-a and us-west1-b.
+        """
+        for kind in map(self.gpu, gpus):
+            known = kind.regions if place in self._regions or not kind.zones else kind.zones
+            if known and place not in known:
+                near = [each for each in known if each[:-2] == place[:-2]]
+                where = f"Those near it are in {' and '.join(near)}" if near else f"They are in {', '.join(known)}"
+                raise CloudError(f"{place} has no {kind.name} GPUs. {where}.")
+
+    @property
+    def _regions(self) -> set[str]:
+        return {region for gpu in self.gpus.values() for region in gpu.regions}
 
 
 def _common(places: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
