@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
+from pathlib import Path
+from typing import Any
+
 import click
+from click.core import ParameterSource
 
 from raypool.errors import RaypoolError
 
@@ -41,3 +46,86 @@ def machines(gpu: str | None, name: str, is_json: bool) -> None:
             click.echo(view.where(known, gpu))
     except RaypoolError as error:
         raise click.UsageError(str(error)) from error
+
+
+@cluster.command()
+@click.option(
+    "--provider", type=click.Choice(["gcp", "aws", "on-prem", "kubernetes"]), required=True, help="Who has the machines."
+)
+@click.option("--name", default="raypool", show_default=True, help="What to call the cluster.")
+@click.option("--project", help="The project that pays (GCP).")
+@click.option("--zone", help="Where: us-central1-a (GCP), us-west-2a (AWS). Default: one that has the GPUs.")
+@click.option("--gpu", help="The kind of GPU of the workers. Default: what --machine comes with, else T4.")
+@click.option("--gpus", type=click.IntRange(min=1), help="How many each worker has.  [default: 1]")
+@click.option("--machine", help="The kind of machine of the workers. Default: the smallest that has these GPUs.")
+@click.option("--head-machine", help="The kind of machine of the head, which has no GPU.")
+@click.option("--min", "least", type=click.IntRange(min=0), default=0, show_default=True, help="So many workers at least.")
+@click.option("--max", "most", type=click.IntRange(min=1), default=4, show_default=True, help="So many workers at most.")
+@click.option("--spot/--on-demand", default=True, show_default=True, help="Whether workers may be taken back: cheap.")
+@click.option("--host", "hosts", multiple=True, help="A machine on premises, the head first; for each one.")
+@click.option("--ssh-user", default="ubuntu", show_default=True, help="Who logs in on the machines.")
+@click.option("--ssh-key", help="The file with that user's private key.")
+@click.option("--package", "packages", multiple=True, help="What pip installs there instead of raypool and Ray; for each one.")
+@click.option("--python", help="The version of Python there, such as 3.11. Default: the one here.")
+@click.option(
+    "--out", type=click.Path(dir_okay=False, path_type=Path), default="cluster.yaml", show_default=True, help="The file."
+)
+@click.option("--force", "is_forced", is_flag=True, help="Write over a file that is there.")
+@click.pass_context
+def init(context: click.Context, /, out: Path, is_forced: bool, **wishes: Any) -> None:
+    """Write the file of a cluster, ready to be looked through and started.
+
+    Nothing is asked of any provider, and nothing is made.
+    """
+    from raypool.cloud.drafts import Draft
+    from raypool.cloud.files import text_of
+
+    if out.exists() and not is_forced:
+        raise click.UsageError(f"{out} is there already. Say --force to write over it, or --out with another name.")
+    try:
+        text = text_of(Draft(**wishes).plan(), _command(context), out.name)
+    except RaypoolError as error:
+        raise click.UsageError(str(error)) from error
+    out.write_text(text, encoding="utf-8")
+    click.echo(f"Wrote {out}. Its first lines say what comes next.")
+
+
+def _command(context: click.Context) -> str:
+    """Return the command that was given, with the options that say what to write."""
+    words = ["raypool", "cluster", context.command.name or ""]
+    for option in context.command.params:
+        name = option.name or ""
+        given = context.get_parameter_source(name) == ParameterSource.COMMANDLINE
+        if given and name not in ("out", "is_forced"):
+            words += _words(option, context.params[name])
+    return shlex.join(words)
+
+
+def _words(option: click.Parameter, value: Any) -> list[str]:
+    if isinstance(value, bool):
+        return [option.opts[0] if value else option.secondary_opts[0]]
+    values = value if isinstance(value, tuple) else (value,)
+    return [word for each in values for word in (option.opts[0], str(each))]
+
+
+@cluster.command()
+@click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+def validate(files: tuple[Path, ...]) -> None:
+    """Check files of clusters and of training jobs, before money is spent.
+
+    Each FILE may be one for Ray's launcher (Google Cloud, AWS, on premises), one for KubeRay, or the config.yaml of a training
+    job. Says all that is wrong, with lines (status 2). Nothing is asked of any provider, and nothing is made.
+    """
+    from raypool.cloud.checks import check_file
+
+    problems = []
+    for file in files:
+        try:
+            check_file(file)
+        except RaypoolError as error:
+            problems.append(str(error))
+        else:
+            click.echo(f"{file}: nothing is wrong with it.")
+    if problems:
+        click.echo("\n".join(problems), err=True)
+        raise SystemExit(2)

@@ -162,6 +162,12 @@ class Findings:
             if key not in names:
                 self.add((*keys, key), f"there is no setting {key!r}{nearest(str(key), names)}")
 
+    def check_filled_in(self) -> None:
+        """Note each entry that is still to be filled in."""
+        for keys, text in texts(self._document.content):
+            if text.startswith(PLACEHOLDER):
+                self.add(keys, f"{text} is still to be filled in.")
+
     def at(self, keys: Keys) -> Any:
         """Return what stands there, None if nothing does."""
         content = self._document.content
@@ -197,3 +203,20 @@ def nearest(name: str, known: Iterable[str]) -> str:
     names = list(known)
     near = difflib.get_close_matches(name, names, n=2)
     return f". Did you mean {' or '.join(near)}?" if near else f". There are: {', '.join(names)}."
+
+
+def texts(content: Any, keys: Keys = ()) -> Iterator[tuple[Keys, str]]:
+    """Give every text in an entry, with the way to it.
+
+    Example:
+        >>> list(texts({"a": ["x", 1], "b": {"c": "y"}}))
+        [(('a', 0), 'x'), (('b', 'c'), 'y')]
+    """
+    if isinstance(content, str):
+        yield keys, content
+    elif isinstance(content, dict):
+        for key, value in content.items():
+            yield from texts(value, (*keys, key))
+    elif isinstance(content, list):
+        for number, value in enumerate(content):
+            yield from texts(value, (*keys, number))

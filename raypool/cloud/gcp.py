@@ -36,7 +36,7 @@ def write(plan: ClusterPlan) -> dict[str, Any]:
         >>> plan = ClusterPlan(name="lab", provider="gcp", zone="us-central1-a", head=head, workers=(worker,))
         >>> file = write(plan)
         >>> file["available_node_types"]["worker"]["resources"]
-        {'CPU': 8, 'GPU': 1}
+        {'CPU': 8, 'GPU': 1, 'accelerator_type:T4': 1}
     """
     if plan.zone is None:
         raise CloudError(f"The plan of {plan.name} does not say in which zone. `raypool cluster machines --gpu T4` lists zones.")

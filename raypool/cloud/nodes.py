@@ -86,7 +86,8 @@ def _resources(plan: ClusterPlan, group: NodeGroup) -> dict[str, int]:
     """Return what Ray may give away of a machine: of a head without GPUs nothing, so that what is there for all has its peace."""
     if not group.gpus:
         return {"CPU": 0 if group is plan.head else _cpus(plan, group)}
-    return {"CPU": _cpus(plan, group), "GPU": group.gpus}
+    kind = {f"accelerator_type:{group.gpu}": 1} if group.gpu else {}  # the machine says so itself, but only once it is there
+    return {"CPU": _cpus(plan, group), "GPU": group.gpus, **kind}
 
 
 def _cpus(plan: ClusterPlan, group: NodeGroup) -> int:
@@ -171,5 +172,4 @@ def watcher(cloud: str) -> str:
     Args:
         cloud: "gcp" or "aws".
     """
-    watch = f"python -m raypool.cloud.preemption --cloud {cloud}"
-    return f"export RAY_AUTH_MODE=token; setsid nohup {watch} </dev/null >~/raypool-preemption.log 2>&1 &"
+    return f"setsid nohup python -m raypool.cloud.preemption --cloud {cloud} </dev/null >~/raypool-preemption.log 2>&1 &"

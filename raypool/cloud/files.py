@@ -1,0 +1,103 @@
+"""Cluster files as text, with comments for who reads and changes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import yaml
+
+from raypool.cloud import aws, gcp, kubernetes
+from raypool.cloud.documents import PLACEHOLDER, texts
+from raypool.cloud.plan import ClusterPlan, Provider
+
+COMMENTS = {
+    "provider": "Where.",
+    "auth": "Who logs in on the machines, by SSH.",
+    "max_workers": "So many machines at most besides the head; and one that has no work for so long is given back.",
+    "head_node_type": "The machine that the others join: it makes them when there is work for them, and gives them back.",
+    "available_node_types": "Kinds of machines: what Ray may give away of each, how many there are, and what they are.",
+    "file_mounts": "Everybody who connects has to show this token; it is copied to each machine, readable by its user only.",
+    "initialization_commands": "What is installed, and how: in an environment of its own, the same on every machine.",
+    "head_start_ray_commands": "Ray, with the token; its dashboard on the loopback only; who is silent for 8 s is given up.",
+    "worker_start_ray_commands": "What runs on each worker.",
+}
+"""What stands above an entry of a launcher's file."""
+
+WHAT = {
+    "gcp": "A cluster of machines with GPUs on Google Cloud, for Ray's launcher.",
+    "aws": "A cluster of machines with GPUs on AWS, for Ray's launcher.",
+    "on-prem": "A cluster of machines that are there already, for Ray's launcher.",
+    "kubernetes": "A cluster of pods with GPUs, for KubeRay.",
+}
+
+WRITERS: dict[Provider, Callable[[ClusterPlan], dict[str, Any]]] = {
+    "gcp": gcp.write,
+    "aws": aws.write,
+    "kubernetes": kubernetes.write,
+}
+
+WIDTH = 128
+
+
+def text_of(plan: ClusterPlan, command: str, file: str) -> str:
+    """Return the file of a cluster.
+
+    Args:
+        plan: The cluster.
+        command: What made it.
+        file: What it is going to be called.
+
+    Raises:
+        CloudError: The plan cannot be carried out there.
+    """
+    content = write(plan)
+    names = dict.fromkeys(text for _, text in texts(content) if text.startswith(PLACEHOLDER))
+    fill_in = [f"Fill in {', '.join(names)}.", *(aws.header(plan) if plan.provider == "aws" else [])] if names else []
+    header = [WHAT[plan.provider], "Made by:", f"    {command}", *fill_in, "Then:", f"    raypool cluster validate {file}"]
+    if plan.provider == "kubernetes":
+        return render([content], [*header, f"    kubectl apply -f {file}", *kubernetes.how_to_connect(plan.name)])
+    return render([content], [*header, f"    raypool cluster up {file}"])
+
+
+def write(plan: ClusterPlan) -> dict[str, Any]:
+    """Return what stands in the file of a cluster.
+
+    Raises:
+        CloudError: The plan cannot be carried out there.
+    """
+    return WRITERS[plan.provider](plan)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes no anchors: who changes one entry does not want to change others with it."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def render(documents: Iterable[Mapping[str, Any]], header: Iterable[str]) -> str:
+    """Return the text of a file.
+
+    Args:
+        documents: What stands in it, one after the other.
+        header: Lines of the comment that it begins with: by which command it was made, and what is to be filled in.
+
+    Example:
+        >>> print(render([{"max_workers": 2}], ["Made by hand."]), end="")
+        # Made by hand.
+        <BLANKLINE>
+        # So many machines at most besides the head; and one that has no work for so long is given back.
+        max_workers: 2
+    """
+    top = "".join(f"# {line}".rstrip() + "\n" for line in header)
+    return top + "\n" + "\n---\n".join(_document(document).rstrip("\n") for document in documents) + "\n"
+
+
+def _document(content: Mapping[str, Any]) -> str:
+    return "".join(_entry(key, value) for key, value in content.items())
+
+
+def _entry(key: str, value: Any) -> str:
+    text = yaml.dump({key: value}, Dumper=_Dumper, sort_keys=False, width=WIDTH, allow_unicode=True)
+    return f"\n# {COMMENTS[key]}\n{text}" if key in COMMENTS else text

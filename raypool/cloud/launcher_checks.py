@@ -1,0 +1,240 @@
+"""What is wrong with a file for Ray's launcher, whoever has the machines.
+
+First what Ray's own schema says of each entry; then what Ray takes without a word although it cannot work, or leaves open to
+everybody; at last Ray itself is asked, as it asks itself before it makes anything (`prepare_config`, `validate_config`).
+
+Source: Ray's `autoscaler/ray-schema.json`, `autoscaler/_private/util.py` and `autoscaler/*/defaults.yaml`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import importlib.util
+import io
+import json
+import logging
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from jsonschema import Draft7Validator
+from jsonschema.exceptions import ValidationError
+
+from raypool.cloud import aws_checks, gcp_checks, nodes
+from raypool.cloud.documents import PLACEHOLDER, Document, Findings, Keys, nearest
+from raypool.errors import CloudError
+
+PROVIDERS: dict[str, Callable[[Findings], None]] = {
+    "gcp": gcp_checks.check,
+    "aws": aws_checks.check,
+}
+HEAD, WORKER = "head_start_ray_commands", "worker_start_ray_commands"
+COMMANDS = ("setup_commands", HEAD, WORKER)
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def check(document: Document) -> None:
+    """Make sure that a file for Ray's launcher can work.
+
+    Raises:
+        CloudError: It cannot; says all that is wrong, each with its line and what would be right.
+    """
+    findings = Findings(document)
+    _check_schema(findings, document.content)
+    findings.refuse()  # what follows relies on entries being of the right kinds
+    provider = findings.at(("provider", "type"))
+    if provider not in PROVIDERS:
+        findings.add(("provider", "type"), f"raypool knows no provider {provider!r}{nearest(str(provider), PROVIDERS)}")
+        findings.refuse()
+    findings.check_filled_in()
+    _check_counts(findings)
+    _check_login(findings)
+    _check_copied(findings)
+    _check_commands(findings)
+    PROVIDERS[provider](findings)
+    findings.refuse()
+    _ask_ray(document)
+
+
+@functools.cache
+def _schema() -> Draft7Validator:
+    spec = importlib.util.find_spec("ray")
+    assert spec is not None
+    assert spec.origin is not None
+    schema = json.loads((Path(spec.origin).parent / "autoscaler" / "ray-schema.json").read_text(encoding="utf-8"))
+    schema["properties"]["min_workers"] = {"type": "integer", "minimum": 0}  # goes with machines on premises
+    return Draft7Validator(schema)
+
+
+def _check_schema(findings: Findings, content: Any) -> None:
+    for error in _schema().iter_errors(content):
+        _add_error(findings, error)
+
+
+def _add_error(findings: Findings, error: ValidationError) -> None:
+    """Note what Ray's schema says of an entry, in words."""
+    keys: Keys = tuple(error.absolute_path)
+    name = str(keys[-1]) if keys else "the file"
+    value: Any = error.instance
+    wanted: Any = error.validator_value
+    schema: Any = error.schema
+    if error.validator == "additionalProperties":
+        findings.check_keys(keys, schema.get("properties", {}))
+    elif error.validator == "required":
+        missing = next(each for each in wanted if each not in value)
+        findings.add(keys, f"{missing} is missing in {name}.")
+    elif error.validator == "type":
+        findings.add(keys, f"{name} is {value!r}; it must be {_KINDS.get(str(wanted), wanted)}.")
+    elif error.validator == "minimum":
+        findings.add(keys, f"{name} is {value!r}; {wanted} is the least that it can be.")
+    elif error.validator == "enum":
+        findings.add(keys, f"{name} is {value!r}{nearest(str(value), map(str, wanted))}")
+    else:
+        findings.add(keys, f"{name}: {error.message}.")
+
+
+_KINDS = {
+    "integer": "a whole number",
+    "number": "a number",
+    "string": "text",
+    "boolean": "true or false",
+    "object": "a mapping (`name: value`)",
+    "array": "a list (`- one` in each line)",
+}
+
+
+def _check_counts(findings: Findings) -> None:
+    """Look at who is the head, and at how many machines there are to be."""
+    types = findings.at(("available_node_types",))
+    if types is None:
+        return
+    head = findings.at(("head_node_type",))
+    if head not in types:
+        findings.add(("head_node_type",), f"head_node_type is {head!r}{nearest(str(head), types)}")
+    most = findings.at(("max_workers",))
+    if most is None:
+        findings.add((), "max_workers is missing: Ray would make 2 workers at most, whatever the node types say.")
+    least = {name: entry.get("min_workers", 0) for name, entry in types.items() if name != head}
+    for name, entry in types.items():
+        _check_range(findings, name, entry)
+    if most is not None and sum(least.values()) > most:
+        text = (
+            f"max_workers is {most}, and the min_workers of all node types sum up to {sum(least.values())}; that much it must be."
+        )
+        findings.add(("max_workers",), text)
+
+
+def _check_range(findings: Findings, name: str, entry: dict[str, Any]) -> None:
+    keys = ("available_node_types", name)
+    least, most = entry.get("min_workers", 0), entry.get("max_workers")
+    if least < 0:
+        findings.add((*keys, "min_workers"), f"min_workers is {least}; 0 is the least that it can be.")
+    if most is not None and least > most:
+        text = f"min_workers is {least}, more than max_workers, which is {most}: make one of them at most the other."
+        findings.add((*keys, "min_workers"), text)
+
+
+def _check_login(findings: Findings) -> None:
+    if not findings.at(("auth", "ssh_user")):
+        findings.add(("auth",), "auth says no ssh_user; it is who logs in on the machines, such as ubuntu.")
+    for name in ("ssh_private_key", "ssh_public_key"):
+        path = findings.at(("auth", name))
+        if path and not path.startswith(PLACEHOLDER) and not Path(path).expanduser().is_file():
+            findings.add(("auth", name), f"{name} is {path}, and there is no such file.")
+
+
+def _check_copied(findings: Findings) -> None:
+    """Look at the files that go to the machines; the token is made when the cluster is."""
+    for away, here in (findings.at(("file_mounts",)) or {}).items():
+        if not isinstance(here, str):
+            findings.add(
+                ("file_mounts", away), f"{away} is to be copied from {here!r}; it must be the path of a file or folder here."
+            )
+        elif away != nodes.TOKEN and not here.startswith(PLACEHOLDER) and not Path(here).expanduser().exists():
+            findings.add(("file_mounts", away), f"{away} is to be copied from {here}, and there is no such file or folder here.")
+
+
+def _check_commands(findings: Findings) -> None:
+    """Look at what is run on the machines: that it is said at all, and that nobody gets in without the token."""
+    for name in COMMANDS:
+        if findings.at((name,)) is None:
+            text = (
+                f"{name} is missing: Ray would take its own, which installs an old version and opens the dashboard to everybody."
+            )
+            findings.add((), f"{text} `raypool cluster init` writes good ones.")
+    for name in (HEAD, WORKER):
+        if findings.at((name,)) is not None:
+            _check_start(findings, name)
+    _check_ports(findings)
+    _check_dashboard(findings)
+
+
+def _check_start(findings: Findings, name: str) -> None:
+    text = "\n".join(findings.at((name,)))
+    if "ray start" not in text:
+        findings.add((name,), f"{name} does not start Ray: `ray start` is missing.")
+    elif not has_token(text):
+        mode = "export RAY_AUTH_MODE=token"
+        findings.add(
+            (name,), f"{name} starts Ray without a token: whoever reaches it can run code. Put `{mode};` before `ray start`."
+        )
+    elif nodes.TOKEN not in (findings.at(("file_mounts",)) or {}) and "RAY_AUTH_TOKEN" not in text:
+        mount = f"`{nodes.TOKEN}: {nodes.TOKEN}`"
+        findings.add((name,), f"{name} wants a token, and none is copied to the machines. Put {mount} under file_mounts.")
+    if name == HEAD and "ray start" in text and "--autoscaling-config" not in text:
+        option = "--autoscaling-config=~/ray_bootstrap_config.yaml"
+        findings.add((name,), f"{name} does not tell Ray of this file, so no worker is ever made. Add `{option}` to `ray start`.")
+
+
+def has_token(text: str) -> bool:
+    """Say whether commands start Ray with a token."""
+    return re.search(r"\bRAY_AUTH_MODE=[\"']?token\b", text) is not None
+
+
+def _check_ports(findings: Findings) -> None:
+    head = re.search(r"ray start.*--port[= ](\d+)", "\n".join(findings.at((HEAD,)) or ()))
+    worker = re.search(r"--address[= ]\S+?:(\d+)", "\n".join(findings.at((WORKER,)) or ()))
+    if head and worker and head[1] != worker[1]:
+        findings.add((WORKER,), f"the workers look for the head at port {worker[1]}, and it listens at {head[1]}.")
+
+
+def _check_dashboard(findings: Findings) -> None:
+    for number, text in enumerate(findings.at((HEAD,)) or ()):
+        host = re.search(r"--dashboard-host[= ][\"']?([^\s\"';]+)", text)
+        if host and host[1] not in LOOPBACK and not has_token(text):
+            right = "`--dashboard-host=127.0.0.1`; `raypool cluster connect` makes a tunnel to it"
+            findings.add(
+                (HEAD, number), f"the dashboard listens at {host[1]} without a token: anybody may submit jobs. Right: {right}."
+            )
+
+
+def _ask_ray(document: Document) -> None:
+    """Have Ray itself look, as it does before it makes anything.
+
+    Raises:
+        CloudError: Ray refuses it.
+    """
+    from ray.autoscaler._private.util import prepare_config, validate_config
+
+    try:
+        with _quiet():
+            validate_config(prepare_config(copy.deepcopy(document.content)))
+    except Exception as error:  # also KeyError, TypeError and AssertionError
+        text = " ".join(str(error).split()) or type(error).__name__
+        raise CloudError(f"{document.name}: Ray refuses this file: {type(error).__name__}: {text}") from error
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep Ray from telling what it fills in."""
+    logger = logging.getLogger("ray")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logger.setLevel(level)
