@@ -197,12 +197,13 @@ class Catalogue:
 
     def _with(self, kind: Gpu, gpus: int) -> str:
         """Return a sentence on where so many of a kind are to be had."""
+        fixed = [machine for machine in self.machines.values() if machine.gpu == kind.name]
+        ending = "es" if gpus == 1 else ""
         for limit in kind.limits:
             if limit.gpus == gpus:
-                return f"{gpus} {kind.name} go with up to {limit.vcpus} vCPUs and {limit.memory_gb:g} GB."
-        fixed = [machine for machine in self.machines.values() if machine.gpu == kind.name]
+                return f"{gpus} {kind.name} go{ending} with up to {limit.vcpus} vCPUs and {limit.memory_gb:g} GB."
         if same := [machine.name for machine in fixed if machine.gpus == gpus]:
-            return f"{gpus} {kind.name} come with {one_of(same)}."
+            return f"{gpus} {kind.name} come{ending[1:]} with {one_of(same)}."
         numbers = sorted({limit.gpus for limit in kind.limits} | {machine.gpus for machine in fixed})
         return f"No machine has {gpus} {kind.name}; {one_of(numbers)} can be had."
 
