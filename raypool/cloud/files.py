@@ -84,8 +84,10 @@ def render(documents: Iterable[Mapping[str, Any]], header: Iterable[str]) -> str
         header: Lines of the comment that it begins with: by which command it was made, and what is to be filled in.
 
     Example:
-        >>> print(render([{"max_workers": 2}], ["Made by hand."]), end="")
+        >>> print(render([{"cluster_name": "lab", "max_workers": 2}], ["Made by hand."]), end="")
         # Made by hand.
+        <BLANKLINE>
+        cluster_name: lab
         <BLANKLINE>
         # So many machines at most besides the head; and one that has no work for so long is given back.
         max_workers: 2
