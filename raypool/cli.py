@@ -12,6 +12,7 @@ import click
 
 from raypool.cli_cluster import cluster
 from raypool.cli_jobs import job
+from raypool.cli_submit import submit
 from raypool.errors import RaypoolError
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ def main() -> None:
 
 main.add_command(cluster)
 main.add_command(job)
+main.add_command(submit)
 
 
 @main.command()

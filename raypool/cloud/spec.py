@@ -223,18 +223,18 @@ def _group(findings: Findings, role: str, have: Catalogue) -> Iterator[NodeGroup
 
 
 def _size(findings: Findings, role: str) -> int:
-    """Return how many machines a role has; 0, and a note, if what is said is no number of machines."""
+    """Return how many machines a role has; 1, and a note, if what is said is no number of machines."""
     keys = (INPUT, f"{role}Count")
     given = findings.at(keys)
-    if given is None:
-        for name in (f"{role}Type", f"{role}Config"):
-            if findings.at((INPUT, name)) is not None:
-                findings.add((INPUT, name), f"{name} is given, but no {role}Count: there would be none. Say how many there are.")
-        return 0
     count = _whole(given)
+    if given is None:
+        named = [name for name in (f"{role}Type", f"{role}Config") if findings.at((INPUT, name)) is not None]
+        for name in named[:1]:
+            findings.add((INPUT, name), f"{name} is given, but no {role}Count: there would be none. Say how many there are.")
+        return len(named[:1])
     if count is None or count < 0:
         findings.add(keys, f"{role}Count is {_shown(given)}; a whole number, 0 or more, would do.")
-        return 0
+        return 1
     return count
 
 

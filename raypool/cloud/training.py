@@ -55,12 +55,14 @@ class Training:
         head, *workers = self.groups
         return head.gpus + sum(group.gpus * group.most for group in workers)
 
-    def plan(self, *, name: str, project: str, zone: str, spot: bool = False, packages: tuple[str, ...] = ()) -> ClusterPlan:
+    def plan(
+        self, *, name: str, project: str | None, zone: str, spot: bool = False, packages: tuple[str, ...] = ()
+    ) -> ClusterPlan:
         """Return the cluster that the job runs on.
 
         Args:
             name: What to call the cluster.
-            project: The project that pays.
+            project: The project that pays; None: to be filled in.
             zone: Where; see `raypool.cloud.zones.choose`.
             spot: Whether the provider may take machines back; never the master's.
             packages: What is installed on every machine.

@@ -15,8 +15,10 @@ PACKAGE = Path(__file__).parents[2] / "raypool"
 # From the top down; a module may import from its own layer and from those below.
 LAYERS = [
     ["cli"],
-    ["cli_cluster", "cli_jobs"],
+    ["cli_cluster", "cli_jobs", "cli_submit"],
+    ["batch_run"],
     ["batch"],
+    ["job"],
     ["demo", "testing", "journal.replaying"],
     ["simulation"],
     ["pool"],
@@ -43,7 +45,7 @@ LAYERS = [
     ["profiles"],
     ["profile_checks"],
     ["resources", "labels", "tls"],
-    ["feed", "futures", "task", "queues", "queue_away", "queue_home", "store", "engine.exchange", "folders"],
+    ["reports", "feed", "futures", "task", "queues", "queue_away", "queue_home", "store", "engine.exchange", "folders"],
     ["core", "reasons"],
     ["devices"],
     ["errors"],
