@@ -8,14 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from raypool.cloud.gcp_checks import NAME_LIMIT
 from raypool.cloud.jobs import Jobs
 from raypool.cloud.nodes import default_packages
 from raypool.cloud.training import Training
 from raypool.errors import CloudError
 from raypool.profiles import Profile
-
-LONGEST_NAME = 32
-"""Compute Engine allows 63 characters for a machine's name, of which Ray takes up to 31."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,7 @@ def name_of(text: str) -> str:
         ('census-training-2021', 'job-7up')
     """
     plain = re.sub("[^a-z0-9]+", "-", text.lower()).strip("-")
-    return (plain if plain[:1].isalpha() else f"job-{plain}")[:LONGEST_NAME].strip("-")
+    return (plain if plain[:1].isalpha() else f"job-{plain}")[:NAME_LIMIT].strip("-")
 
 
 def find_script(name: str, package: Path | None = None) -> Script:

@@ -102,6 +102,6 @@ def choose(kinds: tuple[str, ...], region: str | None, zone: str | None) -> str:
         return zone
     near = [each for each in having if region_of(each) == region_of(zone)]
     where = f"These zones of {region_of(zone)} have" if near else "These zones have"
-    lacks = [kind for kind in kinds if zone not in zones((kind,))]
-    fact = f"{zone} has no {' and no '.join(lacks)}" if lacks else f"There is no zone {zone!r} with GPUs"
+    lacks = " and no ".join(kind for kind in kinds if zone not in zones((kind,)))
+    fact = f"{zone} has no {lacks}" if zone in zones(()) else f"There is no zone {zone!r} with GPUs"
     raise CloudError(f"{fact}. {where} {' and '.join(kinds) or 'GPUs'}: {', '.join(near or having)}.")
