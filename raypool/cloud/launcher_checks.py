@@ -87,7 +87,8 @@ def _add_error(findings: Findings, error: ValidationError) -> None:
         missing = next(each for each in wanted if each not in value)
         findings.add(keys, f"{missing} is missing in {name}.")
     elif error.validator == "type":
-        findings.add(keys, f"{name} is {value!r}; it must be {_KINDS.get(str(wanted), wanted)}.")
+        what = "empty" if value is None else repr(value)
+        findings.add(keys, f"{name} is {what}; it must be {_KINDS.get(str(wanted), wanted)}.")
     elif error.validator == "minimum":
         findings.add(keys, f"{name} is {value!r}; {wanted} is the least that it can be.")
     elif error.validator == "enum":
