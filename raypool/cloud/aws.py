@@ -53,7 +53,7 @@ def write(plan: ClusterPlan) -> dict[str, Any]:
         >>> plan = ClusterPlan(name="lab", provider="aws", zone="us-west-2a", head=head, workers=(worker,))
         >>> file = write(plan)
         >>> file["provider"]["region"], file["available_node_types"]["worker"]["resources"]
-        ('us-west-2', {'CPU': 48, 'GPU': 4})
+        ('us-west-2', {'CPU': 48, 'GPU': 4, 'accelerator_type:A10G': 1})
     """
     if plan.zone is None:
         raise CloudError(f"The plan of {plan.name} does not say in which zone. Give one, such as us-west-2a.")

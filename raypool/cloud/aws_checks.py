@@ -37,6 +37,8 @@ RUN_INSTANCES = """
 """
 SUBNETS = "SubnetIds"  # Ray's: it tries them in turn
 
+REGION = re.compile(r"[a-z]{2}(-[a-z]+)+-\d")
+
 MARKETS = ("spot", "capacity-block")
 
 
@@ -52,10 +54,10 @@ def _check_place(findings: Findings) -> None:
     region = findings.at(("provider", "region"))
     if region is None:
         findings.add(("provider",), "region is missing in provider, such as us-west-2.")
-    elif not region.startswith(PLACEHOLDER) and not re.fullmatch(r"[a-z]{2}(-[a-z]+)+-\d", region):
+    elif not region.startswith(PLACEHOLDER) and not REGION.fullmatch(region):
         findings.add(("provider", "region"), f"{region!r} is no region; one is named like us-west-2.")
     for zone in (findings.at(("provider", "availability_zone")) or "").split(","):
-        if zone and not _is_open(region) and not zone.strip().startswith((region, PLACEHOLDER)):
+        if zone and _is_region(region) and not zone.strip().startswith((region, PLACEHOLDER)):
             text = f"the zone {zone.strip()} is not in the region, which is {region}: its zones are {region}a and so on."
             findings.add(("provider", "availability_zone"), text)
     if findings.at(("provider", "security_group")) is not None:
@@ -66,9 +68,8 @@ def _check_place(findings: Findings) -> None:
         findings.add(("provider", "security_group"), text)
 
 
-def _is_open(text: Any) -> bool:
-    """Say whether something is missing, or still to be filled in."""
-    return not isinstance(text, str) or text.startswith(PLACEHOLDER)
+def _is_region(text: Any) -> bool:
+    return isinstance(text, str) and REGION.fullmatch(text) is not None
 
 
 def _check_type(findings: Findings, name: str) -> None:
@@ -108,7 +109,7 @@ def _check_machine(findings: Findings, keys: Keys) -> None:
             findings.add((*config, "InstanceType"), str(error))
         return
     region = findings.at(("provider", "region"))
-    if shape.gpu is not None and not _is_open(region):
+    if shape.gpu is not None and _is_region(region):
         try:
             catalogue("aws").check_place(region, shape.gpu)
         except CloudError as error:
