@@ -40,19 +40,22 @@ from raypool.pool import ParallelPool, Statistics, fit, gcp, parpool
 from raypool.profiles import Profile
 from raypool.queue_home import Listener
 from raypool.queues import DataQueue
+from raypool.reports import report
 from raypool.resources import WorkerResources
 from raypool.results import Results
 from raypool.shared import Constant
 from raypool.store import ValueStore
-from raypool.task import CurrentTask, current_task, report
+from raypool.task import CurrentTask, current_task
 from raypool.tls import Tls
 from raypool.view import PoolView
 from raypool.waiting import after_all, after_each, fetch_next, fetch_outputs, wait
 
 if typing.TYPE_CHECKING:
+    from raypool.batches import batch, find_job
     from raypool.checkpoint import load_checkpoint, save_checkpoint
     from raypool.devices.hand import as_device, copy_to, cpu, gpu
     from raypool.engine.machine import gpu_device_count, gpu_device_table
+    from raypool.job import Job
     from raypool.journal.reading import load_results
     from raypool.metric_buffer import MetricBuffer
     from raypool.spmd.composite import Composite
@@ -76,6 +79,7 @@ __all__ = [
     "InternalError",
     "InvalidTypeError",
     "InvalidValueError",
+    "Job",
     "JournalError",
     "Listener",
     "LossReason",
@@ -113,11 +117,13 @@ __all__ = [
     "after_all",
     "after_each",
     "as_device",
+    "batch",
     "copy_to",
     "cpu",
     "current_task",
     "fetch_next",
     "fetch_outputs",
+    "find_job",
     "fit",
     "gcp",
     "gpu",
@@ -135,6 +141,7 @@ __all__ = [
 
 _LAZY = {
     "Composite": "raypool.spmd.composite",
+    "Job": "raypool.job",
     "MetricBuffer": "raypool.metric_buffer",
     "RunOptions": "raypool.train.runs",
     "ScalingReport": "raypool.train.scaling",
@@ -143,8 +150,10 @@ _LAZY = {
     "TrainingResult": "raypool.train.runs",
     "TrainingRun": "raypool.train.run",
     "as_device": "raypool.devices.hand",
+    "batch": "raypool.batches",
     "copy_to": "raypool.devices.hand",
     "cpu": "raypool.devices.hand",
+    "find_job": "raypool.batches",
     "gpu": "raypool.devices.hand",
     "gpu_device_count": "raypool.engine.machine",
     "gpu_device_table": "raypool.engine.machine",

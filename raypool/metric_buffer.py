@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from raypool.errors import InvalidTypeError, InvalidValueError
-from raypool.task import _checked_metric, report_of
+from raypool.reports import checked_metric, report_of
 
 if TYPE_CHECKING:
     import torch
@@ -79,7 +79,7 @@ class MetricBuffer:
         for name, tensor in tensors.items():
             _check(name, tensor)
         # A tensor leaves a gap, so that all metrics of the step are in the order in which they were given.
-        step = {name: None if name in tensors else _checked_metric(name, value) for name, value in metrics.items()}
+        step = {name: None if name in tensors else checked_metric(name, value) for name, value in metrics.items()}
         for name, tensor in tensors.items():
             # A copy, also on the device: `total += loss` in the next step must not change what was added in this one.
             value = tensor.detach().reshape(()).clone()

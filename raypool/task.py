@@ -6,28 +6,21 @@ import concurrent.futures
 import contextlib
 import functools
 import os
-import sys
 import threading
+import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
 from pathlib import Path
-from time import time
 from typing import TYPE_CHECKING, Any, Protocol
 
-from raypool.errors import InvalidTypeError, InvalidValueError
+from raypool.errors import InvalidTypeError
 
 if TYPE_CHECKING:
     import torch
 
     from raypool.store import ValueStore
-
-NUMBERS = frozenset({int, float, bool})
-"""Types of metrics that need no closer look."""
-
-MAX_METRIC_TEXT = 256
-"""A metric that is a text has at most so many characters: it goes into a table, not into a log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +46,66 @@ class CurrentTask:
 
     @property
     def should_stop(self) -> bool:
-        """Whether somebody has asked for an early end (`future.request_stop()`): return what you have.
+        """Whether to end early and return what there is: somebody has asked for it, or the machine is about to go.
+
+        What is returned after `future.request_stop()` counts. Where the machine is about to go, it does not: the item runs again
+        elsewhere, charged no attempt, and goes on from what it has left in its `checkpoint_dir`, if that is kept where other
+        machines find it (`run_dir=`, `options(checkpoints=...)`). So do items that have looked since then, however they end;
+        those that have not looked, and end, have ended.
 
         Looking costs next to nothing; a training loop may do it at every step. In a loop that `pool.train` runs it becomes true
-        for all ranks at once, by a `ray.train.report`, so that none goes on without the others.
+        for all ranks at once, by a `ray.train.report`, so that none goes on without the others. What may run once only
+        (`retries=0`) is not told that its machine is about to go.
         """
         note = self._note
         if note is None:
             return False
-        return note.should_stop if note.agreed_stop is None else note.agreed_stop
+        is_asked = (note.should_stop or note.is_leaving) if note.agreed_stop is None else note.agreed_stop
+        if is_asked and note.is_leaving:
+            note.has_heard = True
+        return is_asked
+
+    def on_preempt(self, fn: Callable[[], object]) -> None:
+        """Have a function called, once, when it is known that this machine is about to go: a spot machine that is wanted, say.
+
+        For code that has a loop of its own, in which nobody can look at `should_stop`: save what there is, or have the loop end.
+        It is called in the thread of the task, between two lines of Python, as a signal's handler is (never in the midst of
+        `save_checkpoint` or of an import); so it may find a model in the middle of an optimizer's step. There are some seconds:
+        on Compute Engine about 20, on EC2 two minutes. What it raises is printed, and changes nothing. After it was called the
+        item runs again elsewhere, charged no attempt, whatever it still returns.
+
+        If it is known already, the function is called at once. Without a pool, on the backends "threads" and "inline" and with
+        `retries=0` it never is.
+
+        Args:
+            fn: Takes no arguments.
+
+        Raises:
+            InvalidTypeError: It can't be called.
+
+        Source:
+            Python's `signal.signal`, for what may be done in a handler.
+
+        Example:
+            >>> import time
+            >>> from raypool import current_task, parpool, save_checkpoint
+            >>> def train(steps):
+            ...     state = {"step": 0}
+            ...     current_task().on_preempt(lambda: save_checkpoint(state))
+            ...     for state["step"] in range(steps):
+            ...         time.sleep(0.01)
+            ...     return state["step"]
+            >>> with parpool(profile="inline", quiet=True) as pool:
+            ...     pool.parfeval(train, 3).result()
+            2
+        """
+        if not callable(fn):
+            raise InvalidTypeError(f"on_preempt got a {type(fn).__name__}, which can't be called. Give it a function.")
+        note = self._note
+        if note is not None:
+            note.on_leave = [*(each for each in note.on_leave if each[0] == note.index), (note.index, fn)]
+            if note.is_leaving:
+                note.leave()
 
     @property
     def store(self) -> ValueStore:
@@ -113,6 +157,9 @@ class Running:
     name: str | None
     task_id: int = -1
     should_stop: bool = False
+    is_leaving: bool = False  # its machine is about to go
+    has_heard: bool = False  # of that, so that it may end early
+    on_leave: Sequence[tuple[int, Callable[[], object]]] = ()  # what to call then, and for which item
     say: Callable[[Running, str, Any], None] = _say_nothing
     printed: deque[tuple[int, str]] | None = None
     outer: Running | None = None  # the task in which this one was called for
@@ -124,6 +171,18 @@ class Running:
     checkpoints: tuple[str, Mapping[int, str]] | None = (
         None  # where they are kept, if they are, and there each item's by its number
     )
+
+    def leave(self) -> None:
+        """Note that its machine is about to go, and call what wants to be called for the item at hand."""
+        self.is_leaving = True
+        wanted, self.on_leave = self.on_leave, ()
+        for index, fn in wanted:
+            if index == self.index:
+                self.has_heard = True
+                try:
+                    fn()
+                except Exception:  # it is not the item that has failed: that runs again
+                    traceback.print_exc()
 
 
 class Folders(Protocol):
@@ -286,69 +345,6 @@ def current_task() -> CurrentTask:
         return CurrentTask()
     seed = None if note.seed is None else item_seed(note.seed, note.index)
     return CurrentTask(note.index, note.attempt, seed, note.worker, note.gpu, note.name, note)
-
-
-def report(**metrics: float | str) -> None:
-    """Report how the task is doing: values by name, as often as you like.
-
-    A moment later they are in the table `metrics` of the task's future, or of the loop's `Results`; the display of a loop shows
-    the last ones. It takes some microseconds and waits for nobody. Outside a pool, and in the forked processes of a DataLoader,
-    it checks the values and does nothing else, so that a function runs unchanged by itself.
-
-    Args:
-        metrics: Numbers (Python's or NumPy's) and short texts (at most 256 characters), in units of your own.
-
-    Raises:
-        InvalidTypeError: A value is neither. A tensor: give it to a `MetricBuffer`, or report `tensor.item()`, which waits
-            for the GPU.
-        InvalidValueError: A text is too long.
-
-    Source:
-        Ray 2.60, ray.train.report, without its barrier over the workers.
-
-    Example:
-        >>> from raypool import parpool
-        >>> def train(epochs):
-        ...     for epoch in range(epochs):
-        ...         report(epoch=epoch, loss=1 / (epoch + 1))
-        >>> with parpool(profile="inline", quiet=True) as pool:
-        ...     future = pool.parfeval(train, 2)
-        >>> future.metrics[["epoch", "loss"]].to_dict("list")
-        {'epoch': [0, 1], 'loss': [1.0, 0.5]}
-    """
-    if not NUMBERS.issuperset(map(type, metrics.values())):
-        metrics = {name: _checked_metric(name, value) for name, value in metrics.items()}
-    report_of(time(), metrics)
-
-
-def report_of(moment: float, metrics: Mapping[str, float | str]) -> None:
-    """Report what was so at some moment [Unix time, s]; all of it has been checked."""
-    note = next(notes_here(), None)
-    if note is not None:
-        note.say(note, "metrics", (moment, metrics))
-
-
-def _checked_metric(name: str, value: Any) -> float | str:
-    """Return a metric as a plain number or text."""
-    if isinstance(value, str):
-        if len(value) > MAX_METRIC_TEXT:
-            raise InvalidValueError(
-                f"report({name}=...) got a text of {len(value):,} characters; {MAX_METRIC_TEXT} fit. print() it."
-            )
-        return str.__str__(value)
-    if isinstance(value, float):
-        return float(value)
-    if isinstance(value, int):
-        return value if isinstance(value, bool) else int(value)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, (numpy.generic, numpy.ndarray)) and value.ndim == 0 and value.dtype.kind in "biuf":
-        return value.item()  # type: ignore[no-any-return]
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(value, torch.Tensor):
-        step = f"Give it to a raypool.MetricBuffer, or report {name}.item(), which waits for the GPU if it is there."
-    else:
-        step = "Report single numbers or short texts."
-    raise InvalidTypeError(f"report({name}=...) got a {type(value).__name__}, which is neither a number nor a text. {step}")
 
 
 def item_seed(seed: int, index: int) -> int:

@@ -23,7 +23,7 @@ class Ledger:
         self._backlog = backlog
         self._crew = crew
         self.broken_up: dict[int, None] = {}  # gangs whose ranks were told to stop, because one has failed
-        self.thinned: dict[int, None] = {}  # gangs of which a rank was told to stop, because its machine is about to go
+        self.thinned: dict[int, None] = {}  # gangs that were told that the machine of a rank is about to go
 
     def go_on(self, task: Task) -> None:
         """Queue what a task still has to run, or end it."""
@@ -97,18 +97,26 @@ class Ledger:
             return STOPPED
         return LossReason.PREEMPTED if gang.spec.task_id in self.thinned else LossReason.UNKNOWN
 
-    def interrupt(self, worker: Worker) -> None:
-        """Tell what a worker runs to stop and come back, to run again elsewhere. What may run once only goes on while it can."""
+    def send_elsewhere(self, worker: Worker, signal: m.Signal) -> None:
+        """Tell what a worker runs to come back, to run again elsewhere. What may run once only goes on while it can.
+
+        Of a gang all ranks are told that one has to leave: it goes as a whole, and may first save together what it has.
+        """
         for attempt_id, attempt in worker.attempts.items():
             for piece in attempt.slices:
                 task = self._backlog.tasks.get(piece.task_id)
                 if task is None or attempt_id not in (task.flights or ()) or task.spec.task_id in self.broken_up:
                     continue
-                if task.spec.is_gang:
-                    self.thinned[task.spec.task_id] = None
-                elif task.spec.retries == 0:
+                if not task.spec.is_gang:
+                    if task.spec.retries > 0:
+                        self.out.append(m.SignalTask(worker.worker_id, attempt_id, task.spec.task_id, signal))
                     continue
-                self.out.append(m.SignalTask(worker.worker_id, attempt_id, task.spec.task_id, m.Signal.CANCEL))
+                is_news = task.spec.task_id not in self.thinned
+                self.thinned[task.spec.task_id] = None
+                if signal is m.Signal.CANCEL:
+                    self.out.append(m.SignalTask(worker.worker_id, attempt_id, task.spec.task_id, signal))
+                elif is_news:
+                    self.signal(task, signal)
 
     def lose(self, task: Task, piece: Slice, reason: LossReason, was_idle: bool) -> None:
         """Take in that a slice was lost with its worker; queue it for another try, or fail it.

@@ -72,7 +72,7 @@ class Losses:
             self._crew.retire(worker, leaving)
 
     def announce(self, worker: Worker, at: float | None) -> None:
-        """Let a place take nothing more; what still runs there then is interrupted.
+        """Let a place take nothing more, and tell what runs there; what still does at the time given is interrupted.
 
         If it is the last one, and nothing waits, the pool is not broken: another may come while there is time.
         """
@@ -80,16 +80,18 @@ class Losses:
             self.lose_place(worker, LossReason.PREEMPTED)
             return
         self._crew.retire(worker, Leaving(LossReason.PREEMPTED, inf if at is None else at))
-        if at is not None and at > self._ledger.now:
-            self._ledger.out.append(m.SetTimer(at, "leave", worker.worker_id))
-        else:
+        if at is not None and at <= self._ledger.now:
             self.interrupt_if_due(worker)
+            return
+        self._ledger.send_elsewhere(worker, m.Signal.LEAVE)
+        if at is not None:
+            self._ledger.out.append(m.SetTimer(at, "leave", worker.worker_id))
 
     def interrupt_if_due(self, worker: Worker) -> None:
         """Interrupt what still runs where a machine is about to go, unless it was given more time meanwhile."""
         leaving = self._crew.places[worker.place].leaving
         if leaving is not None and leaving.at <= self._ledger.now:
-            self._ledger.interrupt(worker)
+            self._ledger.send_elsewhere(worker, m.Signal.CANCEL)
 
     def lose_place(self, worker: Worker, reason: LossReason) -> None:
         """Take a worker out with its place."""

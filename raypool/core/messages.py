@@ -13,10 +13,15 @@ from raypool.errors import LossReason
 
 
 class Signal(Enum):
-    """What a running task is told. STOP: end by yourself, and return what you have. CANCEL: you are interrupted."""
+    """What a running task is told.
+
+    STOP: end by yourself, and return what you have. CANCEL: you are interrupted. LEAVE: your machine is about to go; save what
+    you have and come back, you run again elsewhere.
+    """
 
     STOP = "stop"
     CANCEL = "cancel"
+    LEAVE = "leave"
 
 
 # --- events -----------------------------------------------------------------------------------------------------------
@@ -64,10 +69,14 @@ class WorkerLost(NamedTuple):
 
 
 class PlaceLeaving(NamedTuple):
-    """A place will be gone soon. It takes nothing more; what runs there may end until `at` (None: whenever it does)."""
+    """A place will be gone soon. It takes nothing more; what runs there is told, and may end until `at` (None: when it does).
+
+    `is_kept`: nothing of the pool is anywhere else, so the place goes on, and will be somewhere else one day; what runs is told.
+    """
 
     place: int
     at: float | None = None
+    is_kept: bool = False
 
 
 class PlaceLost(NamedTuple):

@@ -252,7 +252,11 @@ class Scheduler:
 
     def _on_place_leaving(self, event: m.PlaceLeaving) -> None:
         worker = self._worker_in(event.place)
-        if worker is not None:  # else it has gone before
+        if worker is None:
+            return  # it has gone before
+        if event.is_kept:
+            self.ledger.send_elsewhere(worker, m.Signal.LEAVE)
+        else:
             self._losses.announce(worker, event.at)
 
     def _on_place_lost(self, event: m.PlaceLost) -> None:

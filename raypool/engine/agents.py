@@ -292,8 +292,7 @@ class Agents:
             if is_stuck is True or (isinstance(is_stuck, BaseException) and wish is Signal.CANCEL):
                 on_stuck()
 
-        is_cancel = wish is Signal.CANCEL
-        self._answered(agent.signal.remote(watched, worker_id, attempt_id, task_id, is_cancel, self._cancel_grace_s), take)
+        self._answered(agent.signal.remote(watched, worker_id, attempt_id, task_id, wish, self._cancel_grace_s), take)
 
     def end(self, worker_id: int, actor: Any, then: Chore) -> None:
         """Kill what is left of a worker, its children too; `then` is called, in some thread, when nothing is left."""

@@ -28,7 +28,9 @@ STOP_SIGNAL = signal.SIGRTMIN + 5
 """Nobody else's: SIGUSR1 and SIGUSR2 are used by schedulers of clusters and by the training frameworks that listen to them."""
 
 WISH = struct.Struct("=qqq")
-"""Attempt, task, and whether it is to be cancelled (1) or asked to stop (0): what comes through the pipe of a `ProcessGuard`."""
+"""Attempt, task, and what it is told, by its number in `SIGNALS`: what comes through the pipe of a `ProcessGuard`."""
+
+SIGNALS = (Signal.STOP, Signal.CANCEL, Signal.LEAVE)
 
 AT_HAND = struct.Struct("=qq")
 """Attempt and task of the slice that is running, or NOTHING: what stands on the board of a `ProcessGuard`."""
@@ -39,6 +41,10 @@ IMPORT_MACHINERY = "<frozen importlib._bootstrap>"
 
 SWALLOWERS = frozenset({weakref.__file__, _weakrefset.__file__})
 """Code that is called when something is collected: what is raised there goes nowhere."""
+
+
+NOW = 0.0
+"""A deadline that has passed."""
 
 
 class Deadline(Protocol):
@@ -76,7 +82,7 @@ class Guard:
         self._note, self._limit = note, limit
         self._at_hand = (self._attempt_id, task_id)
         wish = self._wishes.get(self._at_hand)
-        if wish is Signal.CANCEL:
+        if wish in (Signal.CANCEL, Signal.LEAVE):  # what has not begun need not be saved
             raise TaskCancelled
         if wish is Signal.STOP:
             note.should_stop = True
@@ -99,10 +105,12 @@ class Guard:
         """
         wish = self._wishes.get(self._at_hand)
         if wish is not None and self._note is not None and self._limit is not None:
-            self._note.should_stop = True
             if wish is Signal.CANCEL:
+                self._note.should_stop = True
                 self._limit.deadline = -inf
                 raise TaskCancelled
+            self._is_armed = True
+            _heed(wish, self._note, self._limit)
         self._is_armed = True
 
     def end(self) -> None:
@@ -119,12 +127,22 @@ class Guard:
             return False
         assert self._note is not None
         assert self._limit is not None
-        self._note.should_stop = True
-        if wish is Signal.STOP:
+        if wish is not Signal.CANCEL:
+            _heed(wish, self._note, self._limit)
             return False
+        self._note.should_stop = True
         self._limit.deadline = -inf  # no further item, also if the user's code catches what is raised
         self._is_armed = False
         return True
+
+
+def _heed(wish: Signal, note: Running, limit: Deadline) -> None:
+    """Let what is at hand know what is wanted of it, which goes on."""
+    if wish is Signal.STOP:
+        note.should_stop = True
+    else:
+        limit.deadline = min(limit.deadline, NOW)  # what would follow runs elsewhere
+        note.leave()
 
 
 class ProcessGuard(Guard):
@@ -161,7 +179,7 @@ class ProcessGuard(Guard):
             wishes = os.read(self.pipe, 1024 * WISH.size)
         except BlockingIOError:
             return
-        taken = [self.take(Signal.CANCEL if is_cancel else Signal.STOP, *key) for *key, is_cancel in WISH.iter_unpack(wishes)]
+        taken = [self.take(SIGNALS[number], *key) for *key, number in WISH.iter_unpack(wishes)]
         if any(taken):
             raise TaskCancelled
 

@@ -293,7 +293,7 @@ class ThreadsBackend(InlineBackend):
         """Interrupt a thread, and give it up if that has not helped in time."""
         super().signal(worker_id, attempt_id, task_id, wish)
         guard = self._guards.get(worker_id)
-        if guard is None or wish is Signal.STOP or not guard.is_at_hand(attempt_id, task_id):
+        if guard is None or wish is not Signal.CANCEL or not guard.is_at_hand(attempt_id, task_id):
             return
 
         def give_up() -> None:

@@ -19,9 +19,10 @@ from typing import Any, NamedTuple
 import psutil
 import ray
 
+from raypool.core.messages import Signal
 from raypool.devices.gpus import GpuDevice, Inventory
 from raypool.engine.exchange import Exchange
-from raypool.engine.guard import AT_HAND, NOTHING, STOP_SIGNAL, WISH
+from raypool.engine.guard import AT_HAND, NOTHING, SIGNALS, STOP_SIGNAL, WISH
 from raypool.engine.homes import FolderHome
 from raypool.engine.memory import is_over, memory_used
 from raypool.engine.mps import Mps, MpsState
@@ -72,9 +73,9 @@ class Watched:
         self._pipe = os.open(f"/proc/{process.pid}/fd/{process.pipe}", os.O_WRONLY | os.O_NONBLOCK)
         self._board = os.open(f"/proc/{process.pid}/fd/{process.board}", os.O_RDONLY)
 
-    def tell(self, attempt_id: int, task_id: int, is_cancel: bool) -> None:
+    def tell(self, attempt_id: int, task_id: int, wish: Signal) -> None:
         """Put a wish into its pipe."""
-        os.write(self._pipe, WISH.pack(attempt_id, task_id, is_cancel))
+        os.write(self._pipe, WISH.pack(attempt_id, task_id, SIGNALS.index(wish)))
 
     def wake(self) -> None:
         """Let it look into its pipe now."""
@@ -199,8 +200,8 @@ class NodeAgent:
 
     # --- stopping -----------------------------------------------------------------------------------------------------
 
-    async def signal(self, _: None, worker_id: int, attempt_id: int, task_id: int, is_cancel: bool, grace_s: float) -> bool:
-        """Tell a worker that the slices of a task are not wanted any more, or should end early.
+    async def signal(self, _: None, worker_id: int, attempt_id: int, task_id: int, wish: Signal, grace_s: float) -> bool:
+        """Tell a worker that the slices of a task are not wanted any more, or should end early, or elsewhere.
 
         Returns:
             Whether one of them was to be cancelled and still runs after `grace_s`.
@@ -209,8 +210,8 @@ class NodeAgent:
         if watched is None:
             return False
         try:
-            watched.tell(attempt_id, task_id, is_cancel)
-            return await self._see_to_it(watched, (attempt_id, task_id), is_cancel, grace_s)
+            watched.tell(attempt_id, task_id, wish)
+            return await self._see_to_it(watched, (attempt_id, task_id), wish is Signal.CANCEL, grace_s)
         except (ProcessLookupError, BrokenPipeError):
             return False  # it is gone, and whoever calls it hears of that
 

@@ -23,6 +23,12 @@ LOOK_S = 1.0
 MARGIN_S = 2.0
 """What runs on a node that is about to go is interrupted so long before there is need to [s]: it runs again elsewhere."""
 
+NEWS_S = 1.0
+"""A node that will be gone so much sooner, or later, than was said is news [s]: a spot machine that waits for maintenance."""
+
+LAST_S = 120.0
+"""Where no node of the pool stays, nothing is moved; what runs is told so long before the end [s]."""
+
 GROW_S = 5.0
 """How often to see whether there is room again for workers that were lost, beside whenever a node comes [s]."""
 
@@ -78,8 +84,9 @@ class NodeWatch:
         self._ground = ground
         self._post = post
         self._grace_s = grace_s
-        self._leaving: set[int] = set()  # places that the driver knows to be about to go
+        self._leaving: dict[int, float] = {}  # places that the driver knows to be about to go, and when it thinks so
         self._lost: set[int] = set()  # those that it knows to be gone
+        self._warned: set[int] = set()  # those that are kept, and whose machines have given notice
         self._num_lost = 0  # workers, with their nodes; written by the thread that looks only
         self._num_made_up = 0  # so many of them are there again, or not wanted any more; guarded by `_growing`
         self._names: dict[str, str] = {}  # of all nodes that were seen
@@ -142,6 +149,8 @@ class NodeWatch:
         if any(map(nodes.stays, where.values())):  # else they keep their claims, and start again where Ray finds room for these
             self._leave_those_that_go(nodes, where)
             self._make_up(nodes)
+        else:
+            self._warn_all(nodes, where)
 
     def stays(self, node: str) -> bool:
         """Whether a node is there and not about to go, by the last look."""
@@ -152,7 +161,7 @@ class NodeWatch:
     def _where_now(self, nodes: Nodes) -> dict[int, str | None]:
         """Return where each place is; Ray may have moved the claims of those whose node has died."""
         where = self._ground.places()
-        self._leaving &= where.keys()
+        self._leaving = {place: gone_at for place, gone_at in self._leaving.items() if place in where}
         self._lost &= where.keys()
         for place, node in where.items():
             if node is not None and node not in nodes.alive and place not in self._lost:
@@ -165,16 +174,29 @@ class NodeWatch:
                 continue
             if node not in nodes.alive:
                 self._lose(place, node)
-            elif place not in self._leaving:
+            elif _is_news(self._leaving.get(place), nodes.draining[node]):
                 self._leave(place, node, nodes.draining[node])
 
     def _leave(self, place: int, node: str, gone_at: float) -> None:
-        self._leaving.add(place)
-        self._num_lost += 1
+        self._num_lost += place not in self._leaving
+        self._leaving[place] = gone_at
         now = time.monotonic()
-        at = max(gone_at - self._grace_s - MARGIN_S, now) if math.isfinite(gone_at) else None
-        until = f", in {gone_at - now:.0f} s" if at is not None else ""
-        self._post(PlaceLeaving(place, at), f"its node {self._names[node]} is about to go{until}")
+        left_s = gone_at - now
+        # Where there is little time, half of it is for what wants to save something, before the rest is interrupted.
+        at = now + max(left_s - min(self._grace_s, left_s / 2) - MARGIN_S, 0) if math.isfinite(gone_at) else None
+        self._post(PlaceLeaving(place, at), self._notice(node, left_s))
+
+    def _notice(self, node: str, left_s: float) -> str:
+        until = f", in {left_s:.0f} s" if math.isfinite(left_s) else ""
+        return f"its node {self._names[node]} is about to go{until}"
+
+    def _warn_all(self, nodes: Nodes, where: Mapping[int, str | None]) -> None:
+        """Let those save what they have that have nowhere else to run; they go on while they can."""
+        for place, node in where.items():
+            left_s = nodes.draining.get(node or "", math.inf) - time.monotonic()
+            if node is not None and left_s < LAST_S and place not in self._warned:
+                self._warned.add(place)
+                self._post(PlaceLeaving(place, is_kept=True), self._notice(node, left_s))
 
     def _lose(self, place: int, node: str) -> None:
         self._lost.add(place)
@@ -218,6 +240,10 @@ class NodeWatch:
         where = self._ground.places()
         nodes = dict.fromkeys(node for place in places if (node := where.get(place)) is not None)
         return ", ".join(dict.fromkeys(self._names.get(node, node[:8]) for node in nodes)) or "the cluster"
+
+
+def _is_news(told: float | None, gone_at: float) -> bool:
+    return told is None or (told != gone_at and abs(told - gone_at) > NEWS_S)
 
 
 def _workers(count: int) -> str:

@@ -42,6 +42,13 @@ class RawResult:
         self.deadline = inf
         self.peak_memory_bytes: int | None = None
 
+    def take_back_last(self) -> None:
+        """Let it be as if the last item that was begun had not been."""
+        self.done -= 1
+        self.values.pop()
+        self.durations_s.pop()
+        self.errors.pop(self.start + self.done, None)
+
     def discard(self) -> None:
         """Let it be as if nothing had been begun."""
         self.done = 0
@@ -204,6 +211,8 @@ def _run_items(fn: Callable[[Any], Any], items: list[Any], part: Part, here: Sur
         if now > result.deadline:
             break
     result.done = len(values)
+    if note.has_heard and not note.should_stop:
+        result.take_back_last()  # it may have ended early since its machine is about to go; nobody has wished for that
 
 
 def set_up(setups: Iterable[Callable[[], Any]], worker: WorkerInfo) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from raypool.errors import InvalidTypeError, InvalidValueError
-from raypool.task import NUMBERS, _checked_metric
+from raypool.reports import NUMBERS, checked_metric
 
 MAX_NAMES = 8
 """An error has so many names of metrics at most."""
@@ -31,7 +31,7 @@ def checked(metrics: Any) -> dict[str, Any]:
 
 def _checked_value(name: str, value: Any) -> Any:
     try:
-        return _checked_metric(name, value)
+        return checked_metric(name, value)
     except (InvalidTypeError, InvalidValueError):
         if _has_tensor(value):
             raise

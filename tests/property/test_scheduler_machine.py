@@ -399,6 +399,14 @@ class World(RuleBasedStateMachine):
         assert (place in self.places) == bool(hand and hand.calls), "a place that nothing runs in goes at once"
 
     @precondition(lambda self: self.places)
+    @rule(pick=PICK)
+    def warn(self, pick: int) -> None:
+        """Say that a place will be somewhere else one day."""
+        before = dict(self.places)
+        self.tell(m.PlaceLeaving(picked(list(self.places), pick), is_kept=True))
+        assert self.places == before
+
+    @precondition(lambda self: self.places)
     @rule(pick=PICK, reason=st.sampled_from([LossReason.NODE, LossReason.PREEMPTED]))
     def lose_place(self, pick: int, reason: LossReason) -> None:
         """Lose a place with its worker."""
@@ -579,6 +587,11 @@ class World(RuleBasedStateMachine):
         assert self.jobs[command.task_id].end is None
         if command.signal is m.Signal.STOP:
             assert isinstance(event, m.StopRequested)
+        elif command.signal is m.Signal.LEAVE:
+            assert isinstance(event, m.PlaceLeaving)
+            job = self.jobs[command.task_id]
+            assert job.spec.is_gang or (job.spec.retries > 0 and self.hands[call.worker_id].place == event.place)
+            assert (call.attempt_id, command.task_id) not in self.signals, "it has to end anyway"
         elif command.task_id not in ended and getattr(event, "kind", "leave") == "leave" and isinstance(event, MOVES):
             job = self.jobs[command.task_id]
             assert self.leaving[self.hands[call.worker_id].place] <= self.now, "too early"

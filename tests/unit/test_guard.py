@@ -13,10 +13,10 @@ import pytest
 
 from raypool.core.messages import Signal
 from raypool.engine.backend import Part, WorkerInfo
-from raypool.engine.guard import AT_HAND, NOTHING, STOP_SIGNAL, WISH, Guard, ProcessGuard, ThreadGuard
+from raypool.engine.guard import AT_HAND, NOTHING, SIGNALS, STOP_SIGNAL, WISH, Guard, ProcessGuard, ThreadGuard
 from raypool.engine.runner import RawResult, Surroundings, run_parts
-from raypool.errors import TaskCancelled
-from raypool.task import Running
+from raypool.errors import InvalidTypeError, TaskCancelled
+from raypool.task import Running, current_task, note_here, unbroken
 
 HERE = WorkerInfo(0, "here", 1)
 
@@ -47,10 +47,10 @@ def guard() -> Iterator[ProcessGuard]:
     signal.signal(STOP_SIGNAL, before)
 
 
-def wish(guard: ProcessGuard, attempt_id: int, task_id: int, is_cancel: bool = True, is_signalled: bool = True) -> None:
+def wish(guard: ProcessGuard, attempt_id: int, task_id: int, kind: Signal = Signal.CANCEL, is_signalled: bool = True) -> None:
     """Do what the node agent does."""
     descriptor = os.open(f"/proc/self/fd/{guard.pipe}", os.O_WRONLY)
-    os.write(descriptor, WISH.pack(attempt_id, task_id, is_cancel))
+    os.write(descriptor, WISH.pack(attempt_id, task_id, SIGNALS.index(kind)))
     os.close(descriptor)
     if is_signalled:
         os.kill(os.getpid(), STOP_SIGNAL)
@@ -141,15 +141,135 @@ def test_a_task_that_goes_on_ends_its_slice(guard: ProcessGuard) -> None:
 
 
 def test_a_wish_for_an_early_end(guard: ProcessGuard) -> None:
-    from raypool import current_task
-
     def task() -> list[bool]:
         before = current_task().should_stop
-        wish(guard, 7, 0, is_cancel=False)
+        wish(guard, 7, 0, Signal.STOP)
         return [before, current_task().should_stop]
 
     assert run(guard, task)[0].values == [[False, True]]
     assert run(guard, lambda: current_task().should_stop, attempt_id=8)[0].values == [False]
+
+
+# --- whose machine is about to go -------------------------------------------------------------------------------------
+
+
+def run_loop(guard: Guard, fn: Callable[[int], Any], size: int = 4, *, is_fixed: bool = True) -> RawResult:
+    """Run a slice of a loop."""
+    here = Surroundings(HERE, lambda _: fn, lambda items: items, guard, say_nothing)
+    (result,) = run_parts(7, [Part(0, 0, list(range(size)), size, 0, 1, is_call=False, is_fixed=is_fixed)], here)
+    return result
+
+
+def test_what_has_looked_and_ends_runs_again(guard: ProcessGuard) -> None:
+    """It, and what has not begun; what had ended counts."""
+    seen = []
+
+    def fn(number: int) -> int:
+        seen.append(number)
+        if number == 1:
+            wish(guard, 7, 0, Signal.LEAVE)
+            assert current_task().should_stop
+        return number
+
+    result = run_loop(guard, fn)
+    assert seen == [0, 1]
+    assert (result.done, result.values, len(result.durations_s)) == (1, [0], 1)
+
+
+def test_what_has_not_looked_and_ends_has_ended(guard: ProcessGuard) -> None:
+    result = run_loop(guard, lambda number: wish(guard, 7, 0, Signal.LEAVE) if number == 1 else number)
+    assert (result.done, result.values) == (2, [0, None])
+
+
+def test_what_has_looked_and_fails_runs_again(guard: ProcessGuard) -> None:
+    def task() -> None:
+        wish(guard, 7, 0, Signal.LEAVE)
+        if current_task().should_stop:
+            raise RuntimeError("out of a deep loop")
+
+    (result,) = run(guard, task)
+    assert (result.done, result.errors) == (0, {})
+
+
+@pytest.mark.parametrize("order", [(Signal.LEAVE, Signal.STOP), (Signal.STOP, Signal.LEAVE)])
+def test_what_the_user_has_stopped_too_counts(guard: ProcessGuard, order: tuple[Signal, Signal]) -> None:
+    def task() -> bool:
+        for each in order:
+            wish(guard, 7, 0, each)
+        return current_task().should_stop
+
+    assert run(guard, task)[0].values == [True]
+
+
+def test_what_has_not_begun_need_not_be_told(guard: ProcessGuard) -> None:
+    told = []
+    first, second = run(guard, lambda: wish(guard, 7, 1, Signal.LEAVE), lambda: told.append("began"))
+    assert (first.done, second.done, told) == (1, 0, [])
+
+
+def test_what_is_registered_is_called_in_the_tasks_thread_once(guard: ProcessGuard) -> None:
+    """Of the item at hand; what is registered afterwards, at once."""
+    called = []
+
+    def fn(number: int) -> None:
+        current_task().on_preempt(lambda: called.append((number, threading.get_ident())))
+        if number == 2:
+            wish(guard, 7, 0, Signal.LEAVE)
+            wish(guard, 7, 0, Signal.LEAVE)
+            current_task().on_preempt(lambda: called.append((-1, threading.get_ident())))
+
+    result = run_loop(guard, fn)
+    assert called == [(2, threading.get_ident()), (-1, threading.get_ident())]
+    assert result.done == 2, "who was called may have ended early"
+
+
+def test_what_fails_there_is_printed_and_changes_nothing(guard: ProcessGuard, capsys: pytest.CaptureFixture[str]) -> None:
+    def task() -> None:
+        current_task().on_preempt(lambda: 1 / 0)  # type: ignore[arg-type, return-value]
+        current_task().on_preempt(lambda: called.append("the next"))
+        wish(guard, 7, 0, Signal.LEAVE)
+        called.append("went on")
+
+    called: list[str] = []
+    run(guard, task)
+    assert called == ["the next", "went on"]
+    assert "ZeroDivisionError" in capsys.readouterr().err
+
+
+def test_what_is_not_to_be_interrupted_hears_of_it_at_its_end(guard: ProcessGuard) -> None:
+    told = []
+
+    def task() -> None:
+        current_task().on_preempt(lambda: told.append("called"))
+        with unbroken(note_here()):
+            wish(guard, 7, 0, Signal.LEAVE)
+            told.append("in it")
+        told.append("after it")
+
+    run(guard, task)
+    assert told == ["in it", "called", "after it"]
+
+
+def test_what_has_heard_of_it_may_be_interrupted_while_it_saves(guard: ProcessGuard) -> None:
+    told = []
+
+    def save() -> None:
+        wish(guard, 7, 0)
+        told.append("went on")
+
+    def task() -> None:
+        current_task().on_preempt(save)
+        wish(guard, 7, 0, Signal.LEAVE)
+        told.append("went on")
+
+    assert run(guard, task)[0].done == 0
+    assert told == []
+
+
+def test_only_functions_can_be_registered() -> None:
+    with pytest.raises(InvalidTypeError, match=r"on_preempt got a int, which can't be called"):
+        current_task().on_preempt(3)  # type: ignore[arg-type]
+    current_task().on_preempt(print)  # no machine goes here
 
 
 def test_an_import_is_let_to_its_end(guard: ProcessGuard) -> None:

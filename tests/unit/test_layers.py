@@ -17,7 +17,7 @@ LAYERS = [
     ["cli"],
     ["cli_cluster", "cli_jobs", "cli_submit"],
     ["batch_run"],
-    ["batch"],
+    ["batches"],
     ["job"],
     ["demo", "testing", "journal.replaying"],
     ["simulation"],

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from raypool.core.messages import PlaceLeaving, PlaceLost, ResizeRequested
-from raypool.engine.nodes import MARGIN_S, Nodes, NodeWatch
+from raypool.engine.nodes import LAST_S, MARGIN_S, Nodes, NodeWatch
 from raypool.errors import LossReason, ResourceError
 
 GRACE_S = 3.0
@@ -100,6 +100,46 @@ def test_a_deadline_that_is_too_close_is_now() -> None:
     before = time.monotonic()
     watch.check()
     assert before <= told[0][0].at <= time.monotonic()
+
+
+def test_a_node_that_goes_sooner_than_was_said_is_news() -> None:
+    """A spot machine that waits for its maintenance, in an hour, is wanted now."""
+    land = Land("a", "b")
+    watch, told = watch_over(land)
+    for gone_in in (3600, 25, math.inf, 25):
+        told.clear()
+        gone_at = land.draining["b"] = time.monotonic() + gone_in
+        watch.check()
+        watch.check()
+        at = None if math.isinf(gone_in) else pytest.approx(gone_at - GRACE_S - MARGIN_S)
+        assert told.news() == [PlaceLeaving(1, at)]
+    del land.alive["b"]
+    land.room = ["a", "a"]
+    watch.check()
+    assert told[0][0] == PlaceLost(1, LossReason.PREEMPTED)
+
+
+def test_half_of_a_short_notice_is_for_saving() -> None:
+    land = Land("a", "b")
+    told = Told()
+    watch = NodeWatch(land, told.post, grace_s=60.0)
+    land.draining["b"] = time.monotonic() + 25
+    watch.check()
+    assert told[0][0].at - time.monotonic() == pytest.approx(25 / 2 - MARGIN_S, abs=0.5)
+
+
+def test_where_no_node_stays_what_runs_is_told_shortly_before_the_end() -> None:
+    land = Land("b", "b")
+    watch, told = watch_over(land)
+    for gone_in in (math.inf, 3600):
+        land.draining["b"] = time.monotonic() + gone_in
+        watch.check()
+        assert told.news() == []
+    land.draining["b"] = time.monotonic() + LAST_S - 1
+    watch.check()
+    watch.check()
+    assert told[0][1] == "its node host-b is about to go, in 119 s"
+    assert told.news() == [PlaceLeaving(place, is_kept=True) for place in (0, 1)]
 
 
 def test_a_node_that_is_lost_is_told_of_once() -> None:

@@ -2,10 +2,22 @@
 
 import pytest
 
-from raypool.core.messages import BreakPool, ClosePool, DropPlace, EndTask, PlaceLeaving, PlaceLost, RunGang, SetTimer, Vacate
+from raypool.core.messages import (
+    BreakPool,
+    ClosePool,
+    DropPlace,
+    EndTask,
+    PlaceLeaving,
+    PlaceLost,
+    RunGang,
+    SetTimer,
+    Signal,
+    Vacate,
+)
 from raypool.core.model import PoolState, Report, TaskState
 from raypool.errors import LossReason
 
+LEAVE = Signal.LEAVE
 FINISHED, FAILED, CANCELLED = TaskState.FINISHED, TaskState.FAILED, TaskState.CANCELLED
 NODE, PREEMPTED, STOPPED = LossReason.NODE, LossReason.PREEMPTED, LossReason.STOPPED
 
@@ -29,7 +41,7 @@ def test_a_free_worker_goes_at_once(pool_of):
 def test_a_busy_one_ends_what_it_is_running_and_takes_nothing_more(pool_of):
     pool = pool_of(2)
     pool.submit(0, size=4)
-    assert pool.tell(PlaceLeaving(1, 30.0)) == [SetTimer(30.0, "leave", 1)]
+    assert pool.tell(PlaceLeaving(1, 30.0)) == [pool.signals(1, 1, 0, LEAVE), SetTimer(30.0, "leave", 1)]
     assert pool.scheduler.crew.size == 1
     assert pool.finish(1) == [pool.settles(1, (0, 1, 2)), *gone(1)]
     assert pool.fire("leave", 1) == [], "it has gone by then"
@@ -48,7 +60,7 @@ def test_what_has_not_ended_in_time_is_interrupted_and_runs_elsewhere_uncharged(
 def test_without_a_deadline_it_may_take_as_long_as_it_takes(pool_of):
     pool = pool_of(2)
     pool.submit(0)
-    assert pool.tell(PlaceLeaving(0)) == []
+    assert pool.tell(PlaceLeaving(0)) == [pool.signals(0, 0, 0, LEAVE)]
     assert pool.finish(0) == [pool.settles(0, (0, 0, 1)), EndTask(0, FINISHED), *gone(0)]
 
 
@@ -63,11 +75,46 @@ def test_a_later_deadline_counts_instead_of_an_earlier_one(pool_of):
     pool = pool_of(2)
     pool.submit(0)
     pool.tell(PlaceLeaving(0, 30.0))
-    assert pool.tell(PlaceLeaving(0, 60.0)) == [SetTimer(60.0, "leave", 0)]
+    assert pool.tell(PlaceLeaving(0, 60.0)) == [pool.signals(0, 0, 0, LEAVE), SetTimer(60.0, "leave", 0)]
     pool.now = 30.0
     assert pool.fire("leave", 0) == []
     pool.now = 60.0
     assert pool.fire("leave", 0) == [pool.signals(0, 0, 0)]
+
+
+def test_what_saves_what_it_has_and_comes_back_runs_elsewhere_uncharged(pool_of):
+    """Also items that it had not begun; those that had ended count."""
+    pool = pool_of(2)
+    pool.submit(0, size=6, chunk_size=3, retries=1)
+    assert pool.tell(PlaceLeaving(0, 30.0))[0] == pool.signals(0, 0, 0, LEAVE)
+    assert pool.finish(0, Report(1)) == [pool.settles(0, (0, 0, 1)), *gone(0)]
+    assert pool.finish(1)[0] == pool.runs(1, 2, (0, 1, 3, 1))
+
+
+def test_what_may_run_once_only_is_told_nothing(pool_of):
+    pool = pool_of(2)
+    pool.submit(0, retries=0)
+    assert pool.tell(PlaceLeaving(0, 30.0)) == [SetTimer(30.0, "leave", 0)]
+
+
+def test_what_is_cancelled_already_is_told_nothing_more(pool_of):
+    pool = pool_of(2)
+    pool.submit(0)
+    pool.cancel(0)
+    assert pool.tell(PlaceLeaving(0, 30.0)) == [SetTimer(30.0, "leave", 0)]
+
+
+def test_where_there_is_nowhere_else_it_saves_what_it_has_and_goes_on(pool_of):
+    pool = pool_of(1)
+    pool.submit(0, retries=0)
+    pool.submit(1)
+    assert pool.tell(PlaceLeaving(0, is_kept=True)) == [], "it may run once only"
+    pool.finish(0)
+    assert pool.tell(PlaceLeaving(0, is_kept=True)) == [pool.signals(0, 1, 1, LEAVE)]
+    assert pool.finish(1, Report(0)) == [pool.runs(0, 2, (1, 0, 1, 1))]
+    assert pool.finish(2)[-1] == EndTask(1, FINISHED)
+    assert pool.tell(PlaceLeaving(0, is_kept=True)) == []
+    assert pool.lose(0, PREEMPTED)[0].place == 0, "another worker starts there"
 
 
 def test_what_ends_although_it_was_interrupted_counts(pool_of):
@@ -139,7 +186,7 @@ def test_what_is_bound_to_it_fails(pool_of):
     pool.submit(1, place=0)
     pool.submit(2, places=(0,))
     failed = [pool.fails((1, 0, 1), PREEMPTED), EndTask(1, FINISHED), pool.fails((2, 0, 1), PREEMPTED), EndTask(2, FINISHED)]
-    assert pool.tell(PlaceLeaving(0, 30.0)) == [SetTimer(30.0, "leave", 0), *failed]
+    assert pool.tell(PlaceLeaving(0, 30.0)) == [pool.signals(0, 0, 0, LEAVE), SetTimer(30.0, "leave", 0), *failed]
 
 
 def test_what_may_run_in_other_places_as_well_does(pool_of):
@@ -216,6 +263,23 @@ def test_a_gang_may_end_before_its_machine_goes(pool_of):
     pool.tell(PlaceLeaving(1, 30.0))
     pool.finish(0)
     assert pool.finish(1) == [pool.settles(1, (0, 1, 2)), EndTask(0, FINISHED), *gone(1)]
+
+
+def test_all_ranks_of_a_gang_are_told_that_one_has_to_leave_once(pool_of):
+    pool = pool_of(3)
+    pool.submit(0, size=3, is_gang=True)
+    told = [pool.signals(worker, worker, 0, LEAVE) for worker in range(3)]
+    assert pool.tell(PlaceLeaving(1, 30.0)) == [*told, SetTimer(30.0, "leave", 1)]
+    assert pool.tell(PlaceLeaving(2, 40.0)) == [SetTimer(40.0, "leave", 2)]
+
+
+def test_a_gang_whose_ranks_come_back_for_it_has_lost_them(pool_of):
+    """Also the one whose machine stays: the others have saved what there is by then."""
+    pool = pool_of(2)
+    pool.submit(0, size=2, is_gang=True)
+    pool.tell(PlaceLeaving(1, 30.0))
+    assert pool.finish(0, Report(0)) == [pool.fails((0, 0, 1), PREEMPTED), pool.signals(1, 1, 0)]
+    assert pool.finish(1, Report(0))[:2] == [pool.fails((0, 1, 2), STOPPED), EndTask(0, FAILED)]
 
 
 def test_a_rank_that_is_interrupted_for_it_breaks_up_its_gang(pool_of):
