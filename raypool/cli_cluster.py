@@ -67,12 +67,13 @@ def machines(gpu: str | None, name: str, is_json: bool) -> None:
 @click.option("--ssh-key", help="The file with that user's private key.")
 @click.option("--package", "packages", multiple=True, help="What pip installs there instead of raypool and Ray; for each one.")
 @click.option("--python", help="The version of Python there, such as 3.11. Default: the one here.")
+@click.option("--job", metavar="COMMAND", help="Kubernetes: a cluster for this command only, which ends with it.")
 @click.option(
     "--out", type=click.Path(dir_okay=False, path_type=Path), default="cluster.yaml", show_default=True, help="The file."
 )
 @click.option("--force", "is_forced", is_flag=True, help="Write over a file that is there.")
 @click.pass_context
-def init(context: click.Context, /, out: Path, is_forced: bool, **wishes: Any) -> None:
+def init(context: click.Context, /, out: Path, job: str | None, is_forced: bool, **wishes: Any) -> None:
     """Write the file of a cluster, ready to be looked through and started.
 
     Nothing is asked of any provider, and nothing is made.
@@ -83,7 +84,7 @@ def init(context: click.Context, /, out: Path, is_forced: bool, **wishes: Any) -
     if out.exists() and not is_forced:
         raise click.UsageError(f"{out} is there already. Say --force to write over it, or --out with another name.")
     try:
-        text = text_of(Draft(**wishes).plan(), _command(context), out.name)
+        text = text_of(Draft(**wishes).plan(), _command(context), out.name, job)
     except RaypoolError as error:
         raise click.UsageError(str(error)) from error
     out.write_text(text, encoding="utf-8")

@@ -10,6 +10,7 @@ import yaml
 from raypool.cloud import aws, gcp, kubernetes
 from raypool.cloud.documents import PLACEHOLDER, texts
 from raypool.cloud.plan import ClusterPlan, Provider
+from raypool.errors import CloudError
 
 COMMENTS = {
     "provider": "Where.",
@@ -40,24 +41,28 @@ WRITERS: dict[Provider, Callable[[ClusterPlan], dict[str, Any]]] = {
 WIDTH = 128
 
 
-def text_of(plan: ClusterPlan, command: str, file: str) -> str:
+def text_of(plan: ClusterPlan, command: str, file: str, job: str | None = None) -> str:
     """Return the file of a cluster.
 
     Args:
         plan: The cluster.
         command: What made it.
         file: What it is going to be called.
+        job: On Kubernetes, a command: the cluster is made for it, and taken down after it.
 
     Raises:
         CloudError: The plan cannot be carried out there.
     """
-    content = write(plan)
+    if job is not None and plan.provider != "kubernetes":
+        raise CloudError("A file that has its job in it is for Kubernetes. Elsewhere `raypool submit` makes a cluster for a job.")
+    content = write(plan) if job is None else kubernetes.write_job(plan, job)
     names = dict.fromkeys(text for _, text in texts(content) if text.startswith(PLACEHOLDER))
     fill_in = [f"Fill in {', '.join(names)}.", *(aws.header(plan) if plan.provider == "aws" else [])] if names else []
     header = [WHAT[plan.provider], "Made by:", f"    {command}", *fill_in, "Then:", f"    raypool cluster validate {file}"]
-    if plan.provider == "kubernetes":
-        return render([content], [*header, f"    kubectl apply -f {file}", *kubernetes.how_to_connect(plan.name)])
-    return render([content], [*header, f"    raypool cluster up {file}"])
+    if plan.provider != "kubernetes":
+        return render([content], [*header, f"    raypool cluster up {file}"])
+    end = [] if job else kubernetes.how_to_connect(plan.name)
+    return render([content], [*header, f"    kubectl apply -f {file}", *end])
 
 
 def write(plan: ClusterPlan) -> dict[str, Any]:

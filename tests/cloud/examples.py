@@ -1,0 +1,34 @@
+"""The files of clusters that come with raypool, and what they are made from: `python -m tests.cloud.examples` makes them anew."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from raypool.cloud.drafts import Draft
+from raypool.cloud.files import text_of
+
+ROOT = Path(__file__).parents[2]
+INIT = "raypool cluster init --provider"
+TRAIN = "python train.py"
+
+PLANS = {
+    "cluster.yaml": (Draft(provider="gcp", python="3.11"), f"{INIT} gcp", None),
+    "cloud_examples/aws.yaml": (Draft(provider="aws", python="3.11"), f"{INIT} aws", None),
+    "cloud_examples/kubernetes/raycluster.yaml": (Draft(provider="kubernetes", python="3.11"), f"{INIT} kubernetes", None),
+    "cloud_examples/kubernetes/rayjob.yaml": (
+        Draft(provider="kubernetes", python="3.11"),
+        f"{INIT} kubernetes --job '{TRAIN}'",
+        TRAIN,
+    ),
+}
+
+
+def texts() -> dict[str, str]:
+    """Return what stands in each file."""
+    return {name: text_of(draft.plan(), command, Path(name).name, job) for name, (draft, command, job) in PLANS.items()}
+
+
+if __name__ == "__main__":
+    for name, text in texts().items():
+        (ROOT / name).parent.mkdir(parents=True, exist_ok=True)
+        (ROOT / name).write_text(text, encoding="utf-8")

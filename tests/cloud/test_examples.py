@@ -1,0 +1,155 @@
+"""The files that come with raypool are what the generator writes, and what is left to be filled in is all that they lack."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from raypool.cli import main
+from raypool.cloud import checks
+from raypool.cloud.documents import documents_of
+from raypool.errors import CloudError
+from tests.cloud import examples
+
+ADDRESS = "https://example.org/code.zip"
+FILLED_IN = {
+    "<your project>": "my-project",
+    "<your image>": "ami-0123456789abcdef0",
+    "<your security group>": "sg-0123456789abcdef0",
+}
+
+
+@pytest.mark.parametrize("name", examples.PLANS)
+def test_a_file_is_what_the_generator_writes(name: str) -> None:
+    again = "python -m tests.cloud.examples writes it anew"
+    assert (examples.ROOT / name).read_text() == examples.texts()[name], again
+
+
+def test_there_are_no_other_files() -> None:
+    there = {str(path.relative_to(examples.ROOT)) for path in examples.ROOT.glob("cloud_examples/**/*.yaml")}
+    assert {*there, "cluster.yaml"} == set(examples.PLANS)
+
+
+@pytest.mark.parametrize("name", examples.PLANS)
+def test_the_command_that_it_names_writes_it(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = (examples.ROOT / name).read_text()
+    command = re.search(r"^# +raypool (cluster init .*)$", text, re.MULTILINE)
+    assert command
+    file = Path(name).name
+    done = CliRunner().invoke(main, [*shlex.split(command[1]), "--python", "3.11", "--out", file])
+    assert done.exit_code == 0, done.output
+    assert Path(file).read_text().replace(" --python 3.11", "", 1) == text
+
+
+@pytest.mark.parametrize("name", examples.PLANS)
+def test_nothing_is_wrong_with_it_but_what_is_to_be_filled_in(name: str) -> None:
+    text = (examples.ROOT / name).read_text()
+    places = [number for number, line in enumerate(text.splitlines(), 1) if "<your" in line and not line.startswith("#")]
+    if places:
+        with pytest.raises(CloudError) as caught:
+            checks.check_file(examples.ROOT / name)
+        assert [int(line) for line in re.findall(r"line (\d+): <your [^>]+> is still", str(caught.value))] == places
+        assert len(str(caught.value).splitlines()) == len(places)
+    for document in documents_of(filled_in(text), name):
+        checks.check(document)
+
+
+def filled_in(text: str) -> str:
+    for name, value in FILLED_IN.items():
+        text = text.replace(name, value)
+    return re.sub("<address[^>]*>", ADDRESS, text)
+
+
+def test_cluster_yaml_is_what_it_is_said_to_be() -> None:
+    content = yaml.safe_load((examples.ROOT / "cluster.yaml").read_text())
+    head, worker = (content["available_node_types"][name] for name in ("head", "worker"))
+    assert content["provider"]["type"] == "gcp"
+    assert "GPU" not in head["resources"]
+    assert "guestAccelerators" not in head["node_config"]
+    assert worker["resources"]["GPU"] == worker["node_config"]["guestAccelerators"][0]["acceleratorCount"] > 0
+    assert worker["max_workers"] > worker["min_workers"] == 0
+    assert worker["node_config"]["scheduling"]["provisioningModel"] == "SPOT"
+    head_start, worker_start = ("\n".join(content[f"{role}_start_ray_commands"]) for role in ("head", "worker"))
+    assert "RAY_AUTH_MODE=token" in head_start
+    assert "RAY_AUTH_MODE=token" in worker_start
+    assert "--dashboard-host=127.0.0.1" in head_start
+    assert "RAY_health_check_period_ms=1000" in head_start
+    assert "python -m raypool.cloud.preemption --cloud gcp" in worker_start
+    assert content["file_mounts"] == {"~/.ray/auth_token": "~/.ray/auth_token"}
+
+
+@pytest.mark.parametrize("name", examples.PLANS)
+def test_a_file_is_checked_in_a_tenth_of_a_second(name: str) -> None:
+    text = filled_in((examples.ROOT / name).read_text())
+    durations = []
+    for _ in range(5):
+        began = time.perf_counter()
+        for document in documents_of(text, name):
+            checks.check(document)
+        durations.append(time.perf_counter() - began)
+    assert min(durations) < 0.1
+
+
+def test_a_file_that_is_there_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("cluster.yaml").write_text("mine")
+    done = CliRunner().invoke(main, ["cluster", "init", "--provider", "gcp"])
+    assert done.exit_code == 2
+    assert "cluster.yaml is there already" in done.stderr
+    assert Path("cluster.yaml").read_text() == "mine"
+    assert CliRunner().invoke(main, ["cluster", "init", "--provider", "gcp", "--force"]).exit_code == 0
+    assert Path("cluster.yaml").read_text() != "mine"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--provider gcp --gpu T5", "There is no GPU 'T5'"),
+        ("--provider gcp --gpu K80", "cannot be had any more"),
+        ("--provider gcp --gpu T4 --gpus 3", "No machine has 3 T4; 1, 2 or 4 can be had."),
+        ("--provider gcp --machine n1-standard-32 --gpu V100 --gpus 2", "n1-standard-32 cannot have 2 V100, but 4 or 8"),
+        ("--provider gcp --machine n1-standard-33", "There is no machine 'n1-standard-33'"),
+        ("--provider aws --gpu H100 --gpus 3", "No machine has 3 H100"),
+        ("--provider gcp --min 5 --max 4", "at least 5 workers and at most 4"),
+        ("--provider gcp --job x", "is for Kubernetes"),
+        ("--provider azure", "'azure' is not one of"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_and_nothing_is_written(
+    words: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(main, ["cluster", "init", *words.split()])
+    assert done.exit_code == 2
+    assert said in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "machine", "gpus"),
+    [
+        ("--provider gcp", "n1-standard-4", 1),
+        ("--provider gcp --gpus 4", "n1-standard-16", 4),
+        ("--provider gcp --gpu nvidia-l4 --gpus 2", "g2-standard-24", 2),
+        ("--provider gcp --machine a2-highgpu-4g", "a2-highgpu-4g", 4),
+        ("--provider gcp --gpu H100 --gpus 8", "a3-highgpu-8g", 8),
+        ("--provider aws --gpu A10G --gpus 4", "g5.12xlarge", 4),
+        ("--provider aws --machine p4d.24xlarge", "p4d.24xlarge", 8),
+    ],
+)
+def test_the_smallest_machine_that_does_is_chosen(
+    words: str, machine: str, gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(main, ["cluster", "init", *words.split()])
+    assert done.exit_code == 0, done.output
+    worker = yaml.safe_load(Path("cluster.yaml").read_text())["available_node_types"]["worker"]
+    config = worker["node_config"]
+    assert (config.get("machineType") or config["InstanceType"], worker["resources"]["GPU"]) == (machine, gpus)
