@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -56,7 +57,7 @@ def text_of(plan: ClusterPlan, command: str, file: str, job: str | None = None) 
     if job is not None and plan.provider != "kubernetes":
         raise CloudError("A file that has its job in it is for Kubernetes. Elsewhere `raypool submit` makes a cluster for a job.")
     content = write(plan) if job is None else kubernetes.write_job(plan, job)
-    names = dict.fromkeys(text for _, text in texts(content) if text.startswith(PLACEHOLDER))
+    names = dict.fromkeys(name for _, text in texts(content) for name in re.findall(rf"{PLACEHOLDER}[a-z][^<>]*>", text))
     fill_in = [f"Fill in {', '.join(names)}.", *(aws.header(plan) if plan.provider == "aws" else [])] if names else []
     header = [WHAT[plan.provider], "Made by:", f"    {command}", *fill_in, "Then:", f"    raypool cluster validate {file}"]
     if plan.provider != "kubernetes":
@@ -99,6 +100,14 @@ def render(documents: Iterable[Mapping[str, Any]], header: Iterable[str]) -> str
     """
     top = "".join(f"# {line}".rstrip() + "\n" for line in header)
     return top + "\n" + "\n---\n".join(_document(document).rstrip("\n") for document in documents) + "\n"
+
+
+def _as_it_is_read(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    """Give a text of several lines as lines."""
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _as_it_is_read)
 
 
 def _document(content: Mapping[str, Any]) -> str:

@@ -1,30 +1,9 @@
-"""What Ray's launcher does, with clouds that are fakes: its own code, but ssh and rsync only say what they would run."""
+"""A cluster as Ray's launcher and its autoscaler make it: their own code, with a cloud that is a fake (see `shell`, too)."""
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 from typing import Any
-
-
-class Shell:
-    """Stands in for the module `subprocess` where Ray runs ssh and rsync; `lines` are what it was to run."""
-
-    PIPE, STDOUT, DEVNULL = subprocess.PIPE, subprocess.STDOUT, subprocess.DEVNULL
-    CalledProcessError = subprocess.CalledProcessError
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def check_call(self, command: list[str], **_: Any) -> int:
-        self.lines.append(" ".join(command))
-        return 0
-
-    call = check_call
-
-    def check_output(self, command: list[str], **_: Any) -> bytes:
-        self.lines.append(" ".join(command))
-        return b"up"
 
 
 class Cluster:
@@ -33,17 +12,14 @@ class Cluster:
     def __init__(self, content: dict[str, Any]) -> None:
         from ray.autoscaler._private import commands, providers
 
-        providers._clear_provider_cache()
         self.config = commands._bootstrap_config(content, no_config_cache=True)
         self.provider = providers._get_node_provider(self.config["provider"], self.config["cluster_name"])
 
-    def up(self, file: Path) -> Shell:
-        """Make the head."""
+    def up(self, file: Path, shell: Any) -> None:
+        """Make the head; what would be run there, `shell` notes."""
         from ray.autoscaler._private import commands
 
-        shell = Shell()
         commands.get_or_create_head_node(self.config, str(file), False, False, True, None, _runner=shell)
-        return shell
 
     def add_workers(self, node_type: str, count: int) -> None:
         """Make workers, as the autoscaler on the head does."""

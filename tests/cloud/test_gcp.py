@@ -32,26 +32,26 @@ PLAN = ClusterPlan(
 
 
 @pytest.fixture
-def gce(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeGce:
+def gce(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, providers: None) -> FakeGce:
     (tmp_path / ".ray").mkdir()
     (tmp_path / ".ray/auth_token").write_text("secret")
     return fake_gce.install(monkeypatch, tmp_path)
 
 
 @pytest.mark.slow
-def test_ray_makes_the_head_and_starts_it_with_a_token(gce: FakeGce, tmp_path: Path) -> None:
+def test_ray_makes_the_head_and_starts_it_with_a_token(gce: FakeGce, shell: Any, tmp_path: Path) -> None:
     file = tmp_path / "cluster.yaml"
     file.write_text(yaml.safe_dump(gcp.write(PLAN)))
-    shell = Cluster(gcp.write(PLAN)).up(file)
+    Cluster(gcp.write(PLAN)).up(file, shell)
 
     [head] = gce.instances.values()
     assert head["machineType"].endswith("/n2-standard-4")
     assert head["serviceAccounts"][0]["email"].startswith("ray-autoscaler-sa-v1@"), "it may make machines"
-    [start] = [line for line in shell.lines if "ray start" in line]
+    [start] = [line for line in shell.commands if "ray start" in line]
     assert "RAY_AUTH_MODE=token" in start
     assert "--dashboard-host=127.0.0.1" in start
-    assert any("rsync" in line and "auth_token" in line for line in shell.lines)
-    assert any(nodes.default_packages()[1] in line for line in shell.lines)
+    assert any("rsync" in line and "auth_token" in line for line in shell.commands)
+    assert any(nodes.default_packages()[1] in line for line in shell.commands)
 
 
 @pytest.mark.slow
