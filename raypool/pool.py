@@ -142,7 +142,7 @@ def parpool(
         raypool: 2 workers (threads of this process)
         2
     """
-    asked = _checked_range(num_workers)
+    asked = checked_range(num_workers)
     if in_task():
         return _serial_pool()  # whatever the profile says, which may stand in a file that is not here
     settings = resolve_profile(profile, changes)
@@ -241,17 +241,22 @@ def _duration(settings: Profile, started: float) -> str:
     return f", ready in {time.monotonic() - started:.1f} s" if settings.backend == "ray" else ""
 
 
-def _checked_range(num_workers: Any) -> tuple[int | None, int | None]:
+def checked_range(num_workers: Any, name: str = "num_workers") -> tuple[int | None, int | None]:
+    """Return the least and the most of a number of workers that may be a range; `name` is what the argument is called.
+
+    Raises:
+        InvalidValueError, InvalidTypeError: It is neither.
+    """
     if num_workers is None:
         return None, None
     if isinstance(num_workers, (tuple, list)):
         if len(num_workers) != 2:
-            raise InvalidValueError(f"num_workers={num_workers!r} is not a pair (least, most).")
+            raise InvalidValueError(f"{name}={num_workers!r} is not a pair (least, most).")
         for value in num_workers:
-            check_count("num_workers", value, least=1)
+            check_count(name, value, least=1)
         least, most = num_workers
         if least > most:
-            raise InvalidValueError(f"num_workers={num_workers!r}: the least is more than the most.")
+            raise InvalidValueError(f"{name}={num_workers!r}: the least is more than the most.")
         return least, most
-    check_count("num_workers", num_workers, least=1)
+    check_count(name, num_workers, least=1)
     return num_workers, num_workers

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,19 +63,23 @@ class Need:
     is_listed: bool = False
 
 
-def demand_of(wanted: WorkerResources, has_chosen_gpus: bool, per_gpu: int | str | None = None) -> Demand:
-    """Return what a worker with these resources needs on the cluster that is connected.
+def demand_of(
+    wanted: WorkerResources, has_chosen_gpus: bool, per_gpu: int | str | None = None, nodes: Sequence[Node] | None = None
+) -> Demand:
+    """Return what a worker with these resources needs on a cluster.
 
     Args:
         wanted: What the user has said of it.
         has_chosen_gpus: Whether the user has named the GPUs.
         per_gpu: How many workers share a GPU that does not say so itself; "auto": one at first, more as they fit.
+        nodes: The nodes of the cluster. None: of the one that is connected.
     """
+    nodes = living_nodes() if nodes is None else nodes
     gpus, share, first = wanted.gpus, wanted.workers_per_gpu, wanted.workers_per_gpu
     if gpus is None:
-        gpus = 1.0 if has_chosen_gpus or _has_gpus(wanted.labels) else 0.0
+        gpus = 1.0 if has_chosen_gpus or _has_gpus(wanted.labels, nodes) else 0.0
         if gpus and per_gpu is not None:
-            share = _most_beside(wanted) if isinstance(per_gpu, str) else per_gpu
+            share = _most_beside(wanted, nodes) if isinstance(per_gpu, str) else per_gpu
             first = 1 if isinstance(per_gpu, str) else per_gpu
     if not gpus:
         share = first = 1
@@ -125,14 +129,14 @@ def names_of(node: Node) -> tuple[str, ...]:
     return tuple(str(node[key]) for key in ("NodeName", "NodeManagerHostname", "NodeManagerAddress", "NodeID"))
 
 
-def _has_gpus(labels: Mapping[str, str]) -> bool:
-    return any(node["Resources"].get("GPU", 0) >= 1 and has_labels(node["Labels"], labels) for node in living_nodes())
+def _has_gpus(labels: Mapping[str, str], nodes: Sequence[Node]) -> bool:
+    return any(node["Resources"].get("GPU", 0) >= 1 and has_labels(node["Labels"], labels) for node in nodes)
 
 
-def _most_beside(wanted: WorkerResources) -> int:
+def _most_beside(wanted: WorkerResources, nodes: Sequence[Node]) -> int:
     """Return for how many workers beside each other on a GPU a node has what else they need, where it has most of it."""
     most = 1
-    for node in living_nodes():
+    for node in nodes:
         gpus, resources = int(node["Resources"].get("GPU", 0)), node["Resources"]
         if gpus and has_labels(node["Labels"], wanted.labels):
             needed = {"CPU": wanted.cpus or 0, "memory": wanted.memory_bytes or 0}

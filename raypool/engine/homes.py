@@ -242,7 +242,7 @@ class UrlHome:
 
     def __init__(self, url: str) -> None:
         self._url = url
-        self._files, self._root = _filesystem(url)
+        self._files, self._root = filesystem(url, "checkpoints")
 
     def listing(self, name: str) -> Listing:
         """Return the files of a checkpoint."""
@@ -309,8 +309,12 @@ class UrlHome:
         return f"{self._root}/{name}/{entry.version}/{file}"
 
 
-def _filesystem(url: str) -> tuple[Any, str]:
-    """Return who knows a URL, and what it calls it."""
+def filesystem(url: str, what: str) -> tuple[Any, str]:
+    """Return who knows a URL, and what it calls it; `what` is what it is given for.
+
+    Raises:
+        InvalidValueError: There is nothing that knows such a URL, or it cannot be reached.
+    """
     from pyarrow import fs
 
     try:
@@ -324,6 +328,6 @@ def _filesystem(url: str) -> tuple[Any, str]:
     except (ValueError, ImportError, OSError) as error:
         scheme = url.partition("://")[0]
         raise InvalidValueError(
-            f"checkpoints={url!r} cannot be used from here: {error}. Checkpoints can be kept in a folder, or at a URL that "
+            f"{what}={url!r} cannot be used from here: {error}. {what.capitalize()} can be kept in a folder, or at a URL that "
             f"pyarrow or an installed fsspec package knows ({scheme}:// may need one, gcsfs or s3fs for instance)."
         ) from error
