@@ -15,8 +15,6 @@ import shlex
 from importlib.metadata import version
 from typing import Any
 
-import yaml
-
 from raypool.cloud.machines import catalogue
 from raypool.cloud.nodes import CLIENT_PORT, DASHBOARD_PORT, HEALTH_CHECKS, PORT
 from raypool.cloud.plan import ClusterPlan, NodeGroup
@@ -71,7 +69,7 @@ def write_job(plan: ClusterPlan, entrypoint: str) -> dict[str, Any]:
     """
     spec = {
         "entrypoint": entrypoint,
-        "runtimeEnvYAML": yaml.safe_dump({"working_dir": CODE}),
+        "runtimeEnvYAML": f'working_dir: "{CODE}"\n',
         "shutdownAfterJobFinishes": True,
         "ttlSecondsAfterFinished": 300,  # so long its logs can be looked at where they are
         "rayClusterSpec": _cluster(plan),

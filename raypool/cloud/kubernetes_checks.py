@@ -17,7 +17,7 @@ from typing import Any
 import jsonschema
 import yaml
 
-from raypool.cloud.documents import Findings, Keys, nearest
+from raypool.cloud.documents import PLACEHOLDER, Findings, Keys, nearest
 from raypool.cloud.kubernetes_pods import RAY, Part, capacity, check_group, release, variables
 from raypool.cloud.kubernetes_schema import SCHEMAS
 
@@ -135,7 +135,7 @@ def _check_token(spec: Part) -> None:
             "authOptions",
             "mode",
         )
-    elif version is None or version < FIRST_WITH_TOKEN:
+    elif spec["rayVersion"] is not None and (version is None or version < FIRST_WITH_TOKEN):
         spec.wrong(f"rayVersion is {spec['rayVersion']!r}; a token needs 2.52.0 or later.", "rayVersion")
     if options["enableK8sTokenAuth"] is True:
         if version is not None and version < FIRST_WITH_KUBERNETES_TOKEN:
@@ -337,7 +337,9 @@ def _check_environment(spec: Part) -> None:
         spec.wrong("runtimeEnvYAML has to be a mapping, such as env_vars: {NAME: value}.", "runtimeEnvYAML")
         return
     folder = content.get("working_dir")
-    if isinstance(folder, str) and not re.match(r"\w+://|/|<", folder):
+    if isinstance(folder, str) and folder.startswith(PLACEHOLDER):
+        spec.wrong(f"{folder} is still to be filled in.", "runtimeEnvYAML")
+    elif isinstance(folder, str) and not re.match(r"\w+://|/", folder):
         text = f"working_dir is {folder!r}, which pods do not have; the address of a zip, or a folder of the image, would do."
         spec.wrong(text, "runtimeEnvYAML")
     variables = content.get("env_vars")

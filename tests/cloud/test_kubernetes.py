@@ -1,0 +1,300 @@
+"""Manifests for Kubernetes: what is written is what Kubernetes, KubeRay and Ray's autoscaler take."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
+
+from raypool.cloud import kubernetes, kubernetes_checks, kubernetes_schema
+from raypool.cloud.documents import Findings, documents_of
+from raypool.cloud.kubernetes import DRAIN, how_to_connect, write, write_job
+from raypool.cloud.kubernetes_pods import amount
+from raypool.cloud.nodes import default_packages
+from raypool.cloud.plan import ClusterPlan, NodeGroup
+from raypool.errors import CloudError
+from raypool.profile_files import named_profile
+
+HEAD = NodeGroup(name="head")
+T4 = NodeGroup(name="t4", gpu="T4", gpus=4, most=9, spot=True)
+CODE = "https://example.org/code.zip"
+
+
+def plan(*workers: NodeGroup, head: NodeGroup = HEAD, **changes: Any) -> ClusterPlan:
+    return ClusterPlan(name="lab", provider="kubernetes", head=head, workers=workers, packages=default_packages(), **changes)
+
+
+PLANS = {
+    "GPUs on spot machines": plan(T4),
+    "of a size": plan(NodeGroup(name="h100", gpu="H100", gpus=8, least=2, most=2)),
+    "any GPU": plan(NodeGroup(name="gpu", gpus=1, least=1, most=4, cpus=7, memory_gb=28.5)),
+    "several groups": plan(T4, NodeGroup(name="parameter-server", cpus=8, memory_gb=52, least=3, most=3), python="3.12"),
+    "a head with GPUs": plan(head=NodeGroup(name="head", gpu="V100", gpus=2)),
+    "nothing to install": ClusterPlan(name="lab", provider="kubernetes", head=HEAD, workers=(T4,)),
+}
+
+every_plan = pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
+
+
+def job(plan: ClusterPlan, entrypoint: str = "python train.py") -> dict[str, Any]:
+    """Return a RayJob whose placeholder is filled in."""
+    manifest = write_job(plan, entrypoint)
+    manifest["spec"]["runtimeEnvYAML"] = manifest["spec"]["runtimeEnvYAML"].replace(kubernetes.CODE, CODE)
+    return manifest
+
+
+def problems(text: str) -> list[str]:
+    """Return what is found to be wrong, line by line."""
+    [document] = documents_of(text, "lab.yaml")
+    findings = Findings(document)
+    kubernetes_checks.check(findings)
+    try:
+        findings.refuse()
+    except CloudError as error:
+        return str(error).splitlines()
+    return []
+
+
+def dump(manifest: dict[str, Any]) -> str:
+    return yaml.safe_dump(manifest, sort_keys=False, width=1000)
+
+
+def groups(manifest: dict[str, Any]) -> list[dict[str, Any]]:
+    spec = manifest["spec"].get("rayClusterSpec", manifest["spec"])
+    return [spec["headGroupSpec"], *spec["workerGroupSpecs"]]
+
+
+# --- what is written --------------------------------------------------------------------------------------------------
+
+
+def as_pod(group: dict[str, Any]) -> dict[str, Any]:
+    """Return a pod of a group, with what the operator gives each."""
+    metadata = {"name": "pod", "labels": group["labels"]}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": group["template"]["spec"]}
+
+
+@every_plan
+def test_kubernetes_takes_the_pods(plan: ClusterPlan) -> None:
+    for group in groups(write(plan)):
+        kubernetes_validate.validate(as_pod(group), kubernetes_validate.latest_version(), strict=True)
+    pod = as_pod(groups(write(plan))[0])
+    pod["spec"]["containers"][0]["resurces"] = {}
+    with pytest.raises(kubernetes_validate.ValidationError, match="resurces"):
+        kubernetes_validate.validate(pod, kubernetes_validate.latest_version(), strict=True)
+
+
+@every_plan
+def test_what_is_written_is_found_to_be_right(plan: ClusterPlan) -> None:
+    assert problems(dump(write(plan))) == []
+    assert problems(dump(job(plan))) == []
+
+
+@every_plan
+def test_the_autoscaler_of_ray_reads_the_groups(plan: ClusterPlan) -> None:
+    from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
+    from ray.autoscaler._private.util import validate_config
+
+    manifest = write(plan)
+    manifest["metadata"]["namespace"] = "default"
+    config = _derive_autoscaling_config_from_ray_cr(manifest)
+    validate_config(config)
+    types = config["available_node_types"]
+    assert types["headgroup"]["resources"]["CPU"] == 0
+    for group in plan.workers:
+        there = types[group.name]
+        assert (there["min_workers"], there["max_workers"]) == (group.least, group.most)
+        assert there["resources"].get("GPU", 0) == group.gpus
+        if group.gpu:  # a pool that wants this kind makes the group grow from nothing
+            assert there["resources"][f"accelerator_type:{group.gpu}"] == 1
+        assert there["labels"]["raypool/role"] == group.name
+
+
+def test_a_group_grows_for_the_kind_of_gpu_that_a_pool_asks_for() -> None:
+    """The kind that `WorkerResources(accelerator_type=...)` asks Ray for is the one that the manifest promises."""
+    from raypool.engine.demands import demand_of
+    from raypool.resources import WorkerResources
+
+    demand = demand_of(WorkerResources(gpus=1, accelerator_type="T4"), has_chosen_gpus=False, nodes=[])
+    [worker] = write(plan(T4))["spec"]["workerGroupSpecs"]
+    assert set(worker["resources"]) <= set(demand.bundle)
+
+
+def test_the_command_runs_where_it_is_told_to() -> None:
+    spec = job(plan(T4), "python train.py --lr 0.1")["spec"]
+    assert spec["entrypoint"] == "python train.py --lr 0.1"
+    assert yaml.safe_load(spec["runtimeEnvYAML"]) == {"working_dir": CODE}
+    assert spec["shutdownAfterJobFinishes"] is True
+
+
+def test_pods_end_after_ray_has_drained() -> None:
+    for group in groups(write(plan(T4, NodeGroup(name="steady", gpus=1, least=1, most=1)))):
+        pod = group["template"]["spec"]
+        [drain] = [variable["value"] for variable in pod["containers"][0]["env"] if variable["name"] == DRAIN]
+        assert 0 < int(drain) < pod["terminationGracePeriodSeconds"]
+
+
+def test_the_profile_that_is_shown_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = how_to_connect("lab")
+    start = next(number for number, line in enumerate(lines) if "[profiles.lab]" in line)
+    (tmp_path / "raypool.toml").write_text("\n".join(lines[start:]))
+    assert tomllib.loads("\n".join(lines[start:]))
+    monkeypatch.chdir(tmp_path)
+    profile = named_profile("lab")
+    assert profile.address == "ray://127.0.0.1:10001"
+    assert profile.token_file is not None
+    commands = "\n".join(line.strip() for line in lines[1:3])
+    assert subprocess.run(["bash", "-n", "-c", commands], check=False).returncode == 0
+
+
+names = st.from_regex(r"[a-z]([-a-z0-9]{0,20}[a-z0-9])?", fullmatch=True)
+
+
+@st.composite
+def plans(draw: Callable[..., Any]) -> ClusterPlan:
+    workers = []
+    for name in draw(st.lists(names.filter(lambda name: name != "headgroup"), max_size=3, unique=True)):
+        least = draw(st.integers(0, 5))
+        gpus = draw(st.integers(0, 8))
+        kind = draw(st.sampled_from([None, "T4", "L4", "A100", "H100"])) if gpus else None
+        most, spot = least + draw(st.integers(0, 5)), draw(st.booleans())
+        workers.append(NodeGroup(name=name, gpu=kind, gpus=gpus, least=least, most=most, spot=spot))
+    idle_minutes = draw(st.floats(0, 600, allow_nan=False))
+    return ClusterPlan(
+        name=draw(names), provider="kubernetes", head=HEAD, workers=tuple(workers), packages=("a b'c",), idle_minutes=idle_minutes
+    )
+
+
+@given(plans())
+@settings(max_examples=25, deadline=None)
+def test_any_plan_gives_manifests_that_are_right(plan: ClusterPlan) -> None:
+    for manifest in write(plan), job(plan):
+        assert problems(dump(manifest)) == []
+
+
+# --- what is known of Kubernetes, KubeRay and Ray ---------------------------------------------------------------------
+
+
+def api(kind: str) -> set[str]:
+    """Return the names of the settings that Kubernetes knows for a kind."""
+    folder = f"kubernetes-json-schema/v{kubernetes_validate.latest_version()}-local-strict"
+    text = resources.files(kubernetes_validate).joinpath(f"{folder}/_definitions.json").read_text()
+    return set(json.loads(text)["$defs"][f"io.k8s.api.core.v1.{kind}"]["properties"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "schema"),
+    [
+        ("PodSpec", kubernetes_schema.POD),
+        ("Container", kubernetes_schema.CONTAINER),
+        ("EnvVar", kubernetes_schema.VARIABLE),
+        ("Toleration", kubernetes_schema.TOLERATION),
+        ("PodTemplateSpec", kubernetes_schema.TEMPLATE),
+    ],
+)
+def test_the_settings_of_pods_are_those_of_kubernetes(kind: str, schema: dict[str, Any]) -> None:
+    assert set(schema["properties"]) == api(kind)
+
+
+@pytest.mark.slow
+def test_the_parameters_of_ray_are_those_of_ray() -> None:
+    code = "from ray.scripts.scripts import start; print(*(name for each in start.params for name in each.opts))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    known = {name.removeprefix("--") for name in done.stdout.split() if name.startswith("--")}
+    assert known == set(kubernetes_schema.RAY_START.split())
+
+
+@functools.cache
+def definition(kind: str) -> dict[str, Any]:
+    """Return what KubeRay's own definition says of a kind, where RAYPOOL_KUBERAY_CRD names the folder that has it."""
+    folder = os.environ.get("RAYPOOL_KUBERAY_CRD")
+    if folder is None:
+        pytest.skip("RAYPOOL_KUBERAY_CRD names no folder with ray.io_rayclusters.yaml and ray.io_rayjobs.yaml of KubeRay")
+    content = yaml.load((Path(folder) / f"ray.io_{kind.lower()}s.yaml").read_text(), yaml.CSafeLoader)
+    [version] = [each for each in content["spec"]["versions"] if each["name"] == "v1"]
+    return strict(version["schema"]["openAPIV3Schema"])
+
+
+def strict(schema: Any) -> Any:
+    """Return a definition of Kubernetes as a JSON schema that takes no setting that it does not know."""
+    if isinstance(schema, list):
+        return [strict(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if schema.get("x-kubernetes-int-or-string"):
+        return {"type": ["integer", "string"]}
+    result = {
+        key: strict(value) for key, value in schema.items() if key not in ("format", "required", "properties", "description")
+    }
+    properties = schema.get("properties", {})
+    if properties:
+        result["properties"] = {name: strict(value) for name, value in properties.items()}
+        result.setdefault("additionalProperties", bool(schema.get("x-kubernetes-preserve-unknown-fields")))
+    # The API server fills in what has a default before it looks for what is missing.
+    result["required"] = [name for name in schema.get("required", ()) if "default" not in properties.get(name, {})]
+    return result
+
+
+def loose(kind: str) -> dict[str, Any]:
+    """Return KubeRay's definition of a kind; what Kubernetes itself knows of metadata does not stand there."""
+    schema = definition(kind)
+    return {**schema, "properties": {**schema["properties"], "metadata": {"type": "object"}}}
+
+
+@every_plan
+def test_kuberay_takes_the_manifests(plan: ClusterPlan) -> None:
+    for manifest in write(plan), write_job(plan, "python train.py"):
+        errors = [error.message for error in Draft202012Validator(loose(manifest["kind"])).iter_errors(manifest)]
+        assert errors == []
+    manifest["spec"]["rayClusterSpec"]["headGroupSpec"]["rayStartParams"]["num-cpus"] = 0
+    assert list(Draft202012Validator(loose("RayJob")).iter_errors(manifest))
+
+
+@pytest.mark.parametrize(
+    ("kind", "way", "schema"),
+    [
+        ("RayCluster", (), kubernetes_schema.CLUSTER),
+        ("RayCluster", ("headGroupSpec",), kubernetes_schema.HEAD),
+        ("RayCluster", ("workerGroupSpecs", "items"), kubernetes_schema.WORKERS),
+        ("RayCluster", ("autoscalerOptions",), kubernetes_schema.AUTOSCALER),
+        ("RayCluster", ("networkPolicy",), kubernetes_schema.NETWORK_POLICY),
+        ("RayJob", (), kubernetes_schema.JOB),
+    ],
+)
+def test_the_settings_of_manifests_are_those_of_kuberay(kind: str, way: tuple[str, ...], schema: dict[str, Any]) -> None:
+    there = definition(kind)["properties"]["spec"]
+    for step in way:
+        there = there[step] if step == "items" else there["properties"][step]
+    assert set(schema["properties"]) == set(there["properties"])
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("4", 4),
+        ("500m", 0.5),
+        ("16Gi", 2**34),
+        ("16G", 16e9),
+        ("1.5", 1.5),
+        ("2e3", 2000),
+        ("1E", 1e18),
+        ("16GB", None),
+        ("", None),
+    ],
+)
+def test_amounts_are_read_as_kubernetes_does(text: str, number: float | None) -> None:
+    there = amount(text)
+    assert (None if there is None else float(there)) == number
