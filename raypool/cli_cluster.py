@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -130,3 +132,76 @@ def validate(files: tuple[Path, ...]) -> None:
     if problems:
         click.echo("\n".join(problems), err=True)
         raise SystemExit(2)
+
+
+FILE = click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path), default="cluster.yaml")
+
+
+@cluster.command()
+@FILE
+def up(file: Path) -> None:
+    """Start the cluster of FILE (cluster.yaml), or change one that runs into what FILE says.
+
+    The file is checked before. Machines of a cloud cost money from now on, until `raypool cluster down`.
+    """
+    from raypool.cloud import launcher
+    from raypool.cloud.checks import check_file
+
+    try:
+        check_file(file)
+    except RaypoolError as error:
+        raise click.UsageError(str(error)) from error
+    with _failures():
+        launcher.up(file)
+    click.echo(f"The head runs. Next: raypool cluster connect {file}; at last: raypool cluster down {file}")
+
+
+@cluster.command()
+@FILE
+def status(file: Path) -> None:
+    """Say which machines the cluster of FILE (cluster.yaml) has, which are coming, and what is in use."""
+    from raypool.cloud import launcher
+
+    with _failures():
+        click.echo(launcher.status(file).strip())
+
+
+@cluster.command()
+@FILE
+@click.option("--yes", is_flag=True, help="Do not ask.")
+def down(file: Path, yes: bool) -> None:
+    """End the cluster of FILE (cluster.yaml), with all that runs there, and give its machines back.
+
+    Machines on premises stay, without Ray.
+    """
+    from raypool.cloud import launcher
+
+    if not yes:
+        click.confirm(f"End the cluster of {file}, and all that runs there?", abort=True)
+    with _failures():
+        launcher.down(file)
+
+
+@cluster.command()
+@FILE
+@click.option("--name", default="cluster", show_default=True, help="What to call the profile.")
+def connect(file: Path, name: str) -> None:
+    """Keep a tunnel to the cluster of FILE (cluster.yaml) open until Ctrl-C, for pools and jobs from this machine.
+
+    Prints the profile that goes into raypool.toml; then parpool(profile="cluster") runs there.
+    """
+    from raypool.cloud import launcher
+
+    with contextlib.suppress(KeyboardInterrupt), _failures(), launcher.open_tunnel(file) as opened:
+        click.echo(opened.as_toml(name))
+        click.echo("The tunnel is open until Ctrl-C.", err=True)
+        opened.wait()
+
+
+@contextlib.contextmanager
+def _failures() -> Iterator[None]:
+    """Say what has failed."""
+    try:
+        yield
+    except RaypoolError as error:
+        raise click.ClickException(str(error)) from error
