@@ -9,7 +9,7 @@ import re
 from typing import Any
 
 from raypool.cloud import resource_checks
-from raypool.cloud.documents import PLACEHOLDER, Findings, Keys, nearest
+from raypool.cloud.documents import PLACEHOLDER, Findings, Keys
 from raypool.cloud.machines import catalogue
 from raypool.errors import CloudError
 
@@ -79,15 +79,10 @@ def _check_type(findings: Findings, name: str) -> None:
     findings.check_keys(config, [*RUN_INSTANCES.split(), SUBNETS])
     _check_machine(findings, keys)
     _check_market(findings, config)
-    if (
-        findings.at(("auth", "ssh_private_key"))
-        and not findings.at((*config, "KeyName"))
-        and not findings.at((*config, "UserData"))
-    ):
-        text = "KeyName is missing in node_config: the name that EC2 knows the key by that auth says to log in with."
-        findings.add(config, text)
+    _check_metadata(findings, config)
     if findings.at((*config, "LaunchTemplate")) is not None:
         return  # it may say what follows, and lies with Amazon
+    _check_key(findings, config)
     _check_image(findings, config)
     _check_security_groups(findings, config)
 
@@ -97,8 +92,7 @@ def _check_machine(findings: Findings, keys: Keys) -> None:
     config: Keys = (*keys, "node_config")
     machine = findings.at((*config, "InstanceType"))
     if not isinstance(machine, str):
-        if findings.at((*config, "LaunchTemplate")) is None or machine is not None:
-            findings.add(config, "InstanceType is missing in node_config: the kind of machine, such as g5.xlarge.")
+        findings.add(config, "InstanceType is missing in node_config: the kind of machine, such as g5.xlarge.")
         return
     if machine.startswith(PLACEHOLDER):
         return
@@ -133,7 +127,31 @@ def _check_market(findings: Findings, config: Keys) -> None:
         return
     market = options.get("MarketType") if isinstance(options, dict) else options
     if market not in MARKETS:
-        findings.add(keys, f"the market is {market!r}; it must be `MarketType: spot`{nearest(str(market), MARKETS)}")
+        findings.add(keys, f"MarketType is {market!r}; it must be `MarketType: spot`, or {MARKETS[1]}.")
+
+
+def _check_metadata(findings: Findings, config: Keys) -> None:
+    keys = (*config, "MetadataOptions", "HttpEndpoint")
+    if findings.at(keys) == "disabled":
+        text = (
+            "without the service for metadata the head may make no machines, and nobody learns that a spot machine is taken "
+            "back. It must be enabled; `HttpTokens: required` makes it safe."
+        )
+        findings.add(keys, text)
+
+
+def _check_key(findings: Findings, config: Keys) -> None:
+    """Look whether it is known on both sides by which key one logs in."""
+    has_file, name = findings.at(("auth", "ssh_private_key")) is not None, findings.at((*config, "KeyName"))
+    if has_file and name is None and findings.at((*config, "UserData")) is None:
+        text = "KeyName is missing in node_config: the name that EC2 knows the key by that auth says to log in with."
+        findings.add(config, text)
+    elif name is not None and not has_file:
+        text = (
+            f"KeyName is {name!r}, and auth names no ssh_private_key, so Ray takes a key of its own. "
+            "Put the file of this one there, or leave KeyName out."
+        )
+        findings.add((*config, "KeyName"), text)
 
 
 def _check_image(findings: Findings, config: Keys) -> None:

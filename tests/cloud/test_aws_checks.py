@@ -1,0 +1,211 @@
+"""Mistakes in files for AWS: each is refused with its line, and what would be right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from botocore.loaders import Loader
+
+from raypool.cloud import aws, aws_checks, launcher_checks
+from raypool.cloud.documents import documents_of
+from raypool.errors import CloudError
+from tests.cloud.aws_files import GROUP, a_plan, filled_in
+
+Change = Callable[[dict[str, Any]], object]
+
+
+def worker(content: dict[str, Any]) -> dict[str, Any]:
+    node_type: dict[str, Any] = content["available_node_types"]["worker"]
+    return node_type
+
+
+def config(content: dict[str, Any]) -> dict[str, Any]:
+    node_config: dict[str, Any] = worker(content)["node_config"]
+    return node_config
+
+
+PLANTED: dict[str, tuple[Change, str, str]] = {
+    "a region that is none": (
+        lambda c: c["provider"].update(region="us-west"),
+        "region:",
+        "'us-west' is no region; one is named like us-west-2.",
+    ),
+    "no region": (lambda c: c["provider"].pop("region"), "provider:", "region is missing in provider, such as us-west-2."),
+    "a zone elsewhere": (
+        lambda c: c["provider"].update(availability_zone="us-west-2a,us-east-1a"),
+        "availability_zone:",
+        "the zone us-east-1a is not in the region, which is us-west-2: its zones are us-west-2a and so on.",
+    ),
+    "a misspelt entry of the provider": (
+        lambda c: c["provider"].update(regoin="us-west-2"),
+        "regoin:",
+        "there is no setting 'regoin'. Did you mean region?",
+    ),
+    "rules for Ray's own group": (
+        lambda c: c["provider"].update(security_group={"GroupName": "mine"}),
+        "security_group:",
+        "Ray opens SSH to the whole internet in the security group that it makes",
+    ),
+    "no group": (
+        lambda c: config(c).pop("SecurityGroupIds"),
+        "worker:/node_config:",
+        "SecurityGroupIds is missing in node_config: Ray would make a group that opens SSH to the whole internet.",
+    ),
+    "a group by its name": (
+        lambda c: config(c).update(SecurityGroupIds=["default"]),
+        "worker:/- default",
+        "'default' is no ID of a security group; one is like sg-0123456789abcdef0 (its name does not do).",
+    ),
+    "a group that is no list": (
+        lambda c: config(c).update(SecurityGroupIds=GROUP),
+        "worker:/SecurityGroupIds:",
+        f"SecurityGroupIds is '{GROUP}'; it must be a list with an ID, `- sg-...`.",
+    ),
+    "a machine that is none": (
+        lambda c: config(c).update(InstanceType="g5.13xlarge"),
+        "worker:/InstanceType:",
+        "There is no machine 'g5.13xlarge'. Did you mean g5.16xlarge or g5.12xlarge?",
+    ),
+    "no machine": (
+        lambda c: config(c).pop("InstanceType"),
+        "worker:/node_config:",
+        "InstanceType is missing in node_config: the kind of machine, such as g5.xlarge.",
+    ),
+    "a GPU that the region lacks": (
+        lambda c: (c["provider"].update(region="eu-west-3", availability_zone="eu-west-3a"),),
+        "big:/InstanceType:",
+        "eu-west-3 has no A100 GPUs.",
+    ),
+    "more GPUs than there are": (
+        lambda c: worker(c)["resources"].update(GPU=8),
+        "worker:/GPU:",
+        "Ray is told of 8 GPUs, and the machine has 4 A10G: it must be `GPU: 4`.",
+    ),
+    "a GPU where there is none": (
+        lambda c: c["available_node_types"]["head"]["resources"].update(GPU=1),
+        "head:/GPU:",
+        "Ray is told of 1 GPUs, and the machine has none: it must be `GPU: 0`.",
+    ),
+    "more CPUs than there are": (
+        lambda c: worker(c)["resources"].update(CPU=64),
+        "worker:/CPU:",
+        "Ray is told of 64 CPUs, and g5.12xlarge has 48 vCPUs; that many at most.",
+    ),
+    "the label of another GPU": (
+        lambda c: worker(c)["labels"].update({"ray.io/accelerator-type": "T4"}),
+        "worker:/ray.io/accelerator-type:",
+        "the label is 'T4'; it must be A10G.",
+    ),
+    "a misspelt entry of EC2's": (
+        lambda c: config(c).update(InstanceMarketOption={"MarketType": "spot"}),
+        "worker:/InstanceMarketOption:",
+        "there is no setting 'InstanceMarketOption'. Did you mean InstanceMarketOptions or MaintenanceOptions?",
+    ),
+    "a market that is none": (
+        lambda c: config(c).update(InstanceMarketOptions={"MarketType": "Spot"}),
+        "worker:/InstanceMarketOptions:",
+        "MarketType is 'Spot'; it must be `MarketType: spot`, or capacity-block.",
+    ),
+    "no metadata": (
+        lambda c: config(c)["MetadataOptions"].update(HttpEndpoint="disabled"),
+        "worker:/HttpEndpoint:",
+        "without the service for metadata the head may make no machines,",
+    ),
+    "a key that Ray would not take": (
+        lambda c: config(c).update(KeyName="mine"),
+        "worker:/KeyName:",
+        "KeyName is 'mine', and auth names no ssh_private_key, so Ray takes a key of its own.",
+    ),
+    "no image": (
+        lambda c: config(c).pop("ImageId"),
+        "worker:/node_config:",
+        "ImageId is missing in node_config: Ray would take an Ubuntu 18.04 of 2022;",
+    ),
+    "an image by another name": (
+        lambda c: config(c).update(ImageId="latest_dlami"),
+        "worker:/ImageId:",
+        "'latest_dlami' is no image; one is named like ami-0123456789abcdef0",
+    ),
+    "a group beside interfaces": (
+        lambda c: config(c).update(NetworkInterfaces=[{"SubnetId": "subnet-0123456789abcdef0", "Groups": [GROUP]}]),
+        "worker:/SecurityGroupIds:",
+        "SecurityGroupIds cannot stand beside NetworkInterfaces: put it into each of these.",
+    ),
+    "nobody to log in": (lambda c: c["auth"].pop("ssh_user"), "auth:", "auth says no ssh_user;"),
+}
+
+
+def line_of(text: str, way: str) -> int:
+    """The line, from 1, that the way leads to: a piece of text in it, below one in an earlier line."""
+    lines, number = text.splitlines(), -1
+    for word in way.split("/") if not way.startswith("worker:/ray.io") else ["worker:", "ray.io/accelerator-type:"]:
+        number = next(each for each in range(number + 1, len(lines)) if word in lines[each])
+    return number + 1
+
+
+@pytest.mark.parametrize("planted", PLANTED)
+def test_a_planted_error_is_refused_where_it_stands(planted: str) -> None:
+    change, way, said = PLANTED[planted]
+    content = filled_in(aws.write(a_plan()))
+    content["auth"]["ssh_user"] = "ubuntu"
+    change(content)
+    text = yaml.safe_dump(content, sort_keys=False)
+    with pytest.raises(CloudError) as caught:
+        launcher_checks.check(documents_of(text, "aws.yaml")[0])
+    problems = str(caught.value).splitlines()
+    assert len(problems) == 1, problems
+    assert problems[0].startswith(f"aws.yaml, line {line_of(text, way)}: {said}")
+
+
+def test_a_file_without_errors_passes() -> None:
+    text = yaml.safe_dump(filled_in(aws.write(a_plan())), sort_keys=False)
+    launcher_checks.check(documents_of(text, "aws.yaml")[0])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda c: worker(c).update(resources={}), id="resources that Ray finds out"),
+        pytest.param(lambda c: config(c).update(InstanceType="c7gn.large"), id="a machine that only boto3 knows"),
+        pytest.param(
+            lambda c: (
+                config(c).pop("SecurityGroupIds"),
+                config(c).update(NetworkInterfaces=[{"SubnetId": "subnet-0123456789abcdef0", "Groups": [GROUP]}]),
+            ),
+            id="interfaces written out",
+        ),
+        pytest.param(
+            lambda c: (
+                config(c).clear(),
+                config(c).update(LaunchTemplate={"LaunchTemplateName": "mine", "Version": "1"}, InstanceType="g5.12xlarge"),
+            ),
+            id="a template that lies with Amazon",
+        ),
+    ],
+)
+def test_what_is_unusual_and_right_passes(change: Change) -> None:
+    content = filled_in(aws.write(a_plan()))
+    change(content)
+    launcher_checks.check(documents_of(yaml.safe_dump(content), "aws.yaml")[0])
+
+
+def test_a_key_needs_the_name_that_amazon_knows_it_by(tmp_path: Path) -> None:
+    key = tmp_path / "key.pem"
+    key.touch()
+    content = filled_in(aws.write(a_plan()))
+    content["auth"]["ssh_private_key"] = str(key)
+    with pytest.raises(CloudError) as caught:
+        launcher_checks.check(documents_of(yaml.safe_dump(content), "aws.yaml")[0])
+    problems = str(caught.value).splitlines()
+    assert len(problems) == 3, "one for each kind of machine"
+    assert all("KeyName is missing in node_config" in problem for problem in problems)
+
+
+def test_entries_of_an_instance_are_amazons_own() -> None:
+    model = Loader().load_service_model("ec2", "service-2")["shapes"]["RunInstancesRequest"]
+    rays = {"MinCount", "MaxCount", "SubnetId", "ClientToken", "DryRun"}  # it fills these in itself, or they make no sense
+    assert set(aws_checks.RUN_INSTANCES.split()) == set(model["members"]) - rays
