@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from raypool.cloud import aws, gcp, kubernetes
+from raypool.cloud import aws, gcp, kubernetes, on_prem
 from raypool.cloud.documents import PLACEHOLDER, texts
 from raypool.cloud.plan import ClusterPlan, Provider
 from raypool.errors import CloudError
@@ -16,7 +16,9 @@ from raypool.errors import CloudError
 COMMENTS = {
     "provider": "Where.",
     "auth": "Who logs in on the machines, by SSH.",
-    "max_workers": "So many machines at most besides the head; and one that has no work for so long is given back.",
+    "min_workers": "So many machines at least besides the head.",
+    "max_workers": "So many machines at most besides the head.",
+    "idle_timeout_minutes": "A machine that has had no work for so long is given back.",
     "head_node_type": "The machine that the others join: it makes them when there is work for them, and gives them back.",
     "available_node_types": "Kinds of machines: what Ray may give away of each, how many there are, and what they are.",
     "file_mounts": "Everybody who connects has to show this token; it is copied to each machine, readable by its user only.",
@@ -36,6 +38,7 @@ WHAT = {
 WRITERS: dict[Provider, Callable[[ClusterPlan], dict[str, Any]]] = {
     "gcp": gcp.write,
     "aws": aws.write,
+    "on-prem": on_prem.write,
     "kubernetes": kubernetes.write,
 }
 
@@ -95,7 +98,7 @@ def render(documents: Iterable[Mapping[str, Any]], header: Iterable[str]) -> str
         <BLANKLINE>
         cluster_name: lab
         <BLANKLINE>
-        # So many machines at most besides the head; and one that has no work for so long is given back.
+        # So many machines at most besides the head.
         max_workers: 2
     """
     top = "".join(f"# {line}".rstrip() + "\n" for line in header)

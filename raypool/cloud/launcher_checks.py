@@ -23,13 +23,14 @@ from typing import Any
 from jsonschema import Draft7Validator
 from jsonschema.exceptions import ValidationError
 
-from raypool.cloud import aws_checks, gcp_checks, nodes
+from raypool.cloud import aws_checks, gcp_checks, nodes, on_prem
 from raypool.cloud.documents import PLACEHOLDER, Document, Findings, Keys, nearest
 from raypool.errors import CloudError
 
 PROVIDERS: dict[str, Callable[[Findings], None]] = {
     "gcp": gcp_checks.check,
     "aws": aws_checks.check,
+    "local": on_prem.check,
 }
 HEAD, WORKER = "head_start_ray_commands", "worker_start_ray_commands"
 COMMANDS = ("setup_commands", HEAD, WORKER)

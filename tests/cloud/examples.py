@@ -14,6 +14,7 @@ TRAIN = "python train.py"
 PLANS = {
     "cluster.yaml": (Draft(provider="gcp", python="3.11"), f"{INIT} gcp", None),
     "cloud_examples/aws.yaml": (Draft(provider="aws", python="3.11"), f"{INIT} aws", None),
+    "cloud_examples/on_prem.yaml": (Draft(provider="on-prem", python="3.11"), f"{INIT} on-prem", None),
     "cloud_examples/kubernetes/raycluster.yaml": (Draft(provider="kubernetes", python="3.11"), f"{INIT} kubernetes", None),
     "cloud_examples/kubernetes/rayjob.yaml": (
         Draft(provider="kubernetes", python="3.11"),

@@ -16,6 +16,8 @@ from raypool.errors import CloudError
 GCP = files.text_of(Draft(provider="gcp", project="my-project", gpu="T4", gpus=4).plan(), "raypool", "gcp.yaml")
 AWS = files.text_of(Draft(provider="aws", gpu="T4").plan(), "raypool", "aws.yaml")
 AWS = AWS.replace("<your image>", "ami-0123456789abcdef0").replace("<your security group>", "sg-0123456789abcdef0")
+HOSTS = ("10.0.0.1", "10.0.0.2", "10.0.0.3")
+LOCAL = files.text_of(Draft(provider="on-prem", hosts=HOSTS).plan(), "raypool", "on_prem.yaml")
 KUBERNETES = files.text_of(Draft(provider="kubernetes", gpu="T4").plan(), "raypool", "kubernetes.yaml")
 TRAINING = """\
 trainingInput:
@@ -32,7 +34,7 @@ trainingInput:
   parameterServerCount: 3
   parameterServerType: n1-highmem-8
 """
-TEXTS = {"gcp": GCP, "aws": AWS, "kubernetes": KUBERNETES, "training": TRAINING}
+TEXTS = {"gcp": GCP, "aws": AWS, "local": LOCAL, "kubernetes": KUBERNETES, "training": TRAINING}
 
 
 def line_of(text: str, part: str) -> int:
@@ -62,8 +64,8 @@ EXPORT = "export RAY_AUTH_MODE=token RAY_health"
 # What stands there, what is put there instead, the words by which its line is found, and what is said.
 LAUNCHER = {
     "a misspelt name": (
-        "max_workers: 4\nidle",
-        "max_worker: 4\nidle",
+        "max_workers: 4\n\n",
+        "max_worker: 4\n\n",
         "max_worker:",
         "no setting 'max_worker'. Did you mean max_w",
     ),
@@ -88,7 +90,7 @@ LAUNCHER = {
     "the sum of the least": (
         "min_workers: 0\n    max_workers: 4",
         "min_workers: 5\n    max_workers: 6",
-        "max_workers: 4\nidle",
+        "max_workers: 4\n\n",
         "max_workers is 4, and the min_workers of all node types sum up to 5",
     ),
     "a head that is not there": ("head_node_type: head", "head_node_type: haed", "head_node_type: haed", "Did you mean head"),
@@ -236,6 +238,19 @@ ON_AWS = {
 }
 
 
+ON_PREMISES = {
+    "no head": ("  head_ip: 10.0.0.1\n", "", "provider:", "head_ip is missing"),
+    "no list": ("  worker_ips:\n  - 10.0.0.2\n  - 10.0.0.3\n", "", "provider:", "worker_ips is missing"),
+    "no address": ("- 10.0.0.2", "- 10.0.0.256", "10.0.0.256", "neither an address, such as 10.0.0.7, nor the name"),
+    "a machine twice": ("- 10.0.0.3", "- 10.0.0.2", "- 10.0.0.2\n\n", "second time"),
+    "the loopback": ("head_ip: 10.0.0.1", "head_ip: 127.0.0.1", "head_ip", "as the others see it"),
+    "too many": ("max_workers: 2", "max_workers: 3", "max_workers: 3", "worker_ips names 2: that many at most"),
+    "too few": ("max_workers: 2", "max_workers: 1", "max_workers: 1", "the others would never be used"),
+    "node types": ("\nauth:", "\nhead_node_type: head\nauth:", "head_node_type", "machines that are made"),
+    "the autoscaler that leaves one out": ("RAY_enable_autoscaler_v2=0 ", "", "head_start", "RAY_enable_autoscaler_v2=0"),
+    "a setting of others": ("type: local", "type: local\n  region: x", "region: x", "no setting 'region'"),
+}
+
 OF_TRAINING = {
     "a misspelt name": ("workerCount", "workersCount", "workersCount", "workerCount"),
     "three T4": ("      count: 4\n", "      count: 3\n", "acceleratorConfig", "3 T4"),
@@ -257,6 +272,7 @@ PLANTED = [
     *(pytest.param("gcp", *mistake, id=name) for name, mistake in LAUNCHER.items()),
     *(pytest.param("gcp", *mistake, id=f"gcp: {name}") for name, mistake in ON_GCP.items()),
     *(pytest.param("aws", *mistake, id=f"aws: {name}") for name, mistake in ON_AWS.items()),
+    *(pytest.param("local", *mistake, id=f"local: {name}") for name, mistake in ON_PREMISES.items()),
     *(pytest.param("training", *mistake, id=f"training: {name}") for name, mistake in OF_TRAINING.items()),
     *(pytest.param("kubernetes", *mistake, id=f"kubernetes: {name}") for name, mistake in ON_KUBERNETES.items()),
 ]
