@@ -274,7 +274,7 @@ def open_engine(profile: Profile, find_way: FindWay | None = None) -> Engine:
     from raypool.engine.ray_session import join_ray, leave_ray
 
     own = None if isinstance(profile.inventory, NvmlInventory) else profile.inventory  # NVML's Ray finds by itself
-    join_ray(profile.address, own)  # before anything imports Ray, which reads its settings then
+    join_ray(profile, own)  # before anything imports Ray, which reads its settings then
     try:
         from raypool.engine.packing import unpack
         from raypool.engine.ray_backend import RayBackend

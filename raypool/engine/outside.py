@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pkgutil
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -19,6 +20,10 @@ from ray._private import state
 from ray.util import client
 from ray.util.client.common import ClientActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+import raypool
+from raypool.engine.ray_failures import loss_text
+from raypool.errors import StartupError
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -54,6 +59,34 @@ _dead: set[bytes] = set()  # actors; replaced as a whole
 def is_outside() -> bool:
     """Whether this process is connected through Ray Client."""
     return bool(client.ray.is_connected())
+
+
+def server() -> str | None:
+    """Return which server of Ray Client this process is connected to, "HOST:PORT"; None if to none."""
+    return str(client.ray.get_context().client_worker._conn_str) if is_outside() else None
+
+
+def check_raypool(address: str) -> None:
+    """Make sure that this raypool is also that of the cluster.
+
+    Raises:
+        StartupError: It is not, or nothing can be started there.
+    """
+    ours = raypool.__version__
+    try:
+        theirs = ask_inside(pkgutil.resolve_name, "raypool:__version__")
+    except ray.exceptions.RayError as error:
+        if "No module named 'raypool'" not in str(error):
+            raise StartupError(f"Nothing can be started on the cluster at {address}: {loss_text(error)}.") from error
+        raise StartupError(
+            f"raypool is not installed on the cluster at {address}. Install raypool {ours} there, or let it travel: "
+            f"packages=['raypool=={ours}']."
+        ) from error
+    if theirs != ours:
+        raise StartupError(
+            f"The cluster at {address} has raypool {theirs}, this process {ours}: they have to be the same. "
+            f"Install {theirs} here, or {ours} there."
+        )
 
 
 def ask_inside(question: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -96,6 +129,16 @@ def _settled() -> Outpost:
             }
             _outpost = Outpost(connection, node_id, ray.remote(Scout).options(**options).remote())
         return _outpost
+
+
+def fetched(ref: Any) -> Any:
+    """Return what a parcel's reference stands for; from outside its buffers, which Ray Client does not carry, come as bytes."""
+    return ask_inside(_portable, ref) if is_outside() else ray.get(ref)
+
+
+def _portable(parcel: tuple[bytes, list[Any], list[Any]]) -> tuple[bytes, list[bytes], list[Any]]:
+    header, buffers, refs = parcel
+    return header, [bytes(buffer) for buffer in buffers], refs
 
 
 def leave() -> None:

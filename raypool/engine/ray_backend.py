@@ -27,7 +27,7 @@ from raypool.engine.nodes import Nodes, NodeWatch
 from raypool.engine.outside import is_outside, note_deaths
 from raypool.engine.ray_calls import when_done
 from raypool.engine.ray_failures import loss_reason, loss_text
-from raypool.engine.ray_nodes import CutOff, look, why_cut_off, why_lost
+from raypool.engine.ray_nodes import CutOff, look, why_cut_off
 from raypool.engine.ray_session import connection, give_up_ray, leave_ray
 from raypool.engine.ray_values import MessageValues, StoredValues, bring_home
 from raypool.engine.seat import Seat, note_stale
@@ -317,7 +317,7 @@ class RayBackend:
     def _watch(self) -> None:
         """Report workers that die while nothing runs in them, and an end of Ray: no call comes back to tell of these."""
         while not self._left.wait(WATCH_S):
-            cut_off = self._why_cut_off()
+            cut_off = why_cut_off(self._nodes.silent_s(WATCH_S), self._nodes.is_adrift, self._is_outside)
             if cut_off is not None:
                 self._let_go(cut_off)
             note_deaths([seat.actor for seat in list(self._by_worker.values())])
@@ -325,15 +325,10 @@ class RayBackend:
                 with contextlib.suppress(Exception):  # the seat may change hands meanwhile; the next look sees
                     self._look_after(worker_id, seat)
 
-    def _why_cut_off(self) -> CutOff | None:
-        silent_s = self._nodes.silent_s(WATCH_S)
-        if not self._is_outside:
-            return why_cut_off(silent_s, self._nodes.is_adrift)
-        is_known = self._closed.is_set() or self._ending != RAY_ENDED
-        return None if is_known else why_lost(silent_s)
-
     def _let_go(self, cut_off: CutOff) -> None:
         """Let go of a Ray that will answer nobody any more: whoever asked it something would wait, and in the end it ends us."""
+        if not ray.is_initialized() and (self._closed.is_set() or self._ending != RAY_ENDED):
+            return  # it is known
         self._ending = cut_off.why
         logger.error("%s; the pool ends.", cut_off.why)
         give_up_ray(bring_home if cut_off.has_values else None)  # asking a dead raylet for a value ends the process

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import ray
 from ray._private import state
 
+from raypool.cloud.connect import host_and_port
 from raypool.engine.nodes import Nodes
 from raypool.engine.outside import ask_inside
-from raypool.engine.ray_session import host_and_port
 
 REFUSED_S = 3.0
 """When nothing was heard for so long, it is looked whether anybody listens at all [s]."""
@@ -47,7 +47,7 @@ class CutOff(NamedTuple):
     has_values: bool
 
 
-def why_cut_off(silent_s: float, is_adrift: bool) -> CutOff | None:
+def why_cut_off(silent_s: float, is_adrift: bool, is_outside: bool = False) -> CutOff | None:
     """Return why this process can do nothing with Ray any more, None if it can, or Ray was ended in good order.
 
     Asks nobody but the operating system. A control store that was killed may be started again somewhere; Ray gives it a minute,
@@ -56,10 +56,15 @@ def why_cut_off(silent_s: float, is_adrift: bool) -> CutOff | None:
     Args:
         silent_s: For how long the control store has not answered [s].
         is_adrift: Whether it says that the node of this process is dead.
+        is_outside: Whether this process was connected through Ray Client.
     """
+    if is_outside:
+        return _why_lost(silent_s)
     node = ray._private.worker.global_worker.node if ray.is_initialized() else None
-    if node is None:
-        return None
+    return None if node is None else _why_adrift(node, silent_s, is_adrift)
+
+
+def _why_adrift(node: Any, silent_s: float, is_adrift: bool) -> CutOff | None:
     if any(raylet.process.poll() is not None for raylet in node.all_processes.get("raylet", ())):
         return CutOff("Ray's process on this machine (the raylet) has died", has_values=False)
     if is_adrift:
@@ -72,7 +77,7 @@ def why_cut_off(silent_s: float, is_adrift: bool) -> CutOff | None:
     return None
 
 
-def why_lost(silent_s: float) -> CutOff | None:
+def _why_lost(silent_s: float) -> CutOff | None:
     """Return why a process that is connected from outside can do nothing with the cluster any more, None if it can.
 
     When the connection breaks, Ray Client tries for half a minute to get it back (RAY_CLIENT_RECONNECT_GRACE_PERIOD).

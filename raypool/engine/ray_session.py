@@ -6,25 +6,23 @@ import concurrent.futures
 import contextlib
 import logging
 import os
-import secrets
 import signal
-import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+from raypool.cloud import connect, shipping
+from raypool.cloud.tokens import make_token, token_path
 from raypool.devices.cores import usable_cpus
 from raypool.devices.gpus import Inventory
 from raypool.devices.visible import visible_gpus
 from raypool.errors import StartupError
+from raypool.profiles import CLIENT, LOOPBACK, Profile
 
 LOOPBACK_ONLY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """With "0" Ray binds everything to 127.0.0.1; for Linux it is not documented, and a test looks at the ports."""
-
-CONNECT_TIMEOUT_S = 5.0
 
 GIVE_UP_S = 5.0
 """How long to try to fetch what is in a Ray that is beyond help [s]."""
@@ -44,29 +42,37 @@ ENVIRONMENT = {
 _lock = threading.Lock()
 _users = 0
 _ended = threading.Event()
+_shipped: dict[str, Any] = {}  # with our connection
 _ours: str | None = None  # our connection to the Ray that was started here; unique, so that another Ray is never taken for it
 
 
-def join_ray(address: str | None, inventory: Inventory | None = None) -> None:
+def join_ray(profile: Profile | None = None, inventory: Inventory | None = None) -> None:
     """Make sure that Ray runs in this process: the one that is there, the one at the address, or a new one on this machine.
 
     Args:
-        address: Where it runs.
+        profile: Where it runs, and what is shipped there; None: as the environment says.
         inventory: Who knows the GPUs that a new one is to have. None: Ray finds them itself.
 
     Raises:
-        StartupError: There is no Ray at the address.
+        StartupError: There is no Ray at the address, or it does not let this process in.
+        InvalidValueError: What is to be shipped is more than Ray takes.
     """
-    global _users, _ours
+    global _users, _ours, _shipped
+    profile = profile or Profile()
+    address = profile.address or os.environ.get("RAY_ADDRESS")
     with _lock:
-        _prepare(address)
+        if not _is_initialized():
+            _prepare(profile, address)
         logging.getLogger("ray.widgets.util").setLevel(logging.WARNING)  # in notebooks it asks for a package that nobody needs
         import ray
 
-        if not ray.is_initialized():
+        if ray.is_initialized():
+            _check_joined(profile)
+        else:
+            shipped = shipping.runtime_env(profile)
             with _own_sigterm():
-                _connect(ray, address, inventory)
-            _ours = connection()
+                _connect(ray, address, inventory, shipped)
+            _ours, _shipped = connection(), shipped
             _users = 0  # of a Ray that somebody has ended meanwhile
         _users += 1
 
@@ -118,6 +124,10 @@ def leave_ray(before_end: Callable[[], None], joined: str | None = None) -> None
             finally:
                 ray.shutdown()
                 _ended.set()
+        elif _users <= 0:
+            from raypool.engine import outside
+
+            outside.leave()
 
 
 def give_up_ray(before_end: Callable[[], None] | None) -> None:
@@ -144,10 +154,9 @@ def is_ours() -> bool:
     return _ours == connection()
 
 
-def _prepare(address: str | None) -> None:
-    if _is_initialized():
-        return
-    address = address or os.environ.get("RAY_ADDRESS")
+def _prepare(profile: Profile, address: str | None) -> None:
+    """See to the environment that Ray reads when it is imported, and to whatever can be seen to be in the way."""
+    connect.prepare(profile)
     if address is None:
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
@@ -159,37 +168,31 @@ def _prepare(address: str | None) -> None:
                     f"The token that protects Ray cannot be written: {error}. Set RAY_AUTH_TOKEN_PATH to a file that can be."
                 ) from error
     else:
-        host, port = host_and_port(address)
-        _check_reachable(host, port, address)
-        if host in ("127.0.0.1", "localhost"):  # Ray would look for it at this machine's address in the network instead
+        if connect.host_and_port(address)[0] in LOOPBACK:  # Ray would look at this machine's address in the network instead
             os.environ.setdefault(LOOPBACK_ONLY, "0")
-        if token_path().exists():
+        if "RAY_AUTH_TOKEN" in os.environ or token_path().exists():
             os.environ.setdefault("RAY_AUTH_MODE", "token")
     if "ray" in sys.modules:
         _reread_environment()
+    if address is not None:
+        connect.check(address)
 
 
-def host_and_port(address: str) -> tuple[str, int | None]:
-    """Return where to look for a Ray; no port if that is for Ray to find out.
+def _check_joined(profile: Profile) -> None:
+    """Make sure that the Ray that this process is connected to already is the one that is meant, with what is to be shipped."""
+    from raypool.engine import outside
 
-    Example:
-        >>> host_and_port("ray://head:10001"), host_and_port("10.0.0.1:6379"), host_and_port("auto")
-        (('head', 10001), ('10.0.0.1', 6379), ('auto', None))
-    """
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    return (host, int(port)) if host and port.isdigit() else (address, None)
-
-
-def _check_reachable(host: str, port: int | None, address: str) -> None:
-    """Make sure that somebody listens there: Ray would try for minutes."""
-    if port is None:
-        return
-    try:
-        socket.create_connection((host, port), CONNECT_TIMEOUT_S).close()
-    except OSError as error:
+    if profile.is_remote and outside.server() != str(profile.address).removeprefix(CLIENT):
         raise StartupError(
-            f"Nobody answers at {address} ({error}). Check the address, and that Ray runs there and this machine may reach it."
-        ) from error
+            f"This process is connected to another Ray than the one at {profile.address}, and can be connected to one only. "
+            "Shut that down first (its pools, then ray.shutdown())."
+        )
+    wanted = shipping.runtime_env(profile)
+    if wanted and wanted != _shipped:
+        raise StartupError(
+            f"{' and '.join(sorted(wanted))} can be shipped only when this process connects to Ray, which it has done already. "
+            "Open this pool first, or shut that Ray down before (its pools, then ray.shutdown())."
+        )
 
 
 def _is_initialized() -> bool:
@@ -200,38 +203,11 @@ def _is_initialized() -> bool:
 def _reread_environment() -> None:
     """Ray was imported before: what it read from the environment then is out of date. Private names, checked on Ray 2.60."""
     from ray._private import ray_constants
-    from ray._raylet import Config  # type: ignore[attr-defined]
+    from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
     Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
     ray_constants.ENABLE_RAY_CLUSTER = os.environ.get(LOOPBACK_ONLY, "1") == "1"
-
-
-def token_path() -> Path:
-    """Return where Ray's token lies."""
-    return Path(os.environ.get("RAY_AUTH_TOKEN_PATH", Path.home() / ".ray" / "auth_token"))
-
-
-def make_token() -> None:
-    """Create the token file, readable by its owner only; Ray would create it readable by all."""
-    if "RAY_AUTH_TOKEN" in os.environ:
-        return
-    path = token_path()
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if path.exists() and path.stat().st_size > 0:
-        path.chmod(0o600)
-        return
-    # Written apart and then given its name, so that nobody ever reads half a token, and two who come at once agree on one.
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        file.write(secrets.token_hex(32))
-    try:
-        if path.exists():
-            draft.replace(path)  # it was empty
-        else:
-            with contextlib.suppress(FileExistsError):
-                os.link(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 def _init_kept(ray: Any, options: dict[str, Any]) -> None:
@@ -275,15 +251,25 @@ def _hush(ray: Any) -> None:
     module.print_to_stdstream = show_others
 
 
-def _connect(ray: Any, address: str | None, inventory: Inventory | None) -> None:
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+def _connect(ray: Any, address: str | None, inventory: Inventory | None, shipped: dict[str, Any]) -> None:
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+    if shipped:
+        options["runtime_env"] = shipped
     try:
-        if address is not None or "RAY_ADDRESS" in os.environ:
-            ray.init(address=address, **quiet)
+        if address is not None:
+            ray.init(address=address, **options)
         else:
             num_gpus = None if inventory is None else len(visible_gpus(os.environ, inventory.devices()))
             own = {"address": "local", "num_cpus": usable_cpus(), "num_gpus": num_gpus, "include_dashboard": False}
-            _init_kept(ray, {**own, **quiet})
+            _init_kept(ray, {**own, **options})
             _hush(ray)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise StartupError(f"Ray could not be started or reached at {address or 'this machine'}: {error}") from error
+        raise connect.not_started(address, error) from error
+    if address is not None and address.startswith(CLIENT):
+        from raypool.engine import outside
+
+        try:
+            outside.check_raypool(address)
+        except BaseException:
+            ray.shutdown()
+            raise

@@ -11,7 +11,7 @@ from typing import Any
 import ray
 from ray import exceptions as rx
 
-from raypool.engine import packing
+from raypool.engine import outside, packing
 from raypool.engine.ray_failures import loss_text
 from raypool.errors import SerializationError, TaskError
 from raypool.futures import Missing
@@ -52,7 +52,7 @@ class StoredValues:
                 if not ray.is_initialized():  # asking would start a new one
                     raise TaskError("A result is lost: Ray was shut down before anybody asked for it.")
                 try:
-                    parcel = packing.Parcel(*ray.get(self._ref))
+                    parcel = packing.Parcel(*outside.fetched(self._ref))
                 except (rx.RayError, ValueError) as error:
                     raise TaskError(f"A result that was there is lost: {loss_text(error)}.") from error
                 self._note_bytes(parcel.num_bytes)

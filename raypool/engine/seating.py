@@ -14,6 +14,7 @@ from raypool.engine.choosing import Choice, Spot, spots
 from raypool.engine.claims import Claim, Wanted
 from raypool.engine.demands import Demand, Need, demand_of
 from raypool.engine.gathering import claim_number
+from raypool.engine.outside import is_outside
 from raypool.engine.survey import Survey
 from raypool.errors import PoolClosedError, RaypoolError, ResourceError
 from raypool.profiles import Profile
@@ -83,7 +84,7 @@ class Seating:
         if self._profile.gpus is not None:
             meant = spots(self._profile.gpus)
             return {kind: Choice(demand, meant, self._survey).claim(None, len(meant), wanted)}
-        is_elsewhere = self._profile.address is not None
+        is_elsewhere = self._profile.address is not None or is_outside()
         most = NO_LIMIT if demand.kind == "GPU" or is_elsewhere else usable_cores()
         return {kind: claim_number([Need(demand, 1, most)], wanted, self._survey)[0]}
 

@@ -14,7 +14,7 @@ from raypool.engine.outside import ask_inside
 from raypool.errors import ResourceError
 from raypool.labels import has_labels
 
-OURS = ("PoolWorker", "NodeAgent")
+OURS = ("PoolWorker", "NodeAgent", "Scout")
 """Actors of pools, which hold nothing beside their pools' placement groups."""
 
 Crowd = Mapping[tuple[str, int], GpuDevice]

@@ -1,0 +1,220 @@
+"""Connecting to a cluster: the token and the certificates that it asks for, and what is in the way, said within seconds.
+
+Ray itself tries for half a minute, or for ever, and then does not say why.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import ssl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from raypool.errors import StartupError
+from raypool.profiles import CLIENT, Profile
+
+CONNECT_TIMEOUT_S = 5.0
+"""How long a machine may take to take a connection [s]."""
+
+ANSWER_S = 4.0
+"""How long Ray may take to say who it is [s]."""
+
+TLS_VARIABLES = {"certificate": "RAY_TLS_SERVER_CERT", "key": "RAY_TLS_SERVER_KEY", "authority": "RAY_TLS_CA_CERT"}
+
+
+def prepare(profile: Profile) -> None:
+    """Put a profile's token and certificates where Ray looks for them: in the environment, which it reads when it is imported.
+
+    Raises:
+        StartupError: There is no such file, or nothing in it.
+
+    Source:
+        Ray, Token authentication: RAY_AUTH_TOKEN counts before RAY_AUTH_TOKEN_PATH. Ray, TLS Authentication.
+    """
+    if profile.token_file is not None:
+        os.environ["RAY_AUTH_TOKEN_PATH"] = _readable(profile.token_file, "token_file")
+        os.environ["RAY_AUTH_MODE"] = "token"
+        os.environ.pop("RAY_AUTH_TOKEN", None)
+    if profile.tls is not None:
+        for name, variable in TLS_VARIABLES.items():
+            os.environ[variable] = _readable(getattr(profile.tls, name), f"tls.{name}")
+        os.environ["RAY_USE_TLS"] = "1"
+
+
+def _readable(entry: str | os.PathLike[str], name: str) -> str:
+    path = Path(entry).expanduser().absolute()
+    try:
+        is_empty = not path.read_bytes().strip()
+    except OSError as error:
+        raise StartupError(f"{name}: {path} could not be read: {error.strerror}. Copy it from the head of the cluster.") from None
+    if is_empty:
+        raise StartupError(f"{name}: {path} is empty. Copy it from the head of the cluster.")
+    return str(path)
+
+
+def host_and_port(address: str) -> tuple[str, int | None]:
+    """Return where to look for a Ray; no port if that is for Ray to find out.
+
+    Example:
+        >>> host_and_port("ray://head:10001"), host_and_port("10.0.0.1:6379"), host_and_port("auto")
+        (('head', 10001), ('10.0.0.1', 6379), ('auto', None))
+    """
+    host, _, port = address.removeprefix(CLIENT).rpartition(":")
+    return (host, int(port)) if host and port.isdigit() else (address, None)
+
+
+def check(address: str) -> None:
+    """Make sure that a Ray at this address takes this process in, as far as that can be seen from here.
+
+    The environment is as `prepare` leaves it, and Ray has read it.
+
+    Raises:
+        StartupError: Nobody listens there; it encrypts and this process does not, or the other way round; it does not accept the
+            token; this machine is no node of the cluster, and the address is one for nodes.
+    """
+    host, port = host_and_port(address)
+    if port is None:
+        return
+    try:
+        socket.create_connection((host, port), CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        raise StartupError(
+            f"Nobody answers at {address} ({error}). Check the address, and that Ray runs there and this machine may reach it."
+        ) from error
+    _check_encryption(host, port, address)
+    if address.startswith(CLIENT):
+        _check_server(address, f"{host}:{port}")
+    else:
+        _check_node(address)
+
+
+def _check_encryption(host: str, port: int, address: str) -> None:
+    wants_tls = os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
+    if wants_tls and not speaks_tls(host, port):
+        raise StartupError(
+            f"The connection is to be encrypted (tls), but what answers at {address} does not encrypt. "
+            "Leave tls (and RAY_USE_TLS) out, or start Ray there with RAY_USE_TLS=1."
+        )
+    if not wants_tls and speaks_tls(host, port):
+        raise StartupError(
+            f"What answers at {address} encrypts its connections, and this process has no certificate. "
+            "Give the profile one: tls=Tls(certificate=..., key=..., authority=...)."
+        )
+
+
+def speaks_tls(host: str, port: int) -> bool:
+    """Whether who listens there begins an encrypted connection, whoever that is and whatever certificate it wants to see."""
+    context = ssl.create_default_context()
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    try:
+        with socket.create_connection((host, port), CONNECT_TIMEOUT_S) as plain:
+            plain.settimeout(ANSWER_S)
+            with context.wrap_socket(plain, server_hostname=host):
+                return True
+    except OSError:  # also ssl.SSLError, and silence
+        return False
+
+
+# --- Ray's own doors ----------------------------------------------------------------------------------------------------
+
+
+def _check_server(address: str, target: str) -> None:
+    """Ask a server of Ray Client whether it is there; what that takes is private to Ray, checked on Ray 2.60."""
+    import grpc  # type: ignore[import-untyped]
+    from ray._private.grpc_utils import init_grpc_channel
+    from ray.core.generated.ray_client_pb2 import ClusterInfoRequest, ClusterInfoType
+    from ray.core.generated.ray_client_pb2_grpc import RayletDriverStub
+
+    with _token_as_here(address), init_grpc_channel(target) as channel:
+        try:
+            RayletDriverStub(channel).ClusterInfo(ClusterInfoRequest(type=ClusterInfoType.PING), timeout=ANSWER_S)
+        except grpc.RpcError as error:
+            raise _refusal(address, error) from error
+
+
+def _refusal(address: str, error: Any) -> StartupError:
+    import grpc
+
+    code, details = error.code(), str(error.details())
+    if code is grpc.StatusCode.UNAUTHENTICATED:
+        return _bad_token(address)
+    if "SSL" in details or "handshake" in details.lower():
+        return StartupError(
+            f"{address} does not accept the certificate of this machine, or this machine not the one shown there ({details}). "
+            "Both have to be signed by the same authority, and the one there has to name the host of this address."
+        )
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        return StartupError(
+            f"What answers at {address} is no server of Ray Client. It listens on port 10001, as a rule, of the cluster's head."
+        )
+    return StartupError(
+        f"What answers at {address} is no server of Ray Client, or one that is not well ({code.name}: {details}). "
+        "It listens on port 10001, as a rule, of the cluster's head."
+    )
+
+
+def _bad_token(address: str) -> StartupError:
+    where = "RAY_AUTH_TOKEN" if "RAY_AUTH_TOKEN" in os.environ else os.environ.get("RAY_AUTH_TOKEN_PATH", "~/.ray/auth_token")
+    if os.environ.get("RAY_AUTH_MODE") != "token":
+        return StartupError(
+            f"The cluster at {address} asks for a token, and this process has none. "
+            "Copy ~/.ray/auth_token from its head, and name the file: token_file=..."
+        )
+    return StartupError(
+        f"The cluster at {address} does not accept the token in {where}: it is that of another cluster, or an old one. "
+        "Copy ~/.ray/auth_token from its head again."
+    )
+
+
+@contextmanager
+def _token_as_here(address: str) -> Iterator[None]:
+    """Say what Ray means where it does not find a token at all."""
+    from ray.exceptions import AuthenticationError
+
+    try:
+        yield
+    except AuthenticationError as error:
+        raise _bad_token(address) from error
+
+
+def _check_node(address: str) -> None:
+    """Make sure that this machine is a node of the cluster: on any other Ray would look for its process there for minutes."""
+    import psutil
+    from ray._raylet import GcsClient  # type: ignore[attr-defined]
+    from ray.exceptions import RaySystemError, RpcError
+
+    try:
+        with _token_as_here(address):
+            nodes = GcsClient(address=address).get_all_node_info(timeout=ANSWER_S).values()
+    except (RpcError, RaySystemError) as error:
+        raise StartupError(
+            f"What answers at {address} is not Ray's control store, or one that is not well ({error}). "
+            "That listens on port 6379, as a rule, of the cluster's head."
+        ) from error
+    there = sorted({node.node_manager_address for node in nodes if node.state == 0})  # alive
+    here = {each.address for addresses in psutil.net_if_addrs().values() for each in addresses}
+    if not here.intersection(there):
+        head = host_and_port(address)[0]
+        raise StartupError(
+            f"This machine is no node of the cluster at {address} (its nodes: {', '.join(there) or 'none'}), and only a node can "
+            f"join it there. From outside use Ray Client: address='{CLIENT}{head}:10001'."
+        )
+
+
+def not_started(address: str | None, error: Exception) -> StartupError:
+    """Return what to say where Ray did not start, or did not let this process in: `error` is what Ray says."""
+    where = address or "this machine"
+    rays, pythons = re.findall(r"Ray: (\S+)", str(error)), re.findall(r"Python: (\S+)", str(error))
+    if "Version mismatch" in str(error) and len(rays) == len(pythons) == 2:
+        theirs, ours = (f"Ray {rays[side]} and Python {pythons[side]}" for side in (0, 1))
+        return StartupError(
+            f"The cluster at {where} runs {theirs}, this process {ours}. "
+            "Both have to be the same, of Python the first two numbers: make an environment with those of the cluster."
+        )
+    return StartupError(f"Ray could not be started or reached at {where}: {error}")
