@@ -209,6 +209,12 @@ def test_ray_would_not_take_a_key_whose_file_it_is_not_told(ec2: Any, security_g
 # --- what is written -----------------------------------------------------------------------------------------------------
 
 
+def test_beside_each_worker_runs_the_watcher_for_amazons_notices() -> None:
+    content = aws.write(a_plan())
+    assert "raypool.cloud.preemption --cloud aws " in content["worker_start_ray_commands"][-1]
+    assert not any("preemption" in command for command in content["head_start_ray_commands"])
+
+
 def test_what_is_to_be_filled_in_is_named_and_told_how() -> None:
     content = aws.write(a_plan())
     text = yaml.safe_dump(content)

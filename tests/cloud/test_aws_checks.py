@@ -11,7 +11,9 @@ import yaml
 from botocore.loaders import Loader
 
 from raypool.cloud import aws, aws_checks, launcher_checks
-from raypool.cloud.documents import documents_of
+from raypool.cloud.documents import Findings, documents_of
+from raypool.cloud.machines import Machine, catalogue
+from raypool.cloud.plan import NodeGroup
 from raypool.errors import CloudError
 from tests.cloud.aws_files import GROUP, a_plan, filled_in
 
@@ -159,6 +161,19 @@ def test_a_planted_error_is_refused_where_it_stands(planted: str) -> None:
     problems = str(caught.value).splitlines()
     assert len(problems) == 1, problems
     assert problems[0].startswith(f"aws.yaml, line {line_of(text, way)}: {said}")
+
+
+@pytest.mark.parametrize(
+    "shape", [shape for shape in catalogue("aws").machines.values() if shape.gpu], ids=lambda shape: shape.name
+)
+def test_whatever_we_write_passes(shape: Machine) -> None:
+    """Each machine with GPUs, in a region that has them."""
+    zone = f"{catalogue('aws').regions(shape.gpu or '')[0]}a"
+    worker = NodeGroup(name="worker", machine=shape.name, gpu=shape.gpu, gpus=shape.gpus, most=1, spot=True)
+    [document] = documents_of(yaml.safe_dump(filled_in(aws.write(a_plan(zone=zone, workers=(worker,))))), "aws.yaml")
+    findings = Findings(document)
+    aws_checks.check(findings)
+    assert not list(findings)
 
 
 def test_a_file_without_errors_passes() -> None:
