@@ -87,7 +87,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 80_000_000})
 ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
 ray_command = os.path.join(os.path.dirname(sys.executable), "ray")
-start = f"{ray_command} start --address={cluster.address} --num-cpus=1 --object-store-memory=80000000 --disable-usage-stats --block"
+options = "--num-cpus=1 --object-store-memory=80000000 --disable-usage-stats --block"
+start = f"{ray_command} start --address={cluster.address} {options}"
 shell = COMMAND.replace("@start", start)
 pod = subprocess.Popen(["/bin/bash", "-c", "--", shell], start_new_session=True, stdout=subprocess.DEVNULL)
 head = ray.get_runtime_context().get_node_id()
