@@ -1,0 +1,85 @@
+"""What docs/clusters.md says is true: its Python runs, its commands exist, its files are taken."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import click
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from raypool.cli import main
+from raypool.cloud import checks
+from raypool.cloud.documents import documents_of
+from raypool.profile_files import resolve_profile
+
+TEXT = (Path(__file__).parents[2] / "docs" / "clusters.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", TEXT, re.DOTALL | re.MULTILINE)
+
+
+COMMANDS = [line for block in blocks("shell") for line in block.splitlines() if line.startswith("raypool ")]
+
+
+def test_the_python_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for block in blocks("python"):
+        exec(compile(block, "clusters.md", "exec"), {"__name__": "clusters"})
+    printed = capsys.readouterr().out
+    for line in re.findall(r"# (cluster\.yaml, line .*|\(1, 2, 4\)|\[3, 5\])$", "\n".join(blocks("python")), re.MULTILINE):
+        assert line in printed
+    assert "line 2" in printed
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_the_commands_and_their_options_exist(line: str) -> None:
+    words = shlex.split(line, comments=True)[1:]
+    command: click.Command = main
+    while isinstance(command, click.Group):
+        command = command.commands[words.pop(0)]
+    known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+    ours = words[: words.index("--")] if "--" in words else words
+    assert {word for word in ours if word.startswith("-")} <= known
+
+
+@pytest.mark.parametrize("line", [line for line in COMMANDS if "cluster init" in line or "cluster machines" in line])
+def test_what_writes_and_lists_does_so(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(main, shlex.split(line, comments=True)[1:])
+    assert done.exit_code == 0, done.output
+
+
+def test_the_first_example_has_nothing_left_to_fill_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    init, validate = COMMANDS[:2]
+    for line in (init, validate):
+        done = CliRunner().invoke(main, shlex.split(line)[1:])
+        assert done.exit_code == 0, done.output
+
+
+def test_what_is_said_of_mistakes_is_what_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    runner = CliRunner()
+    runner.invoke(main, ["cluster", "init", "--provider", "gcp", "--gpu", "V100", "--gpus", "2"])
+    text = Path("cluster.yaml").read_text()
+    Path("cluster.yaml").write_text(text.replace("n1-standard-8", "n1-standard-32").replace("GPU: 2", "GPU: 4"))
+    done = runner.invoke(main, ["cluster", "validate", "cluster.yaml"])
+    assert done.exit_code == 2
+    assert f"```\n{done.stderr}```\n" in TEXT
+
+
+def test_the_profile_and_the_training_job_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    [profile], [job] = blocks("toml"), blocks("yaml")
+    Path("raypool.toml").write_text(profile)
+    resolved = resolve_profile("cluster", {})
+    assert resolved.is_remote
+    assert resolved.jobs_url == "http://127.0.0.1:8265"
+    [document] = documents_of(job, "config.yaml")
+    checks.check(document)
+    assert yaml.safe_load(job)["trainingInput"]["workerCount"] == 9
