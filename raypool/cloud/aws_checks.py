@@ -190,7 +190,10 @@ def _check_interfaces(findings: Findings, config: Keys, interfaces: Any) -> None
     for name in ("SecurityGroupIds", SUBNETS):
         if findings.at((*config, name)) is not None:
             findings.add((*config, name), f"{name} cannot stand beside NetworkInterfaces: put it into each of these.")
-    for number, interface in enumerate(interfaces if isinstance(interfaces, list) else ()):
+    if not isinstance(interfaces, list) or not interfaces:
+        findings.add((*config, "NetworkInterfaces"), f"NetworkInterfaces is {interfaces!r}; it must be a list of interfaces.")
+        return
+    for number, interface in enumerate(interfaces):
         for name, what in (("Groups", "security groups"), ("SubnetId", "subnet")):
             if not (isinstance(interface, dict) and interface.get(name)):
                 findings.add(

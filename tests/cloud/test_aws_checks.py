@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import yaml
 from botocore.loaders import Loader
+from hypothesis import given
+from hypothesis import strategies as st
 
 from raypool.cloud import aws, aws_checks, launcher_checks
 from raypool.cloud.documents import Findings, documents_of
@@ -137,6 +139,16 @@ PLANTED: dict[str, tuple[Change, str, str]] = {
         "worker:/SecurityGroupIds:",
         "SecurityGroupIds cannot stand beside NetworkInterfaces: put it into each of these.",
     ),
+    "interfaces that are none": (
+        lambda c: (config(c).pop("SecurityGroupIds"), config(c).update(NetworkInterfaces={"SubnetId": "subnet-1"})),
+        "worker:/NetworkInterfaces:",
+        "NetworkInterfaces is {'SubnetId': 'subnet-1'}; it must be a list of interfaces.",
+    ),
+    "an interface without groups": (
+        lambda c: (config(c).pop("SecurityGroupIds"), config(c).update(NetworkInterfaces=[{"SubnetId": "subnet-1"}])),
+        "worker:/- SubnetId",
+        "Groups is missing: Ray wants the security groups of each interface.",
+    ),
     "nobody to log in": (lambda c: c["auth"].pop("ssh_user"), "auth:", "auth says no ssh_user;"),
 }
 
@@ -218,6 +230,32 @@ def test_a_key_needs_the_name_that_amazon_knows_it_by(tmp_path: Path) -> None:
     problems = str(caught.value).splitlines()
     assert len(problems) == 3, "one for each kind of machine"
     assert all("KeyName is missing in node_config" in problem for problem in problems)
+
+
+FILE = aws.write(a_plan())
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5) | st.sampled_from([GROUP, "<image>", "ami-1"]),
+    lambda inner: (
+        st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["Groups", "MarketType", "x"]), inner, max_size=2)
+    ),
+    max_leaves=4,
+)
+
+
+@given(
+    entries=st.dictionaries(st.sampled_from([*aws_checks.RUN_INSTANCES.split(), aws_checks.SUBNETS, "x"]), ANYTHING, max_size=4)
+)
+def test_whatever_stands_there_is_looked_at(entries: dict[str, Any]) -> None:
+    """Amazon's own entries are of any kind for Ray's schema: nothing of them is taken for granted."""
+    content = filled_in(FILE)
+    config(content).update(entries)
+    [document] = documents_of(yaml.safe_dump(content), "aws.yaml")
+    findings = Findings(document)
+    aws_checks.check(findings)
+    for problem in findings:
+        assert document.line_of(problem.keys) > 1
+        assert problem.text.endswith((".", "?"))
 
 
 def test_entries_of_an_instance_are_amazons_own() -> None:
