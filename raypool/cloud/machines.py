@@ -192,8 +192,10 @@ class Catalogue:
         """Return the end of the sentence that says what would do."""
         if shape.gpu is not None:
             return f": it always comes with {shape.gpus} {shape.gpu}. {self._with(kind, gpus)}"
-        but = f", but {one_of(counts)}" if counts else ""
-        return f"{but}. {self._with(kind, gpus)}"
+        if counts:
+            return f", but {one_of(counts)}. {self._with(kind, gpus)}"
+        others = self.choices(shape.name)
+        return f". {self._with(kind, gpus)}" + (f" {shape.name} may have {one_of(others)}." if others else "")
 
     def _with(self, kind: Gpu, gpus: int) -> str:
         """Return a sentence on where so many of a kind are to be had."""

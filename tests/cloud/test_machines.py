@@ -242,7 +242,12 @@ def test_no_name_whatever_does_anything_but_be_refused(name: str) -> None:
     [
         ("n1-standard-8", "T4", 3, "n1-standard-8 cannot have 3 T4, but 1, 2 or 4. No machine has 3 T4; 1, 2 or 4 can be had."),
         ("n1-standard-32", "V100", 2, "n1-standard-32 cannot have 2 V100, but 4 or 8. 2 V100 go with up to 24 vCPUs and 156 GB."),
-        ("n1-standard-64", "K80", 8, "n1-standard-64 cannot have 8 K80. 8 K80 go with up to 64 vCPUs and 208 GB."),
+        (
+            "n1-standard-64",
+            "K80",
+            8,
+            "n1-standard-64 cannot have 8 K80. 8 K80 go with up to 64 vCPUs and 208 GB. n1-standard-64 may have P4, T4 or V100.",
+        ),
         (
             "a2-highgpu-1g",
             "A100",
@@ -250,7 +255,14 @@ def test_no_name_whatever_does_anything_but_be_refused(name: str) -> None:
             "a2-highgpu-1g cannot have 2 A100: it always comes with 1 A100. 2 A100 come with a2-highgpu-2g.",
         ),
         ("a2-highgpu-1g", None, 0, "a2-highgpu-1g always comes with 1 A100, and none is asked for."),
-        ("n1-standard-8", "A100", 1, "n1-standard-8 cannot have 1 A100. 1 A100 comes with a2-highgpu-1g."),
+        (
+            "n1-standard-8",
+            "A100",
+            1,
+            "n1-standard-8 cannot have 1 A100. 1 A100 comes with a2-highgpu-1g. "
+            "n1-standard-8 may have K80, P4, P100, T4 or V100.",
+        ),
+        ("standard", "T4", 1, "standard cannot have 1 T4. 1 T4 goes with up to 24 vCPUs and 156 GB."),
         ("n1-standard-8", "T5", 1, "There is no GPU 'T5'. There are: K80, P4, P100, T4, V100, A100."),
         ("n1-standart-8", "T4", 1, "There is no machine 'n1-standart-8'. Did you mean n1-standard-8 or n1-standard-4?"),
     ],
