@@ -6,10 +6,13 @@ Source: as `gcp`; the rules for names are those of the pages "Naming resources" 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Any
 
-from raypool.cloud import resource_checks
-from raypool.cloud.documents import PLACEHOLDER, Findings, Keys, nearest
+from jsonschema import Draft7Validator
+
+from raypool.cloud import resource_checks, schema_checks
+from raypool.cloud.documents import PLACEHOLDER, Findings, Keys
 from raypool.cloud.machines import Gpu, Machine, catalogue
 from raypool.errors import CloudError
 
@@ -39,6 +42,29 @@ SCHEDULING = _words("""
     preemptible preemptionNoticeDuration protectionTier provisioningModel skipGuestOsShutdown terminationTime
 """)
 ACCELERATOR = _words("acceleratorType acceleratorCount")
+
+
+def _mapping(known: Iterable[str], required: Iterable[str] = (), **kinds: object) -> dict[str, object]:
+    """Return the schema of a mapping that has some of the known entries, of which some are of certain kinds."""
+    properties = {**dict.fromkeys(known, True), **kinds}
+    return {"type": "object", "additionalProperties": False, "properties": properties, "required": list(required)}
+
+
+_TEXT = {"type": "string"}
+_PARAMETERS = {"type": "object", "properties": {"diskType": _TEXT, "sourceImage": _TEXT}}
+_ACCELERATOR = _mapping((), ACCELERATOR, acceleratorType=_TEXT, acceleratorCount={"type": "integer", "minimum": 1})
+_MODELS = ["STANDARD", "SPOT", "FLEX_START", "RESERVATION_BOUND"]
+
+NODE_CONFIG = Draft7Validator(
+    _mapping(
+        {*INSTANCE, TEMPLATE},
+        ["machineType"],
+        machineType=_TEXT,
+        disks={"type": "array", "minItems": 1, "items": _mapping(DISK, initializeParams=_PARAMETERS)},
+        guestAccelerators={"type": "array", "maxItems": 1, "minItems": 1, "items": _ACCELERATOR},
+        scheduling=_mapping(SCHEDULING, provisioningModel={"enum": _MODELS}),
+    )
+)
 
 NAME_LIMIT = 35  # Compute Engine takes 63 letters; Ray makes "ray-NAME-worker-12345678-compute" of the name
 
@@ -88,13 +114,10 @@ def _check_type(findings: Findings, name: str) -> None:
     if not re.fullmatch(r"[a-z0-9_-]{1,63}", name):
         findings.add(keys, f"{name!r} becomes a label of machines, which has lower-case letters, digits, - and _ only.")
     config: Keys = (*keys, "node_config")
-    findings.check_keys(config, {*INSTANCE, TEMPLATE})
-    machine = findings.at((*config, "machineType"))
-    if machine is None:
-        findings.add(config, "machineType is missing in node_config: the kind of machine, such as n1-standard-8.")
+    if not schema_checks.check(findings, NODE_CONFIG, config):
         return
     _check_disks(findings, config)
-    found = _check_gpus(findings, config, str(machine).rpartition("/")[2])
+    found = _check_gpus(findings, config, findings.at((*config, "machineType")).rpartition("/")[2])
     if found is not None:
         shape, kind, gpus = found
         _check_scheduling(findings, config, gpus > 0)
@@ -103,27 +126,31 @@ def _check_type(findings: Findings, name: str) -> None:
 
 def _check_disks(findings: Findings, config: Keys) -> None:
     disks = findings.at((*config, "disks"))
-    if not isinstance(disks, list) or not all(isinstance(disk, dict) for disk in disks):
+    if disks is None:
         if findings.at((*config, TEMPLATE)) is None:
             findings.add(config, "disks is missing in node_config: a list, with the disk that the machine boots from.")
         return
     if not any(disk.get("boot") is True for disk in disks):
         findings.add((*config, "disks"), "the machine boots from none of its disks: one must have `boot: true`.")
-    zone = findings.at(("provider", "availability_zone"))
     for number, disk in enumerate(disks):
-        at = (*config, "disks", number)
-        findings.check_keys(at, DISK)
-        parameters = disk.get("initializeParams")
-        if disk.get("boot") and not disk.get("source") and not (isinstance(parameters, dict) and parameters.get("sourceImage")):
-            findings.add(at, "the disk says no sourceImage under initializeParams: what the machine is to boot.")
-        kind = parameters.get("diskType", "") if isinstance(parameters, dict) else ""
-        place = re.search(r"zones/([^/]+)/diskTypes/", kind)
-        if kind and place is None:
-            right = f"zones/{zone}/diskTypes/{kind.rpartition('/')[2]}"
-            findings.add((*at, "initializeParams", "diskType"), f"diskType is {kind!r}; it must say the zone: {right}.")
-        elif place and not _is_open(zone) and place[1] != zone:
-            text = f"the disk is to be in {place[1]}, and the cluster is in {zone}: it must be the same zone."
-            findings.add((*at, "initializeParams", "diskType"), text)
+        _check_disk(findings, (*config, "disks", number), disk)
+
+
+def _check_disk(findings: Findings, keys: Keys, disk: dict[str, Any]) -> None:
+    parameters = disk.get("initializeParams", {})
+    if disk.get("boot") and not disk.get("source") and not parameters.get("sourceImage"):
+        findings.add(keys, "the disk says no sourceImage under initializeParams: what the machine is to boot.")
+    zone = findings.at(("provider", "availability_zone"))
+    kind = parameters.get("diskType")
+    if kind is None or _is_open(zone):
+        return
+    at = (*keys, "initializeParams", "diskType")
+    place = re.search(r"zones/([^/]+)/diskTypes/", kind)
+    if place is None:
+        right = f"zones/{zone}/diskTypes/{kind.rpartition('/')[2]}"
+        findings.add(at, f"diskType is {kind!r}; it must say the zone: {right}.")
+    elif place[1] != zone:
+        findings.add(at, f"the disk is to be in {place[1]}, and the cluster is in {zone}: it must be the same zone.")
 
 
 def _check_gpus(findings: Findings, config: Keys, machine: str) -> tuple[Machine | None, Gpu | None, int] | None:
@@ -143,7 +170,7 @@ def _check_gpus(findings: Findings, config: Keys, machine: str) -> tuple[Machine
         kind = gce.gpu(shape.gpu) if shape and shape.gpu else None
         gpus = shape.gpus if shape else 0
     else:
-        found = _attached(findings, (*config, "guestAccelerators"), attached)
+        found = _attached(findings, (*config, "guestAccelerators", 0), attached[0])
         if found is None:
             return None
         kind, gpus = found
@@ -173,23 +200,12 @@ def _note(findings: Findings, keys: Keys, ask: Any, *arguments: object) -> None:
         findings.add(keys, str(error))
 
 
-def _attached(findings: Findings, keys: Keys, attached: Any) -> tuple[Gpu, int] | None:
-    """Return the GPUs that are attached, None if that cannot be made out."""
-    if not isinstance(attached, list) or len(attached) != 1 or not isinstance(attached[0], dict):
-        findings.add(keys, "guestAccelerators must be a list with one entry: acceleratorType and acceleratorCount.")
-        return None
-    at = (*keys, 0)
-    findings.check_keys(at, ACCELERATOR)
-    kind, count = attached[0].get("acceleratorType"), attached[0].get("acceleratorCount")
-    if not isinstance(kind, str) or not isinstance(count, int) or isinstance(count, bool):
-        findings.add(
-            at, "guestAccelerators must say acceleratorType, such as nvidia-tesla-t4, and acceleratorCount, a whole number."
-        )
-        return None
+def _attached(findings: Findings, keys: Keys, attached: dict[str, Any]) -> tuple[Gpu, int] | None:
+    """Return the GPUs that are attached, None if there are none of that kind."""
     try:
-        return _gpu(kind.rpartition("/")[2]), count
+        return _gpu(attached["acceleratorType"].rpartition("/")[2]), attached["acceleratorCount"]
     except CloudError as error:
-        findings.add((*at, "acceleratorType"), str(error))
+        findings.add((*keys, "acceleratorType"), str(error))
         return None
 
 
@@ -207,17 +223,8 @@ def _gpu(accelerator: str) -> Gpu:
 
 def _check_scheduling(findings: Findings, config: Keys, has_gpus: bool) -> None:
     keys = (*config, "scheduling")
-    scheduling = findings.at(keys)
-    if scheduling is None:
-        scheduling = {}
-    elif not isinstance(scheduling, dict):
-        findings.add(keys, "scheduling must be a mapping (`provisioningModel: SPOT`), not a list.")
-        return
-    findings.check_keys(keys, SCHEDULING)
-    model = scheduling.get("provisioningModel", "STANDARD")
-    if model not in (models := ("STANDARD", "SPOT", "FLEX_START", "RESERVATION_BOUND")):
-        findings.add((*keys, "provisioningModel"), f"provisioningModel is {model!r}{nearest(str(model), models)}")
-    is_spot = model == "SPOT" or scheduling.get("preemptible") is True
+    scheduling = findings.at(keys) or {}
+    is_spot = scheduling.get("provisioningModel") == "SPOT" or scheduling.get("preemptible") is True
     at = keys if findings.at(keys) is not None else config
     if (is_spot or has_gpus) and scheduling.get("onHostMaintenance") != "TERMINATE":
         which = "a spot machine" if is_spot else "a machine with GPUs"

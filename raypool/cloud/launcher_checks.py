@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from jsonschema import Draft7Validator
-from jsonschema.exceptions import ValidationError
 
-from raypool.cloud import aws_checks, gcp_checks, nodes, on_prem
+from raypool.cloud import aws_checks, gcp_checks, nodes, on_prem, schema_checks
 from raypool.cloud.documents import PLACEHOLDER, Document, Findings, Keys, nearest
 from raypool.errors import CloudError
 
@@ -44,7 +43,9 @@ def check(document: Document) -> None:
         CloudError: It cannot; says all that is wrong, each with its line and what would be right.
     """
     findings = Findings(document)
-    _check_schema(findings, document.content)
+    _check_names(findings, document.content)
+    findings.refuse()
+    schema_checks.check(findings, _schema())
     findings.refuse()  # what follows relies on entries being of the right kinds
     provider = findings.at(("provider", "type"))
     if provider not in PROVIDERS:
@@ -70,42 +71,14 @@ def _schema() -> Draft7Validator:
     return Draft7Validator(schema)
 
 
-def _check_schema(findings: Findings, content: Any) -> None:
-    for error in _schema().iter_errors(content):
-        _add_error(findings, error)
-
-
-def _add_error(findings: Findings, error: ValidationError) -> None:
-    """Note what Ray's schema says of an entry, in words."""
-    keys: Keys = tuple(error.absolute_path)
-    name = str(keys[-1]) if keys else "the file"
-    value: Any = error.instance
-    wanted: Any = error.validator_value
-    schema: Any = error.schema
-    if error.validator == "additionalProperties":
-        findings.check_keys(keys, schema.get("properties", {}))
-    elif error.validator == "required":
-        missing = next(each for each in wanted if each not in value)
-        findings.add(keys, f"{missing} is missing in {name}.")
-    elif error.validator == "type":
-        what = "empty" if value is None else repr(value)
-        findings.add(keys, f"{name} is {what}; it must be {_KINDS.get(str(wanted), wanted)}.")
-    elif error.validator == "minimum":
-        findings.add(keys, f"{name} is {value!r}; {wanted} is the least that it can be.")
-    elif error.validator == "enum":
-        findings.add(keys, f"{name} is {value!r}{nearest(str(value), map(str, wanted))}")
-    else:
-        findings.add(keys, f"{name}: {error.message}.")
-
-
-_KINDS = {
-    "integer": "a whole number",
-    "number": "a number",
-    "string": "text",
-    "boolean": "true or false",
-    "object": "a mapping (`name: value`)",
-    "array": "a list (`- one` in each line)",
-}
+def _check_names(findings: Findings, content: Any, keys: Keys = ()) -> None:
+    """Note each name that YAML reads as something else: `1`, `on`."""
+    entries = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
+    for key, value in entries:
+        if isinstance(content, dict) and not isinstance(key, str):
+            findings.add((*keys, key), f"YAML reads the name {key!r} as no text; put it in quotes.")
+        else:
+            _check_names(findings, value, (*keys, key))
 
 
 def _check_counts(findings: Findings) -> None:

@@ -92,7 +92,8 @@ def _check_hosts(findings: Findings) -> None:
             findings.add(("provider", *keys), f"{host} is here for the second time: each machine is named once, also the head.")
         elif workers and _is_loopback(host):
             findings.add(("provider", *keys), f"{host} is each machine's own name for itself; name it as the others see it.")
-        seen.add(host)
+        else:
+            seen.add(host)
 
 
 def _wrong_with(host: object) -> str | None:

@@ -163,7 +163,7 @@ ON_GCP = {
     "a GPU that there is not": ("nvidia-tesla-t4", "nvidia-tesla-t5", "nvidia-tesla-t5", "There is no GPU 'nvidia-tesla-t5'"),
     "a GPU that is gone": ("nvidia-tesla-t4", "nvidia-tesla-k80", "nvidia-tesla-k80", "cannot be had any more since"),
     "a GPU by another name": ("acceleratorType: nvidia-tesla-t4", "acceleratorType: T4", "Type: T4", "calls it nvidia-tesla-t4"),
-    "no count": ("        acceleratorCount: 4\n", "", "- acceleratorType", "a whole number"),
+    "no count": ("        acceleratorCount: 4\n", "", "- acceleratorType", "acceleratorCount is missing in guestAccelerators"),
     "a zone without the GPU": (
         "us-central1-a",
         "us-central1-d",
