@@ -26,16 +26,44 @@ PROVIDER = (
     "cloudwatch",
 )
 
-# What EC2's RunInstances takes of what a launcher's file may say; a test compares it with Amazon's own description.
-RUN_INSTANCES = """
-    AdditionalInfo BlockDeviceMappings CapacityReservationSpecification CpuOptions CreditSpecification DisableApiStop
-    DisableApiTermination EbsOptimized ElasticGpuSpecification ElasticInferenceAccelerators EnablePrimaryIpv6 EnclaveOptions
-    HibernationOptions IamInstanceProfile ImageId InstanceInitiatedShutdownBehavior InstanceMarketOptions InstanceType
-    Ipv6AddressCount Ipv6Addresses KernelId KeyName LaunchTemplate LicenseSpecifications MaintenanceOptions MetadataOptions
-    Monitoring NetworkInterfaces NetworkPerformanceOptions Operator Placement PrivateDnsNameOptions PrivateIpAddress RamdiskId
-    SecondaryInterfaces SecurityGroupIds SecurityGroups TagSpecifications UserData
-"""
-SUBNETS = "SubnetIds"  # Ray's: it tries them in turn
+# What EC2's RunInstances takes, by the name of an entry, as far as a launcher's file may say it: from Amazon's own description,
+# with which a test compares it. One misspelt name in a worker, and the head asks for it again and again, and never has it.
+ENTRIES = {
+    "node_config": """
+        AdditionalInfo BlockDeviceMappings CapacityReservationSpecification CpuOptions CreditSpecification DisableApiStop
+        DisableApiTermination EbsOptimized ElasticGpuSpecification ElasticInferenceAccelerators EnablePrimaryIpv6 EnclaveOptions
+        HibernationOptions IamInstanceProfile ImageId InstanceInitiatedShutdownBehavior InstanceMarketOptions InstanceType
+        Ipv6AddressCount Ipv6Addresses KernelId KeyName LaunchTemplate LicenseSpecifications MaintenanceOptions MetadataOptions
+        Monitoring NetworkInterfaces NetworkPerformanceOptions Operator Placement PrivateDnsNameOptions PrivateIpAddress
+        RamdiskId SecondaryInterfaces SecurityGroupIds SecurityGroups TagSpecifications UserData
+    """,
+    "BlockDeviceMappings": "DeviceName Ebs NoDevice VirtualName",
+    "Ebs": """
+        AvailabilityZone AvailabilityZoneId DeleteOnTermination EbsCardIndex Encrypted Iops KmsKeyId OutpostArn SnapshotId
+        Throughput VolumeInitializationRate VolumeSize VolumeType
+    """,
+    "CapacityReservationSpecification": "CapacityReservationPreference CapacityReservationTarget",
+    "CapacityReservationTarget": "CapacityReservationId CapacityReservationResourceGroupArn",
+    "CpuOptions": "AmdSevSnp CoreCount NestedVirtualization ThreadsPerCore",
+    "IamInstanceProfile": "Arn Name",
+    "InstanceMarketOptions": "MarketType SpotOptions",
+    "SpotOptions": "BlockDurationMinutes InstanceInterruptionBehavior MaxPrice SpotInstanceType ValidUntil",
+    "LaunchTemplate": "LaunchTemplateId LaunchTemplateName Version",
+    "MetadataOptions": "HttpEndpoint HttpProtocolIpv6 HttpPutResponseHopLimit HttpTokens InstanceMetadataTags",
+    "NetworkInterfaces": """
+        AssociateCarrierIpAddress AssociatePublicIpAddress ConnectionTrackingSpecification DeleteOnTermination Description
+        DeviceIndex EnaQueueCount EnaSrdSpecification Groups InterfaceType Ipv4PrefixCount Ipv4Prefixes Ipv6AddressCount
+        Ipv6Addresses Ipv6PrefixCount Ipv6Prefixes NetworkCardIndex NetworkInterfaceId PrimaryIpv6 PrivateIpAddress
+        PrivateIpAddresses SecondaryPrivateIpAddressCount SubnetId
+    """,
+    "Placement": """
+        Affinity AvailabilityZone AvailabilityZoneId GroupId GroupName HostId HostResourceGroupArn PartitionNumber SpreadDomain
+        Tenancy
+    """,
+    "TagSpecifications": "ResourceType Tags",
+    "Tags": "Key Value",
+}
+SUBNETS = "SubnetIds"  # of node_config, Ray's own: it tries them in turn
 
 REGION = re.compile(r"[a-z]{2}(-[a-z]+)+-\d")
 
@@ -76,8 +104,9 @@ def _check_type(findings: Findings, name: str) -> None:
     """Look at a type of node."""
     keys: Keys = ("available_node_types", name)
     config: Keys = (*keys, "node_config")
-    findings.check_keys(config, [*RUN_INSTANCES.split(), SUBNETS])
+    _check_names(findings, config, "node_config")
     _check_machine(findings, keys)
+    _check_disks(findings, config)
     _check_market(findings, config)
     _check_metadata(findings, config)
     if findings.at((*config, "LaunchTemplate")) is not None:
@@ -85,6 +114,18 @@ def _check_type(findings: Findings, name: str) -> None:
     _check_key(findings, config)
     _check_image(findings, config)
     _check_security_groups(findings, config)
+
+
+def _check_names(findings: Findings, keys: Keys, name: str) -> None:
+    """Look at the names in an entry of that name, and in what stands below it."""
+    value = findings.at(keys)
+    if isinstance(value, list):
+        for number in range(len(value)):
+            _check_names(findings, (*keys, number), name)
+    elif isinstance(value, dict) and name in ENTRIES:
+        findings.check_keys(keys, [*ENTRIES[name].split(), *([SUBNETS] if name == "node_config" else [])])
+        for each in value:
+            _check_names(findings, (*keys, each), each)
 
 
 def _check_machine(findings: Findings, keys: Keys) -> None:
@@ -118,6 +159,17 @@ def _is_known_to_amazon(machine: str) -> bool:
     except ImportError:
         return False
     return machine in Loader().load_service_model("ec2", "service-2")["shapes"]["InstanceType"]["enum"]
+
+
+def _check_disks(findings: Findings, config: Keys) -> None:
+    disks = findings.at((*config, "BlockDeviceMappings"))
+    if disks is not None and not isinstance(disks, list):
+        findings.add((*config, "BlockDeviceMappings"), f"BlockDeviceMappings is {disks!r}; it must be a list of disks.")
+    for number in range(len(disks) if isinstance(disks, list) else 0):
+        keys = (*config, "BlockDeviceMappings", number, "Ebs", "VolumeSize")
+        size = findings.at(keys)
+        if size is not None and (not isinstance(size, int) or size < 1):
+            findings.add(keys, f"VolumeSize is {size!r}; it must be a whole number of GB, such as 200.")
 
 
 def _check_market(findings: Findings, config: Keys) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +108,21 @@ PLANTED: dict[str, tuple[Change, str, str]] = {
         lambda c: config(c).update(InstanceMarketOption={"MarketType": "spot"}),
         "worker:/InstanceMarketOption:",
         "there is no setting 'InstanceMarketOption'. Did you mean InstanceMarketOptions or MaintenanceOptions?",
+    ),
+    "a misspelt entry of a disk's": (
+        lambda c: config(c)["BlockDeviceMappings"][0]["Ebs"].update(VolumSize=100),
+        "worker:/VolumSize:",
+        "there is no setting 'VolumSize'. Did you mean VolumeSize",
+    ),
+    "a size with a unit": (
+        lambda c: config(c)["BlockDeviceMappings"][0]["Ebs"].update(VolumeSize="200GB"),
+        "worker:/VolumeSize:",
+        "VolumeSize is '200GB'; it must be a whole number of GB, such as 200.",
+    ),
+    "a disk that is no list": (
+        lambda c: config(c).update(BlockDeviceMappings={"DeviceName": "/dev/sda1"}),
+        "worker:/BlockDeviceMappings:",
+        "BlockDeviceMappings is {'DeviceName': '/dev/sda1'}; it must be a list of disks.",
     ),
     "a market that is none": (
         lambda c: config(c).update(InstanceMarketOptions={"MarketType": "Spot"}),
@@ -244,7 +259,9 @@ ANYTHING = st.recursive(
 
 
 @given(
-    entries=st.dictionaries(st.sampled_from([*aws_checks.RUN_INSTANCES.split(), aws_checks.SUBNETS, "x"]), ANYTHING, max_size=4)
+    entries=st.dictionaries(
+        st.sampled_from([*aws_checks.ENTRIES["node_config"].split(), aws_checks.SUBNETS, "x"]), ANYTHING, max_size=4
+    )
 )
 def test_whatever_stands_there_is_looked_at(entries: dict[str, Any]) -> None:
     """Amazon's own entries are of any kind for Ray's schema: nothing of them is taken for granted."""
@@ -258,7 +275,22 @@ def test_whatever_stands_there_is_looked_at(entries: dict[str, Any]) -> None:
         assert problem.text.endswith((".", "?"))
 
 
+def amazons_entries(shapes: dict[str, Any], name: str, shape: str) -> Iterator[tuple[str, set[str]]]:
+    """The names that Amazon knows in an entry, and in those below it."""
+    said = shapes[shape]
+    if said["type"] == "list":
+        yield from amazons_entries(shapes, name, said["member"]["shape"])
+    elif said["type"] == "structure":
+        yield name, set(said["members"])
+        for member, below in said["members"].items():
+            yield from amazons_entries(shapes, member, below["shape"])
+
+
 def test_entries_of_an_instance_are_amazons_own() -> None:
-    model = Loader().load_service_model("ec2", "service-2")["shapes"]["RunInstancesRequest"]
-    rays = {"MinCount", "MaxCount", "SubnetId", "ClientToken", "DryRun"}  # it fills these in itself, or they make no sense
-    assert set(aws_checks.RUN_INSTANCES.split()) == set(model["members"]) - rays
+    shapes = Loader().load_service_model("ec2", "service-2")["shapes"]
+    known: dict[str, set[str]] = {}
+    for name, names in amazons_entries(shapes, "node_config", "RunInstancesRequest"):
+        if name in aws_checks.ENTRIES:
+            assert known.setdefault(name, names) == names, "one name, one meaning"
+    known["node_config"] -= {"MinCount", "MaxCount", "SubnetId", "ClientToken", "DryRun"}  # Ray says them, or they make no sense
+    assert {name: set(text.split()) for name, text in aws_checks.ENTRIES.items()} == known
