@@ -40,6 +40,9 @@ PIECE_BYTES = 2**20
 OVERRIDING = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
 """Variables by which Ray's client goes to another cluster than the one that it is told."""
 
+PROXIES = ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY")
+"""Variables by which it goes through a proxy, from where the end of a tunnel on this machine is not reached."""
+
 HEAD_TIMEOUT_S = 20.0
 """How long after its dashboard a head that has just been started may need until all of it is there [s]."""
 
@@ -49,7 +52,7 @@ POLL_S = 0.2
 AUTOSCALER_TIMEOUT_S = 6.0
 """An autoscaler says what it does every five seconds [s]."""
 
-_making_client = threading.Lock()
+_environment_lock = threading.Lock()
 
 
 class Dashboard:
@@ -122,8 +125,9 @@ class Dashboard:
             time.sleep(POLL_S)
         return False
 
-    def client(self) -> JobSubmissionClient:
-        """Return Ray's own client for jobs.
+    @contextlib.contextmanager
+    def client(self) -> Iterator[JobSubmissionClient]:
+        """Give Ray's own client for jobs, for requests of seconds: meanwhile the environment cannot lead it elsewhere.
 
         Raises:
             CloudError: Ray is installed here without what it needs.
@@ -132,13 +136,16 @@ class Dashboard:
 
         for name in ("dashboard.modules.dashboard_sdk", "dashboard.modules.job.sdk", "_private.runtime_env.packaging"):
             logging.getLogger(f"ray.{name}").setLevel(logging.WARNING)  # they tell of every upload and connection
-        with _making_client, _without_overriding():
+        # "False" where nothing is encrypted: aiohttp warns of what Ray makes of "True".
+        verify = self._authority or self.url.startswith("https:")
+        with _environment_lock, _without(OVERRIDING + (PROXIES if self._is_here() else ())):
             try:
-                return JobSubmissionClient(self.url, headers=self._headers(), verify=self._authority or True)
+                client = JobSubmissionClient(self.url, headers=self._headers(), verify=verify)
             except RuntimeError as error:
                 raise CloudError(
                     f"Ray's client for jobs cannot be used here: {error} Try: pip install raypool[cluster]"
                 ) from error
+            yield client
 
     def _headers(self) -> dict[str, str]:
         token = self._token()
@@ -174,11 +181,14 @@ class Dashboard:
 
     def _opener(self) -> urllib.request.OpenerDirector:
         handlers: list[urllib.request.BaseHandler] = []
-        if urllib.parse.urlsplit(self.url).hostname in LOOPBACK:
+        if self._is_here():
             handlers.append(urllib.request.ProxyHandler({}))  # a tunnel's end is on this machine, where no proxy gets to
         if self._authority is not None:
             handlers.append(urllib.request.HTTPSHandler(context=ssl.create_default_context(cafile=self._authority)))
         return urllib.request.build_opener(*handlers)
+
+    def _is_here(self) -> bool:
+        return urllib.parse.urlsplit(self.url).hostname in LOOPBACK
 
     def _refused(self, status: int, text: str) -> CloudError:
         if status == 401:
@@ -204,9 +214,9 @@ def _own_dashboard() -> str | None:
 
 
 @contextlib.contextmanager
-def _without_overriding() -> Iterator[None]:
-    """Keep Ray's client from going to another cluster than the one that it is told."""
-    kept = {name: os.environ.pop(name) for name in OVERRIDING if name in os.environ}
+def _without(variables: tuple[str, ...]) -> Iterator[None]:
+    """Take variables out of the environment for a while."""
+    kept = {name: os.environ.pop(name) for name in variables if name in os.environ}
     try:
         yield
     finally:

@@ -25,8 +25,6 @@ from raypool.cloud.shipping import runtime_env
 from raypool.errors import CloudError, InvalidValueError
 
 if TYPE_CHECKING:
-    from ray.job_submission import JobSubmissionClient
-
     from raypool.profiles import Profile
 
 STATES = {"PENDING": "queued", "RUNNING": "running", "SUCCEEDED": "finished", "FAILED": "failed", "STOPPED": "cancelled"}
@@ -212,7 +210,8 @@ class Jobs:
         deadline = time.monotonic() + HEAD_TIMEOUT_S
         while True:
             try:
-                return str(self._client().submit_job(**request))
+                with self.dashboard.client() as client:
+                    return str(client.submit_job(**request))
             except (RuntimeError, ValueError, OSError) as error:
                 if "No available agent" not in str(error):
                     raise CloudError(f"{self.dashboard.url} has not taken the job: {_last_line(error)}") from error
@@ -295,7 +294,9 @@ class Jobs:
                 failures += 1
 
     async def _tail(self, job_id: str, put: Callable[[str], object]) -> None:
-        async for piece in self._client().tail_job_logs(job_id):
+        with self.dashboard.client() as client:
+            pieces = client.tail_job_logs(job_id)
+        async for piece in pieces:
             put(piece)
 
     def stop(self, job_id: str) -> JobInfo:
@@ -311,7 +312,8 @@ class Jobs:
             self._stop_waiting(job_id)
             info = self.look(job_id)
         if not info.has_ended:
-            self._client().stop_job(job_id)
+            with self.dashboard.client() as client:
+                client.stop_job(job_id)
             info = self.wait(job_id, STOP_TIMEOUT_S)
         if not info.has_ended:
             raise CloudError(f"Job {job_id} has not ended within {STOP_TIMEOUT_S:g} s: {info.message} Look again later.")
@@ -322,8 +324,8 @@ class Jobs:
         command = shlex.join([self.python, "-c", STOPPER, job_id])
         stopper = self._hand_in(entrypoint=command, submission_id=f"raypool_stop_{uuid.uuid4().hex[:12]}")
         if self.wait(stopper, STOP_TIMEOUT_S).has_ended:
-            with suppress(RuntimeError):  # somebody else has tidied up
-                self._client().delete_job(stopper)
+            with suppress(RuntimeError), self.dashboard.client() as client:  # somebody else may have tidied up
+                client.delete_job(stopper)
 
     def _check_room(self, cpus: float, gpus: float) -> None:
         """Refuse a command for which no node could ever have room."""
@@ -342,9 +344,6 @@ class Jobs:
                 f"The job would wait for ever: {words}. Its command runs on one node. Ask for less, or for nothing: "
                 "the pool that it opens takes its own."
             )
-
-    def _client(self) -> JobSubmissionClient:
-        return self.dashboard.client()
 
 
 def _path(job_id: str) -> str:

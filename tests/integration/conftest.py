@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import os
+import shutil
+import socket
+import subprocess
 import sys
+import tempfile
+import time
+import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
+import psutil
 import pytest
+
+from raypool import CloudError, Profile
+from raypool.cloud.dashboard import Dashboard
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,3 +57,93 @@ def coordinator(ray_session: None) -> Iterator[None]:
     handle = get_or_create_autoscaling_coordinator()
     yield
     del handle
+
+
+# --- a head with a dashboard, for jobs ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Head:
+    """A cluster of one machine, this one.
+
+    `url` is that of its dashboard, `client` the address for Ray Client, `address` that for nodes; `folder` has all of its files.
+    """
+
+    url: str
+    client: str
+    address: str
+    token_file: Path
+    folder: Path
+
+    @property
+    def profile(self) -> Profile:
+        return Profile(jobs_address=self.url, token_file=self.token_file)
+
+    @property
+    def session(self) -> Path:
+        return self.folder / "session_latest"
+
+
+@pytest.fixture(scope="session")
+def head() -> Iterator[Head]:
+    """Start a cluster as an administrator does, with 3 cores and 2 GPUs that do not exist."""
+    mark = uuid.uuid4().hex
+    folder = Path(tempfile.mkdtemp(prefix="rp-", dir=os.environ["RAY_TMPDIR"]))  # Ray's sockets need short names
+    token_file = folder / "token"
+    token_file.touch(mode=0o600)
+    token_file.write_text(uuid.uuid4().hex * 2)
+    port, dashboard, agent, client = free_ports(4)
+    env = {**os.environ, "RAYPOOL_TEST_PROCESS": mark, "RAY_AUTH_TOKEN_PATH": str(token_file)}
+    options = {
+        "port": port,
+        "ray-client-server-port": client,
+        "dashboard-port": dashboard,
+        "dashboard-agent-listen-port": agent,
+        "num-cpus": 3,
+        "num-gpus": 2,
+        "object-store-memory": 100_000_000,
+        "temp-dir": folder,
+    }
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--include-dashboard=true"]
+    ray = subprocess.Popen(
+        [*command, "--disable-usage-stats", *(f"--{name}={value}" for name, value in options.items())],
+        env=env,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    head = Head(f"http://127.0.0.1:{dashboard}", f"ray://127.0.0.1:{client}", f"127.0.0.1:{port}", token_file, folder)
+    try:
+        wait_until_up(head)
+        yield head
+    finally:
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get("RAYPOOL_TEST_PROCESS") == mark:
+                    process.kill()
+        ray.wait(20)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def free_ports(number: int) -> list[int]:
+    """Return ports that nobody listens at, none of those that Ray gives to workers."""
+    ports: list[int] = []
+    while len(ports) < number:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        if port > 20_000 and port not in ports:
+            ports.append(port)
+    return ports
+
+
+def wait_until_up(head: Head, timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            if Dashboard(head.profile).nodes():
+                return
+        except CloudError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(0.1)
