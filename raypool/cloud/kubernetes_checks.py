@@ -28,6 +28,7 @@ FIRST_WITH_PRIORITY = (2, 56)
 AUTOSCALER_V2 = "RAY_enable_autoscaler_v2"
 
 NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+GROUP_NAME = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9]{0,61}[A-Za-z0-9])?")  # becomes a label of the pods
 KINDS = {"string": "text", "integer": "a whole number", "number": "a number", "boolean": "true or false"}
 KINDS |= {"object": "a mapping", "array": "a list"}
 
@@ -87,6 +88,8 @@ def _what_would_do(keys: Keys, error: jsonschema.ValidationError) -> str:
         return f"{name} is {value!r}{end}"
     if error.validator == "minimum":
         return f"{name} is {value}; {wanted} or more would do."
+    if error.validator == "minLength":
+        return f"{name} is empty; a name would do."
     if error.validator == "minItems":
         return f"{name} is empty; the first entry is the one that Ray runs in."
     kinds = wanted if isinstance(wanted, list) else [wanted]
@@ -122,6 +125,8 @@ def _check_cluster(spec: Part, annotations: Mapping[str, Any]) -> None:
     for group in groups:
         if (name := group.text("groupName")) in names:
             group.wrong(f"there is another group {name!r}; each needs a name of its own.", "groupName")
+        elif name and not GROUP_NAME.fullmatch(name):
+            group.wrong(f"groupName is {name!r}; letters, digits and - would do, 63 of them at most.", "groupName")
         names.append(name)
         _check_counts(group)
 

@@ -14,11 +14,12 @@ RAY = "template", "spec", "containers", 0
 """Where a group says what Ray runs in: the first container of its pods."""
 
 NODE_RESOURCES = ("num-cpus", "num-gpus", "memory", "resources")  # what both rayStartParams and resources of a group can say
+WHOLE = ("num-cpus", "num-gpus", "memory", "object-store-memory")  # numbers in rayStartParams
 TLS = ("RAY_USE_TLS", "RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT")
 
 LABEL = re.compile(r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?", re.ASCII)
 LABEL_VALUE = re.compile(r"([A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?)?", re.ASCII)
-AMOUNT = re.compile(r"(\d+(?:\.\d*)?|\.\d+)([numkMGTPE]|[KMGTPE]i|[eE]-?\d+)?")
+AMOUNT = re.compile(r"(\d+(?:\.\d*)?|\.\d+)([numkMGTPE]|[KMGTPE]i|[eE]-?\d{1,2})?", re.ASCII)
 UNITS = dict(zip("numkMGTPE", (Decimal(10) ** power for power in (-9, -6, -3, 3, 6, 9, 12, 15, 18)), strict=True))
 UNITS |= {f"{unit}i": Decimal(1024) ** power for power, unit in enumerate("KMGTPE", 1)}
 LITTLE_MEMORY = 64 * 2**20  # no Python with Ray starts in less [bytes]
@@ -126,6 +127,10 @@ def check_group(spec: Part, group: Part) -> None:
         group: The group.
     """
     parameters, pod = group.part("rayStartParams"), group.part("template", "spec")
+    for name in WHOLE:
+        if parameters[name] is not None and not re.fullmatch(r"\d+", parameters.text(name), re.ASCII):
+            parameters.wrong(f"{name} is {parameters[name]!r}; a whole number would do, as text.", name)
+    _check_amounts(group.part("resources"))
     twice = [name for name in NODE_RESOURCES if parameters[name]]
     if twice and group.part("resources").mapping:
         group.wrong(f"resources and {twice[0]} of rayStartParams exclude each other; keep the former.", "resources")
@@ -151,7 +156,7 @@ def _check_amounts(amounts: Part) -> None:
         number = amount(value)
         if number is None:
             amounts.wrong(f"{name} is {value!r}, which is no amount; 500m, 4 or 16Gi are some.", name)
-        elif _is_gpu(name) and number % 1:
+        elif _is_gpu(name) and number != number.to_integral_value():
             text = f"{name} is {value}; a whole number would do. Workers share a GPU by workers_per_gpu of the pool's profile."
             amounts.wrong(text, name)
         elif name == "memory" and number < LITTLE_MEMORY:

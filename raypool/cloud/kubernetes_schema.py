@@ -13,6 +13,7 @@ Schema = dict[str, Any]
 
 ANYTHING: Schema = {}
 TEXT: Schema = {"type": "string"}
+NAME: Schema = {"type": "string", "minLength": 1}
 SWITCH: Schema = {"type": "boolean"}
 WHOLE: Schema = {"type": "integer"}
 COUNT: Schema = {"type": "integer", "minimum": 0}
@@ -37,12 +38,12 @@ def _anything(names: str) -> dict[str, Schema]:
     return dict.fromkeys(names.split(), ANYTHING)
 
 
-VARIABLE = _mapping("name", name=TEXT, value=TEXT, valueFrom=ANYTHING)
+VARIABLE = _mapping("name", name=NAME, value=TEXT, valueFrom=ANYTHING)
 
 CONTAINER = _mapping(
     "name image",
-    name=TEXT,
-    image=TEXT,
+    name=NAME,
+    image=NAME,
     imagePullPolicy=_one_of("Always", "IfNotPresent", "Never"),
     command=_items(TEXT),
     args=_items(TEXT),
@@ -121,7 +122,7 @@ HEAD = _mapping(
 WORKERS = _mapping(
     "groupName minReplicas maxReplicas template",  # without these two, KubeRay takes 0 and 2147483647
     **GROUP,
-    groupName=TEXT,
+    groupName=NAME,
     replicas=COUNT,
     minReplicas=COUNT,
     maxReplicas=COUNT,
@@ -187,7 +188,7 @@ JOB = _mapping(
     **_anything("deletionStrategy managedBy submitterConfig submitterPodTemplate"),
 )
 
-METADATA = {"type": "object", "required": ["name"], "properties": {"name": TEXT, "labels": TEXTS, "annotations": TEXTS}}
+METADATA = {"type": "object", "required": ["name"], "properties": {"name": NAME, "labels": TEXTS, "annotations": TEXTS}}
 
 
 def _resource(kind: str, spec: Schema) -> Schema:
