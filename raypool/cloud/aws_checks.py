@@ -72,6 +72,10 @@ MARKETS = ("spot", "capacity-block")
 
 def check(findings: Findings) -> None:
     """Note what is wrong with a file whose entries are of the right kinds."""
+    name = findings.at(("cluster_name",))
+    if not re.fullmatch(rf"[A-Za-z0-9][-\w.]{{0,99}}|{PLACEHOLDER}.*", name):
+        right = "letters, digits and - _ . only, and not more than 100 of them"
+        findings.add(("cluster_name",), f"cluster_name is {name!r}; the names of machines begin with it, so it may have {right}.")
     _check_place(findings)
     for name in findings.at(("available_node_types",)) or ():
         _check_type(findings, name)
@@ -211,7 +215,7 @@ def _check_image(findings: Findings, config: Keys) -> None:
     find = "`raypool cluster init --provider aws` writes the command that finds one"
     if image is None:
         findings.add(config, f"ImageId is missing in node_config: Ray would take an Ubuntu 18.04 of 2022; {find}.")
-    elif not isinstance(image, str) or not re.match(rf"ami-[0-9a-f]{{8,17}}$|resolve:ssm:|{PLACEHOLDER}", image):
+    elif not isinstance(image, str) or not re.fullmatch(rf"ami-[0-9a-f]{{8,17}}|resolve:ssm:.+|{PLACEHOLDER}.*", image):
         findings.add((*config, "ImageId"), f"{image!r} is no image; one is named like ami-0123456789abcdef0, and {find}.")
 
 
@@ -232,7 +236,7 @@ def _check_security_groups(findings: Findings, config: Keys) -> None:
         findings.add((*config, "SecurityGroupIds"), f"SecurityGroupIds is {groups!r}; it must be a list with an ID, `- sg-...`.")
     else:
         for number, group in enumerate(groups):
-            if not isinstance(group, str) or not re.match(rf"sg-[0-9a-f]{{8,17}}$|{PLACEHOLDER}", group):
+            if not isinstance(group, str) or not re.fullmatch(rf"sg-[0-9a-f]{{8,17}}|{PLACEHOLDER}.*", group):
                 text = f"{group!r} is no ID of a security group; one is like sg-0123456789abcdef0 (its name does not do)."
                 findings.add((*config, "SecurityGroupIds", number), text)
 

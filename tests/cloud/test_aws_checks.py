@@ -33,6 +33,11 @@ def config(content: dict[str, Any]) -> dict[str, Any]:
 
 
 PLANTED: dict[str, tuple[Change, str, str]] = {
+    "a name with more than letters": (
+        lambda c: c.update(cluster_name="a b; rm -rf /"),
+        "cluster_name:",
+        "cluster_name is 'a b; rm -rf /'; the names of machines begin with it,",
+    ),
     "a region that is none": (
         lambda c: c["provider"].update(region="us-west"),
         "region:",
