@@ -67,8 +67,8 @@ class Dashboard:
     """
 
     def __init__(self, profile: Profile) -> None:
-        self.url = _own_dashboard() if profile.address is None and profile.jobs_address is None else None
-        self.url = (self.url or profile.jobs_url).rstrip("/")
+        own = _own_dashboard() if profile.address is None and profile.jobs_address is None else None
+        self.url = (own or profile.jobs_url).rstrip("/")
         self._token_file = profile.token_file
         self._authority = None if profile.tls is None else str(Path(profile.tls.authority).expanduser())
         self.version: dict[str, Any] = self.get("/api/version")
