@@ -72,6 +72,7 @@ def status(path: str | Path) -> str:
     """
     from ray.autoscaler import sdk
 
+    _content(path)
     with _launching(path):
         said = sdk.run_on_cluster(str(path), cmd=f"{TOKEN_MODE}; ray status", with_output=True)
     return said.decode() if isinstance(said, bytes) else str(said)
