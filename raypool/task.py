@@ -157,9 +157,6 @@ class Running:
     name: str | None
     task_id: int = -1
     should_stop: bool = False
-    is_leaving: bool = False  # its machine is about to go
-    has_heard: bool = False  # of that, so that it may end early
-    on_leave: Sequence[tuple[int, Callable[[], object]]] = ()  # what to call then, and for which item
     say: Callable[[Running, str, Any], None] = _say_nothing
     printed: deque[tuple[int, str]] | None = None
     outer: Running | None = None  # the task in which this one was called for
@@ -171,6 +168,9 @@ class Running:
     checkpoints: tuple[str, Mapping[int, str]] | None = (
         None  # where they are kept, if they are, and there each item's by its number
     )
+    is_leaving: bool = False  # its machine is about to go
+    has_heard: bool = False  # of that, so that it may end early
+    on_leave: Sequence[tuple[int, Callable[[], object]]] = ()  # what to call then, and for which item
 
     def leave(self) -> None:
         """Note that its machine is about to go, and call what wants to be called for the item at hand."""

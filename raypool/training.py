@@ -276,7 +276,7 @@ class TrainingVerbs:
             size = 1
         if least is not None and least > size:
             raise InvalidValueError(f"min_workers={least} is more than the {size} workers that train.")
-        return engine, Crew(size, places, self._numbers if engine is self._engine else lambda: (0,))
+        return engine, Crew(size, places, self._numbers if engine is self._engine else lambda: (0,), engine)
 
     def _candidates(self, workers: Workers) -> tuple[Engine, list[WorkerInfo]]:
         """Return the workers that may train."""

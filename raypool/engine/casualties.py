@@ -57,8 +57,9 @@ class Casualties:
         """Return the error for items that have no worker any more; `what` is what to call them."""
         if any(piece.task_id == items.task_id and piece.start <= items.start < piece.stop for piece in self._fallen):
             return verdicts.lost(speaker, what, items.attempt, reason, self.words)
-        if isinstance(at_hand, m.AttemptFinished) and reason is LossReason.PREEMPTED:  # a rank that was interrupted
-            return verdicts.lost(speaker, what, items.attempt, reason, self._leaving.get(speaker.index, reason.value))
+        if isinstance(at_hand, m.AttemptFinished) and reason is LossReason.PREEMPTED:  # a rank that was interrupted, or came back
+            words = self._leaving.get(speaker.index, "the machine of another rank is about to go")
+            return verdicts.lost(speaker, what, items.attempt, reason, words)
         words = self.words if isinstance(at_hand, LOSSES) else "the pool was made smaller"
         return verdicts.stranded(what, items.attempt, reason, verdicts.FAULTY if reason is LossReason.FAULTY else words)
 

@@ -252,7 +252,7 @@ class Driver:
         reason = event.reason if isinstance(event, m.PlaceLost) else LossReason.PREEMPTED
         self._speaker = self._info_of(worker.worker_id)
         self._casualties.note_going(event.place, words or reason.value)
-        if isinstance(event, m.PlaceLost) or worker.state is not WorkerState.BUSY:  # else what runs there has its time
+        if isinstance(event, m.PlaceLost) or not (event.is_kept or worker.state is WorkerState.BUSY):  # else it has its time
             self._bury(worker)
 
     def _bury(self, worker: Worker) -> None:

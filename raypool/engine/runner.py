@@ -6,6 +6,7 @@ import contextlib
 import functools
 import importlib
 import random
+import traceback
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import inf
@@ -47,7 +48,9 @@ class RawResult:
         self.done -= 1
         self.values.pop()
         self.durations_s.pop()
-        self.errors.pop(self.start + self.done, None)
+        error = self.errors.pop(self.start + self.done, None)
+        if error is not None:
+            traceback.print_exception(error)  # nobody else hears of it
 
     def discard(self) -> None:
         """Let it be as if nothing had been begun."""

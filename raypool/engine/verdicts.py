@@ -12,7 +12,7 @@ HINTS = {
     LossReason.OUT_OF_MEMORY: "Use smaller batches, fewer workers on this machine, or a larger memory_bytes if one is set.",
     LossReason.EXIT: "The function ended its process, or crashed in native code; run it with profile='inline' to see.",
     LossReason.NODE: "Check the node, or raise retries.",
-    LossReason.PREEMPTED: "Raise retries, so that the item moves to another node.",
+    LossReason.PREEMPTED: "With retries=1 an item moves to another node by itself; make a call on all workers again.",
     LossReason.START: "Try the function with profile='inline'.",
     LossReason.FAULTY: "Look at that machine, or its GPU.",
     LossReason.STOPPED: "What was beside it had been cancelled and did not stop; run it again.",

@@ -5,18 +5,16 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
-import weakref
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, InvalidStateError
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from raypool.engine.engine import Engine
 from raypool.errors import (
-    InvalidValueError,
-    JournalError,
+    LossReason,
     PoolBrokenError,
     PoolClosedError,
     ResourceError,
@@ -26,15 +24,18 @@ from raypool.errors import (
     WorkerLostError,
 )
 from raypool.futures import Future
-from raypool.journal.lock import RunLock
 from raypool.options import Options
 from raypool.train.checkpoints import Kept, best, latest
+from raypool.train.in_use import has_kept, leave_folder, take_folder
 from raypool.train.plan import Plan, RankEnd
 from raypool.train.run import TrainingRun
 from raypool.train.runs import RunOptions, TrainingResult
 
 if TYPE_CHECKING:
     import pandas as pd
+
+LOOK_S = 0.1
+"""How often to see whether workers have come that are waited for [s]."""
 
 Finish = Callable[[TrainingResult], TrainingResult]
 """Makes of what a training has given what its caller wants."""
@@ -49,11 +50,12 @@ class Lane(Protocol):
 
 @dataclass(frozen=True)
 class Crew:
-    """Who trains: so many ranks, in these places only (None: any), of those that `numbers` says are there."""
+    """Who trains: so many ranks, in these places only (None: any), of those that `numbers` says are there, in a pool."""
 
     size: int
     places: tuple[int, ...] | None
     numbers: Callable[[], Sequence[int]]
+    engine: Engine
 
     def now(self, least: int | None) -> Crew:
         """Return who is left of it: the same, if all are there, or if nobody may be missing."""
@@ -61,6 +63,17 @@ class Crew:
         if least is None or not least <= len(left) < self.size:
             return self
         return replace(self, size=len(left), places=None if self.places is None else tuple(left))
+
+    def await_others(self, least: int | None) -> None:
+        """Wait until the pool has made up for machines that are gone: as long as a worker may take to start.
+
+        Raises:
+            PoolClosedError, PoolBrokenError: It never will.
+        """
+        deadline = time.monotonic() + self.engine.profile.start_timeout_s
+        while self.places is None and len(self.left) < (least or self.size) and time.monotonic() < deadline:
+            self.engine.check_open()
+            time.sleep(LOOK_S)
 
     @property
     def left(self) -> list[int]:
@@ -85,6 +98,7 @@ class Conductor:
         self._first_start: str | None = None
         self._failed: SpmdError | None = None  # the last attempt, which is to be made again
         self._spent_s = 0.0  # of the time limit, by attempts that have ended
+        self._num_forgiven = 0  # attempts that have ended with the machines that they were on, with notice
 
     @property
     def has_named_folder(self) -> bool:
@@ -110,6 +124,8 @@ class Conductor:
         run = self._run
         try:
             while not self._has_ended_well(attempt):
+                if _reasons(self._failed) & {LossReason.NODE, LossReason.PREEMPTED}:
+                    self._crew.await_others(self._kept.min_workers)
                 if run.cancelled():
                     return
                 attempt = self.begin()
@@ -178,17 +194,21 @@ class Conductor:
 
     def _left(self) -> Options:
         """Return the options of the next attempt: the name of the training, and what is left of its time limit."""
-        options = replace(self._options, name=self._run.name)
+        options = replace(self._options, name=self._run.name, retries=self._options.retries + self._num_forgiven)
         if options.timeout_s is None:
             return options
         return replace(options, timeout_s=max(options.timeout_s - self._spent_s, 0.001))
 
     def _is_worth_another(self, error: SpmdError) -> bool:
-        """Whether a worker was lost, or an exception raised that `retry_on` names, and an attempt is left."""
-        if self._run.cancelled() or self._run.attempts > self._options.retries:
-            return False
+        """Whether a worker was lost, or an exception raised that `retry_on` names, and an attempt is left.
+
+        One that was on a machine that was taken away with notice is charged to nobody.
+        """
         kinds: tuple[type[BaseException], ...] = (WorkerLostError, *self._options.retry_on)
-        return all(isinstance(each, kinds) for each in error.failures.values())
+        if self._run.cancelled() or not all(isinstance(each, kinds) for each in error.failures.values()):
+            return False
+        self._num_forgiven += LossReason.PREEMPTED in _reasons(error)
+        return self._run.attempts - self._num_forgiven <= self._options.retries
 
     def _result(self) -> TrainingResult:
         """Return what there is."""
@@ -251,7 +271,7 @@ class Conductor:
 
     def _resolve(self, result: TrainingResult | None, error: BaseException | None) -> None:
         run = self._run
-        _leave_folder(run, run.path.resolve())  # before anybody hears of the end
+        leave_folder(run, run.path.resolve())  # before anybody hears of the end
         if not run.start():
             return
         run.finished_at = datetime.now(UTC)
@@ -261,6 +281,12 @@ class Conductor:
             else:
                 assert result is not None
                 run.set_result(result)
+
+
+def _reasons(error: SpmdError | None) -> set[LossReason]:
+    """Return why workers were lost."""
+    failures = error.failures.values() if error is not None else ()
+    return {each.reason for each in failures if isinstance(each, WorkerLostError)}
 
 
 def _last_of(frame: pd.DataFrame) -> dict[str, Any]:
@@ -276,99 +302,17 @@ def _of(last: Kept | None) -> dict[str, Any]:
     return {} if last is None else last.metrics
 
 
-_here: weakref.WeakSet[TrainingRun] = weakref.WeakSet()
-"""The trainings of this process; each has its folder to itself."""
-
-
-class Locked(NamedTuple):
-    """A folder that is kept from other processes: how, for which training, and whether it was made for that."""
-
-    lock: RunLock
-    run: TrainingRun
-    is_new: bool
-
-
-_locked: dict[Path, Locked] = {}
-"""The folders that were named for them."""
-
-_starting = threading.Lock()
-
-LOCK = ".training.lock"
-
-
-def _take_folder(run: TrainingRun, is_named: bool) -> None:
-    """Note that a folder is in use; a new one, with a name of its own, nobody else knows.
-
-    Raises:
-        InvalidValueError: It is already, here or in another process.
-    """
-    folder = run.path.resolve()
-    with _starting:
-        other = next((each for each in _here if not each.done() and each.path.resolve() == folder), None)
-        if other is not None:
-            raise InvalidValueError(
-                f"run_dir={run.path} is in use by the training {other.name!r}, which is {other.state}. Name another folder, or "
-                "wait for its end."
-            )
-        if is_named:
-            _lock(folder, run)
-        _here.add(run)
-    run.add_done_callback(lambda _: _leave_folder(run, folder))
-
-
-def _lock(folder: Path, run: TrainingRun) -> None:
-    """Keep other processes out of a folder. One that cannot be written is left as it is: the first checkpoint will say so.
-
-    Raises:
-        InvalidValueError: Another process has it.
-    """
-    if folder in _locked:  # of a training that has just ended
-        _locked[folder] = _locked[folder]._replace(run=run)
-        return
-    is_new = not folder.exists()
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = RunLock(folder, LOCK)
-        while not (folder / LOCK).exists():  # whoever had it has removed it in this instant
-            lock.release()
-            lock = RunLock(folder, LOCK)
-        _locked[folder] = Locked(lock, run, is_new)
-    except OSError:
-        return
-    except JournalError as error:
-        if not isinstance(error.__cause__, OSError):
-            raise InvalidValueError(f"run_dir={error}") from None
-
-
-def _leave_folder(run: TrainingRun, folder: Path) -> None:
-    """Let others have a folder; one that was made for a training which has kept nothing goes."""
-    with _starting:
-        _here.discard(run)
-        if folder in _locked and _locked[folder].run is run:
-            lock, _, is_new = _locked.pop(folder)
-            with contextlib.suppress(OSError):
-                (folder / LOCK).unlink()
-                if is_new and not has_kept(folder):
-                    folder.rmdir()
-            lock.release()
-
-
-def has_kept(folder: Path) -> bool:
-    """Whether there is anything in the folder of a run."""
-    return folder.is_dir() and any(path.name != LOCK for path in folder.iterdir())
-
-
 def start_run(run: TrainingRun, conductor: Conductor, engine: Engine) -> TrainingRun:
     """Let a training begin: in a thread of its own; "inline" in this one, so that a debugger stops in the user's loop.
 
     Raises:
         InvalidValueError: Another training has its folder, here or in another process.
     """
-    _take_folder(run, conductor.has_named_folder)
+    take_folder(run, conductor.has_named_folder)
     try:
         first = conductor.begin()  # here: what cannot begin at all fails at the call
     except BaseException:
-        _leave_folder(run, run.path.resolve())
+        leave_folder(run, run.path.resolve())
         raise
     if engine.profile.backend == "inline":
         conductor.conduct(first)

@@ -23,6 +23,7 @@ from ray.train import Checkpoint
 
 # Private: Ray has no public way to be asked by `ray.train.report` first. Its own docstring says that the class may be replaced.
 # tests/integration/test_train_managed.py fails with a Ray that lacks these.
+from ray.train.v2._internal.execution.context import get_train_context
 from ray.train.v2._internal.execution.train_fn_utils import DistributedTrainFnUtils, set_train_fn_utils
 
 from raypool.engine import diary
@@ -166,7 +167,8 @@ class Guest:
         try:
             loop, config = unpack(self._packed)
             value = loop(config if config is not None else {}) if num_required(loop) else loop()
-            packed_value = snapshot(value, f"what rank {rank} returns back")
+            is_early = note.has_heard and not note.should_stop  # nobody has wished for that: it goes on elsewhere
+            packed_value = None if is_early else snapshot(value, f"what rank {rank} returns back")
         except BaseException as error:
             diary.note_last_lines(error, note)
             outbox.drain(DRAIN_TIMEOUT_S)
@@ -217,6 +219,12 @@ def num_required(loop: Callable[..., Any]) -> int:
     return len(required)
 
 
+def _is_leaving() -> bool:
+    """Whether Ray Train has told this guest that a machine of the training is about to go; older ones can't."""
+    told = getattr(get_train_context(), "preemption_context", None)
+    return getattr(told, "preemption_info", None) is not None
+
+
 class GuestUtils(DistributedTrainFnUtils):  # type: ignore[misc]
     """What the functions of `ray.train` do in a guest: what Ray's own do, and at a report the ranks meet first."""
 
@@ -248,9 +256,11 @@ class GuestUtils(DistributedTrainFnUtils):  # type: ignore[misc]
         """
         metrics = checked(metrics)
         check_name(checkpoint_dir_name)
-        verdict = self._meet(Words(tuple(sorted(metrics)), checkpoint is not None))
         note = self._note
-        note.agreed_stop = bool(note.agreed_stop) or verdict.should_stop
+        verdict = self._meet(Words(tuple(sorted(metrics)), checkpoint is not None, _is_leaving()))
+        note.should_stop = note.should_stop or verdict.should_stop
+        note.is_leaving = any(each.is_leaving for each in verdict.words)
+        note.agreed_stop = bool(note.agreed_stop) or note.should_stop or note.is_leaving
         self.metrics = metrics
         if note.index == 0:
             note.say(note, "metrics", (time.time(), metrics))
@@ -281,6 +291,12 @@ class GuestUtils(DistributedTrainFnUtils):  # type: ignore[misc]
             )
         check_names([each.names for each in verdict.words])
         return verdict
+
+    def get_preemption_info(self) -> Any:
+        """Return what Ray Train knows of machines that are about to go."""
+        info = super().get_preemption_info()
+        self._note.is_leaving = self._note.has_heard = self._note.has_heard or info is not None
+        return info
 
     def get_checkpoint(self) -> Checkpoint | None:
         """Return the last checkpoint of this run, or the one to begin with."""

@@ -14,10 +14,11 @@ MAY_BE_LATE_S = 1.0
 
 
 class Words(NamedTuple):
-    """What a rank says at a report: which metrics, and whether it has a checkpoint."""
+    """What a rank says at a report: which metrics, whether it has a checkpoint, and whether a machine is about to go."""
 
     names: tuple[str, ...]
     has_checkpoint: bool
+    is_leaving: bool = False
 
 
 class Verdict(NamedTuple):
@@ -141,8 +142,8 @@ class Letterbox:
         assert meeting.verdict is not None
         return meeting.verdict
 
-    async def end(self, group_number: int, rank: int, value: bytes, metrics: dict[str, Any] | None) -> None:
-        """Take what a rank has returned."""
+    async def end(self, group_number: int, rank: int, value: bytes | None, metrics: dict[str, Any] | None) -> None:
+        """Take what a rank has returned; None: it has come back early, since a machine is about to go."""
         group = self._group
         if group.number == group_number:
             group.returned.add(rank)

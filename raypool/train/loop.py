@@ -23,6 +23,12 @@ from raypool.train.shares import share_of
 from raypool.train.snapshot import Progress
 from raypool.train.spread import whole_state
 
+LOOK_S = 1.0
+"""How often the ranks ask each other whether the machine of any is about to go [s]: that waits for the device."""
+
+PREEMPTED = "preempted"
+"""What has ended an attempt that has kept all, to go on elsewhere."""
+
 LOST = "loss is nan"
 """What has ended a training that nothing can be made of any more."""
 
@@ -56,8 +62,9 @@ class Training:
         self._progress = self._start()
         self._reason = "max_epochs"
         self._is_lost = False
-        self._reported_at = time.perf_counter()
-        self._reported_step = self._progress.step
+        self._reported_at = self._looked_at = time.perf_counter()
+        self._reported_step = self._looked_step = self._progress.step
+        self._look_step = self._progress.step + 1  # after this one all ranks look
 
     def _start(self) -> Progress:
         checkpoint = ray.train.get_checkpoint()
@@ -75,6 +82,8 @@ class Training:
                 self._reason = "patience"
             if self._reason != "max_epochs" or self._train_epoch(epoch):
                 break
+        if self._reason == PREEMPTED:
+            return {}  # for nobody: all there is was kept
         self._learner.settle()
         progress, dropped = self._progress, self._job.division.dropped
         end: dict[str, Any] = {
@@ -93,24 +102,43 @@ class Training:
         return end
 
     def _train_epoch(self, epoch: int) -> bool:
-        """Train once through the data; return whether somebody has asked for an end."""
+        """Train through what is left of the data in this epoch; return whether it is to end here."""
         options, division = self._options, self._job.division
-        self._ranks.seed(options.seed, 1, epoch)
-        batches = self._batches(epoch)
-        for number in range(1, division.steps + 1):
+        done = self._progress.step - epoch * division.steps
+        self._ranks.seed(options.seed, 1, epoch, *([done] if done else []))
+        batches = self._batches(epoch, done)
+        for number in range(done + 1, division.steps + 1):
             chosen = [next(batches) for _ in range(division.accumulate)]
             self._learner.iterate(self._progress.step, chosen)
             self._progress = self._progress._replace(step=self._progress.step + 1)
             is_due = options.report_every is not None and number % options.report_every == 0
-            if is_due and number < division.steps and self._report(self._metrics(epoch), None):
-                return True
+            if number < division.steps:
+                if is_due and self._report(self._metrics(epoch), None):
+                    return True
+                if self._has_left():
+                    return True
         return self._end_epoch(epoch)
 
-    def _batches(self, epoch: int) -> Iterator[Batch]:
-        """Return this rank's shares of an epoch's mini-batches."""
+    def _batches(self, epoch: int, done: int) -> Iterator[Batch]:
+        """Return this rank's shares of an epoch's mini-batches, but for those of the steps that are done."""
         job, options = self._job, self._options
         order = order_of(job.division.num_samples, options.shuffle, options.seed, epoch)
-        return self._source.batches(order, job.pieces(self._learner.share))
+        return self._source.batches(order, job.pieces(self._learner.share)[done * job.division.accumulate :])
+
+    def _has_left(self) -> bool:
+        """Keep all there is if the machine of any rank is about to go, to go on elsewhere from this very step."""
+        if self._progress.step < self._look_step or self._options.checkpoint_every is None:
+            return False
+        info = preemption_info()
+        (seconds,) = self._ranks.add([time.perf_counter() - self._looked_at])
+        steps = self._progress.step - self._looked_step
+        self._look_step = self._progress.step + max(int(LOOK_S * steps * self._ranks.size / seconds), 1)
+        self._looked_at, self._looked_step = time.perf_counter(), self._progress.step
+        if info is None:
+            return False
+        self._report_state({}, self._state())
+        self._reason = PREEMPTED
+        return True
 
     # --- what happens between epochs ----------------------------------------------------------------------------------
 
@@ -217,6 +245,12 @@ class Training:
         elif self._is_lost:
             self._reason = LOST
         return bool(asked or said or self._is_lost)
+
+
+def preemption_info() -> Any:
+    """Return which machines are about to go, the same on all ranks, which have to ask together; Ray 2.52 can't tell."""
+    ask = getattr(ray.train, "get_preemption_info", None)
+    return None if ask is None else ask()
 
 
 # --- measured for `scaling_report` ------------------------------------------------------------------------------------

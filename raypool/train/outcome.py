@@ -65,6 +65,16 @@ def late(case: Case, timeout_s: float, ended: Sequence[int]) -> SpmdError:
     return error
 
 
+def left(case: Case) -> SpmdError:
+    """Return the error for a training whose ranks have come back since a machine is about to go."""
+    loss = WorkerLostError(
+        f"The ranks of {case.name} have come back in attempt {case.attempt}: a machine of theirs is about to go.",
+        reason=LossReason.PREEMPTED,
+        attempts=case.attempt,
+    )
+    return SpmdError(str(loss), failures=dict.fromkeys(range(case.size), loss), first_rank=0)
+
+
 def failure(case: Case, error: BaseException, said: Mapping[int, Said]) -> BaseException:
     """Return the error for a training, by what `fit` has raised and what its guests have said."""
     ends = [_as_said(case, rank, words) for rank, words in said.items()]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import os
 import platform
 import threading
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
+import ray
 from ray.train import Checkpoint, CheckpointUploadMode, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
@@ -25,6 +27,7 @@ from ray.train.v2._internal.execution.train_fn_utils import LocalTrainFnUtils, g
 from ray.train.v2.api.context import LocalTrainContext
 from ray.train.v2.api.reported_checkpoint import ReportedCheckpoint, ReportedCheckpointStatus
 
+from raypool.engine.ray_nodes import look
 from raypool.errors import InvalidTypeError, InvalidValueError
 from raypool.spmd import collectives
 from raypool.spmd.context import SpmdContext
@@ -183,6 +186,7 @@ class _Told(NamedTuple):
     names: tuple[str, ...]
     has_checkpoint: bool
     should_stop: bool
+    is_leaving: bool
 
 
 class _Context(LocalTrainContext):  # type: ignore[misc]
@@ -191,6 +195,17 @@ class _Context(LocalTrainContext):  # type: ignore[misc]
             'ray.train.get_context().get_storage() is there with lane="managed" only, where Ray Train keeps the checkpoints. '
             "Here raypool does: report() them, and name the folder with RunOptions(run_dir=...)."
         )
+
+
+def _node_id() -> str:
+    """Return which node this is; nothing in a pool of this process."""
+    return str(ray.get_runtime_context().get_node_id()) if ray.is_initialized() else ""
+
+
+def _draining() -> dict[str, int | None]:
+    """Return which nodes are about to go, and when they will be gone, if that is known [Unix time, ms]."""
+    since = time.time() - time.monotonic()
+    return {node_id: round((at + since) * 1000) if at < math.inf else None for node_id, at in look().draining.items()}
 
 
 class Session(LocalTrainFnUtils):  # type: ignore[misc]
@@ -272,11 +287,14 @@ class Session(LocalTrainFnUtils):  # type: ignore[misc]
                 "ray.train.Checkpoint.from_directory(folder)."
             )
         note = self.note
-        told = self._tell(_Told(tuple(sorted(metrics)), checkpoint is not None, note is not None and note.should_stop))
+        should_stop, is_leaving = (False, False) if note is None else (note.should_stop, note.is_leaving)
+        told = self._tell(_Told(tuple(sorted(metrics)), checkpoint is not None, should_stop, is_leaving))
         check_names([each.names for each in told])
         self.metrics = metrics
         if note is not None:
-            note.agreed_stop = bool(note.agreed_stop) or any(each.should_stop for each in told)
+            note.should_stop = any(each.should_stop for each in told)  # that counts for all of them
+            note.is_leaving = any(each.is_leaving for each in told)
+            note.agreed_stop = bool(note.agreed_stop) or note.should_stop or note.is_leaving
             if metrics and self._spmd.rank == 0:
                 note.say(note, "metrics", (time.time(), metrics))
         if any(each.has_checkpoint for each in told):
@@ -312,6 +330,21 @@ class Session(LocalTrainFnUtils):  # type: ignore[misc]
             f"ray.train.get_dataset_shard({dataset_info.dataset_name!r}) needs a training with datasets=..., which is one with "
             'lane="managed". Here a loop reads its data itself, with prepare_data_loader say.'
         )
+
+    def get_preemption_info(self) -> Any:
+        """Meet the others; return which machines are about to go, None if nobody has heard of any."""
+        note = self.note
+        draining = {} if note is None or not note.is_leaving else _draining()
+        told = self._tell((note is not None and note.is_leaving, _node_id(), draining), "ray.train.get_preemption_info")
+        if note is None or not any(is_leaving for is_leaving, _, _ in told):
+            return None
+        from ray.train import PreemptionInfo  # Ray 2.60 has it, as it has the function that asks for it
+
+        note.is_leaving = note.has_heard = True
+        going = {node_id: at_ms for _, _, draining in told for node_id, at_ms in draining.items()}
+        ranks = {node_id: [rank for rank, (_, its, _) in enumerate(told) if its == node_id] for node_id in going}
+        deadlines = [at_ms for node_id, at_ms in going.items() if at_ms and ranks[node_id]]
+        return PreemptionInfo(min(deadlines, default=None), {node_id: its for node_id, its in ranks.items() if its})
 
     def is_distributed(self) -> bool:
         """Say no, as in Ray's local mode: then ray.train asks torch for the device, and a worker sees its own GPU and no other.

@@ -372,6 +372,8 @@ class Visit:
             self._host.engine.profile.start_timeout_s,
         )
         if len(self._ends) == self._size and not isinstance(self._outcome, BaseException):
+            if any(end.value is None for end in self._ends.values()):
+                raise outcome.left(case)
             return [self._opened(rank) for rank in range(self._size)]
         if self._is_late:
             assert self._options.timeout_s is not None

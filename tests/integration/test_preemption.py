@@ -125,3 +125,61 @@ def test_what_runs_on_a_machine_that_is_taken_back_saves_and_goes_on_elsewhere(o
     assert facts["watcher"] == 0
     assert "Compute Engine takes this spot machine back, in 2" in facts["said"]
     assert "is about to go, in 2" in words
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("lane", ["warm", "managed"])
+def test_fit_goes_on_elsewhere_from_the_very_step(on_cluster: Any, tmp_path: Path, lane: str) -> None:
+    """In the midst of an epoch, with retries=0; the model is the one that it would have been."""
+    facts, _ = on_cluster(
+        f"""
+    import torch
+    from torch import nn
+    from raypool import RunOptions, TrainingOptions
+
+    node = add(num_cpus=2)
+    inputs = torch.randn(320, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    data = inputs, inputs.sum(1, keepdim=True)
+    options = TrainingOptions(max_epochs=2, mini_batch_size=4, learning_rate=0.05, report_every=1)
+
+    class Model(nn.Sequential):
+        def __init__(self, pause):
+            super().__init__(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+            self.pause = pause
+        def forward(self, inputs):
+            time.sleep(self.pause)
+            return super().forward(inputs)
+
+    def model(pause):
+        torch.manual_seed(0)
+        return Model(pause).double()
+
+    with parpool(2, address=cluster.address, quiet=True, retries=0, start_timeout_s=60) as pool:
+        kept = RunOptions(run_dir={str(tmp_path / "run")!r})
+        run = pool.fit(model(0.1), data, nn.functional.mse_loss, options, lane={lane!r}, run_options=kept)
+        eventually(lambda: len(run.metrics) >= 5, 100)
+        watched(2)
+        add(num_cpus=2)
+        watcher = take_back(node)
+        began = time.monotonic()
+        eventually(lambda: run.attempts == 2 or run.done(), 60)
+        facts["seconds"] = time.monotonic() - began
+        result = run.result(150)
+        frame = result.metrics_frame
+        facts["attempts"] = frame["attempt"].unique().tolist()
+        facts["steps"] = frame["step"].astype(int).tolist()
+        facts["ended by"] = result.ended_by
+        kill(node)
+        facts["watcher"] = watcher.wait(20)
+        whole = pool.fit(model(0), data, nn.functional.mse_loss, options).result(100)
+        facts["same"] = all(torch.allclose(a, b, rtol=1e-9) for a, b in zip(result.model.parameters(), whole.model.parameters()))
+    end()
+    """,
+        cores=0,
+    )
+    assert facts["attempts"] == [1, 2]
+    assert facts["steps"] == list(range(160)), "each step once"
+    assert facts["ended by"] == "max_epochs"
+    assert facts["same"]
+    assert facts["seconds"] < 25
+    assert facts["watcher"] == 0

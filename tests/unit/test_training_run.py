@@ -35,8 +35,8 @@ from raypool.train.runs import RunOptions, TrainingResult
 WAIT_S = 60.0
 
 
-def lost(rank: int = 1) -> SpmdError:
-    why = WorkerLostError("Worker 1 was killed.", reason=LossReason.EXIT, attempts=1)
+def lost(rank: int = 1, reason: LossReason = LossReason.EXIT) -> SpmdError:
+    why = WorkerLostError("Worker 1 was killed.", reason=reason, attempts=1)
     return SpmdError(f"Rank {rank} of fit failed: Worker 1 was killed.", failures={rank: why}, first_rank=rank)
 
 
@@ -77,13 +77,18 @@ class ScriptedLane:
         return attempt
 
 
+def an_engine(check_open: Callable[[], None] = lambda: None) -> Any:
+    profile = SimpleNamespace(backend="threads", start_timeout_s=WAIT_S)
+    return SimpleNamespace(profile=profile, helpers=set(), check_open=check_open)
+
+
 def train(
     lane: ScriptedLane, folder: Path, options: Options | None = None, numbers: Any = (0, 1), places: Any = None, **kept: Any
 ) -> TrainingRun:
     run = TrainingRun("fit", folder)
     kept_options = RunOptions(run_dir=folder, **kept)
-    crew = Crew(2, places, numbers if callable(numbers) else lambda: numbers)
-    engine: Any = SimpleNamespace(profile=SimpleNamespace(backend="threads"), helpers=set())
+    engine = an_engine()
+    crew = Crew(2, places, numbers if callable(numbers) else lambda: numbers, engine)
     return start_run(run, Conductor(run, lane, crew, options or Options(), kept_options, None), engine)
 
 
@@ -162,6 +167,33 @@ def test_as_many_attempts_as_retries_allow(tmp_path: Path) -> None:
     assert isinstance(caught.value.__cause__, WorkerLostError)
     assert caught.value.result.checkpoint is not None
     assert run.state == "failed"
+
+
+def test_a_machine_that_was_taken_back_is_charged_to_nobody(tmp_path: Path) -> None:
+    """Also with retries=0; what fails otherwise is charged as ever."""
+    taken = [lost(reason=LossReason.PREEMPTED)] * 5
+    lane = ScriptedLane(*taken, ENDS)
+    assert train(lane, tmp_path, Options(retries=0)).result(WAIT_S).values == ["zero", "one"]
+    assert [plan.attempt for plan in lane.plans] == [1, 2, 3, 4, 5, 6]
+    assert lane.options[-1].retries == 5, "Ray Train, which counts them, is told so"
+    with pytest.raises(TrainingError, match="It was attempt 3"):
+        train(ScriptedLane(lost(), taken[0], lost()), tmp_path, Options(retries=1)).result(WAIT_S)
+
+
+@pytest.mark.parametrize("reason", [LossReason.PREEMPTED, LossReason.NODE])
+def test_workers_on_machines_that_are_gone_are_waited_for(tmp_path: Path, reason: LossReason) -> None:
+    there = [0]
+    lane = ScriptedLane(lost(reason=reason), ENDS)
+    threading.Timer(0.3, there.append, [7]).start()
+    assert train(lane, tmp_path, numbers=lambda: tuple(there)).result(WAIT_S).values == ["zero", "one"]
+    assert lane.crews == [(2, None), (2, None)]
+    assert there == [0, 7]
+
+
+def test_they_are_not_waited_for_where_others_are_enough(tmp_path: Path) -> None:
+    lane = ScriptedLane(lost(reason=LossReason.PREEMPTED), ENDS)
+    train(lane, tmp_path, numbers=lambda: (0, 1) if len(lane.plans) == 0 else (0,), min_workers=1).result(5)
+    assert lane.crews == [(2, None), (1, None)]
 
 
 def test_what_the_loop_raises_is_not_tried_again_unless_named(tmp_path: Path) -> None:
@@ -262,8 +294,8 @@ def test_a_result_of_which_nothing_can_be_made_is_not_lost(tmp_path: Path) -> No
     def finish(result: TrainingResult) -> TrainingResult:
         raise KeyError("no such layer")
 
-    conductor = Conductor(run, ScriptedLane(ENDS), Crew(2, None, lambda: (0, 1)), Options(), RunOptions(), finish)
-    engine: Any = SimpleNamespace(profile=SimpleNamespace(backend="threads"), helpers=set())
+    engine = an_engine()
+    conductor = Conductor(run, ScriptedLane(ENDS), Crew(2, None, lambda: (0, 1), engine), Options(), RunOptions(), finish)
     start_run(run, conductor, engine)
     with pytest.raises(TrainingError, match=r"has come to its end, but .* KeyError: 'no such layer'") as caught:
         run.result(WAIT_S)
@@ -301,7 +333,7 @@ HOLDER = """
     import sys, time
     from pathlib import Path
     from raypool.journal.lock import RunLock
-    from raypool.train.conductor import LOCK
+    from raypool.train.in_use import LOCK
     lock = RunLock(Path({folder!r}), LOCK)
     print("held", flush=True)
     time.sleep(60)
