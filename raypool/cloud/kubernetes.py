@@ -16,7 +16,7 @@ from importlib.metadata import version
 from typing import Any
 
 from raypool.cloud.machines import catalogue
-from raypool.cloud.nodes import CLIENT_PORT, DASHBOARD_PORT, HEALTH_CHECKS, PORT
+from raypool.cloud.nodes import ACCELERATOR, CLIENT_PORT, DASHBOARD_PORT, HEALTH_CHECKS, PORT, ROLE
 from raypool.cloud.plan import ClusterPlan, NodeGroup
 
 API = "ray.io/v1"
@@ -113,7 +113,7 @@ def _cluster(plan: ClusterPlan) -> dict[str, Any]:
 
 
 def _head(plan: ClusterPlan) -> dict[str, Any]:
-    """Return the head's group: without CPUs for Ray, so that no work lands where everything else is kept together."""
+    """Return the head's group: one without GPUs has nothing to give away, so that what is there for all has its peace."""
     template = _template(plan, plan.head)
     [container] = template["spec"]["containers"]
     container["env"] += [{"name": name, "value": str(value)} for name, value in HEALTH_CHECKS.items()]
@@ -122,7 +122,7 @@ def _head(plan: ClusterPlan) -> dict[str, Any]:
         {"name": "dashboard", "containerPort": DASHBOARD_PORT},
         {"name": "client", "containerPort": CLIENT_PORT},
     ]
-    return {"rayStartParams": {"num-cpus": "0"}, "labels": _labels(plan.head), "template": template}
+    return {"rayStartParams": {} if plan.head.gpus else {"num-cpus": "0"}, "labels": _labels(plan.head), "template": template}
 
 
 def _workers(plan: ClusterPlan, group: NodeGroup) -> dict[str, Any]:
@@ -144,8 +144,8 @@ def _workers(plan: ClusterPlan, group: NodeGroup) -> dict[str, Any]:
 
 def _labels(group: NodeGroup) -> dict[str, str]:
     """Return the labels of the pods, which Ray's nodes have, too."""
-    kind = {"ray.io/accelerator-type": group.gpu} if group.gpu else {}
-    return {"raypool/role": group.name, "ray.io/market-type": "spot" if group.spot else "on-demand", **kind}
+    kind = {ACCELERATOR: group.gpu} if group.gpu else {}
+    return {ROLE: group.name, "ray.io/market-type": "spot" if group.spot else "on-demand", **kind}
 
 
 def _template(plan: ClusterPlan, group: NodeGroup) -> dict[str, Any]:

@@ -14,10 +14,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-import jsonschema
 import yaml
 
-from raypool.cloud.documents import PLACEHOLDER, Findings, Keys, nearest
+from raypool.cloud import schema_checks
+from raypool.cloud.documents import PLACEHOLDER, Findings, nearest
 from raypool.cloud.kubernetes_pods import RAY, Part, capacity, check_group, release, variables
 from raypool.cloud.kubernetes_schema import SCHEMAS
 
@@ -29,8 +29,6 @@ AUTOSCALER_V2 = "RAY_enable_autoscaler_v2"
 
 NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 GROUP_NAME = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9]{0,61}[A-Za-z0-9])?")  # becomes a label of the pods
-KINDS = {"string": "text", "integer": "a whole number", "number": "a number", "boolean": "true or false"}
-KINDS |= {"object": "a mapping", "array": "a list"}
 
 
 def is_manifest(content: object) -> bool:
@@ -45,58 +43,13 @@ def check(findings: Findings) -> None:
     if kind not in SCHEMAS:
         top.wrong(f"kind is {kind}, of which raypool knows nothing; RayCluster or RayJob would do.", "kind")
         return
-    _check_shape(findings, kind)
+    schema_checks.check(findings, SCHEMAS[kind])
     _check_name(top.part("metadata"), LONGEST_NAME[kind])
     annotations = top.part("metadata", "annotations").mapping
     if kind == "RayJob":
         _check_job(top.part("spec"), annotations)
     else:
         _check_cluster(top.part("spec"), annotations)
-
-
-# --- names and kinds --------------------------------------------------------------------------------------------------
-
-
-def _check_shape(findings: Findings, kind: str) -> None:
-    validator = jsonschema.Draft202012Validator(SCHEMAS[kind])
-    for error in validator.iter_errors(findings.at(())):
-        keys = tuple(error.absolute_path)
-        if error.validator == "additionalProperties":
-            findings.check_keys(keys, error.schema["properties"])
-        elif error.validator == "required":
-            name = error.message.split("'")[1]
-            findings.add(keys, f"{name} is missing{_why(name)}")
-        else:
-            findings.add(keys, _what_would_do(keys, error))
-
-
-def _why(name: str) -> str:
-    if name in ("minReplicas", "maxReplicas"):
-        return "; without it KubeRay takes 0 and 2147483647, so that there is no bound on what is paid for."
-    if name == "rayVersion":
-        return '; the operator needs it where a token is asked for ("2.60.0").'
-    return "."
-
-
-def _what_would_do(keys: Keys, error: jsonschema.ValidationError) -> str:
-    """Return a sentence on a value that is of a wrong kind, or out of bounds."""
-    name = next((key for key in reversed(keys) if isinstance(key, str)), "this")
-    value: Any = error.instance
-    wanted: Any = error.validator_value
-    if error.validator == "enum":
-        end = nearest(value, wanted) if isinstance(value, str) else f"; {' or '.join(wanted)} would do."
-        return f"{name} is {value!r}{end}"
-    if error.validator == "minimum":
-        return f"{name} is {value}; {wanted} or more would do."
-    if error.validator == "minLength":
-        return f"{name} is empty; a name would do."
-    if error.validator == "minItems":
-        return f"{name} is empty; the first entry is the one that Ray runs in."
-    kinds = wanted if isinstance(wanted, list) else [wanted]
-    if "string" in kinds and isinstance(value, bool | int | float):
-        text = str(value).lower() if isinstance(value, bool) else str(value)
-        return f'{name} is {text}, which YAML reads as no text; "{text}", in quotes, would do.'
-    return f"{name} is {'empty' if value is None else repr(value)}; {' or '.join(KINDS[each] for each in kinds)} would do."
 
 
 def _check_name(metadata: Part, longest: int) -> None:
@@ -164,6 +117,10 @@ def _check_doors(head: Part) -> None:
 
 def _check_counts(group: Part) -> None:
     least, now, most = group.whole("minReplicas"), group.whole("replicas"), group.whole("maxReplicas")
+    if group.mapping and group["maxReplicas"] is None:
+        group.wrong("maxReplicas is missing: KubeRay takes 2147483647, so that there is no bound on what is paid for.")
+    if group.mapping and group["minReplicas"] is None:
+        group.wrong("minReplicas is missing; 0 would do.")
     if least is not None and most is not None and least > most:
         group.wrong(f"minReplicas is {least} and maxReplicas {most}; {least} or more would do for maxReplicas.", "maxReplicas")
     elif now is not None and ((least is not None and now < least) or (most is not None and now > most)):

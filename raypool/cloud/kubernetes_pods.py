@@ -128,7 +128,7 @@ def check_group(spec: Part, group: Part) -> None:
     """
     parameters, pod = group.part("rayStartParams"), group.part("template", "spec")
     for name in WHOLE:
-        if parameters[name] is not None and not re.fullmatch(r"\d+", parameters.text(name), re.ASCII):
+        if isinstance(parameters[name], str) and not re.fullmatch(r"\d+", parameters[name], re.ASCII):
             parameters.wrong(f"{name} is {parameters[name]!r}; a whole number would do, as text.", name)
     _check_amounts(group.part("resources"))
     twice = [name for name in NODE_RESOURCES if parameters[name]]

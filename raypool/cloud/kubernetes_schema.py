@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from jsonschema import Draft202012Validator
+
 Schema = dict[str, Any]
 
 ANYTHING: Schema = {}
@@ -120,7 +122,7 @@ HEAD = _mapping(
 )
 
 WORKERS = _mapping(
-    "groupName minReplicas maxReplicas template",  # without these two, KubeRay takes 0 and 2147483647
+    "groupName template",
     **GROUP,
     groupName=NAME,
     replicas=COUNT,
@@ -155,7 +157,7 @@ NETWORK_POLICY = _mapping(
 )
 
 CLUSTER = _mapping(
-    "headGroupSpec rayVersion",  # the operator wants the version where it makes a token
+    "headGroupSpec rayVersion",  # the operator wants the version where a token is asked for
     rayVersion=TEXT,
     authOptions=_mapping(mode=_one_of("token", "disabled"), secretName=TEXT, enableK8sTokenAuth=SWITCH),
     enableInTreeAutoscaling=SWITCH,
@@ -202,4 +204,4 @@ def _resource(kind: str, spec: Schema) -> Schema:
     )
 
 
-SCHEMAS = {"RayCluster": _resource("RayCluster", CLUSTER), "RayJob": _resource("RayJob", JOB)}
+SCHEMAS = {kind: Draft202012Validator(_resource(kind, spec)) for kind, spec in (("RayCluster", CLUSTER), ("RayJob", JOB))}

@@ -37,9 +37,12 @@ def _add(findings: Findings, error: ValidationError, keys: Keys) -> None:
         case "additionalProperties":
             findings.check_keys(keys, schema.get("properties", {}))
         case "required":
-            findings.add(keys, f"{next(each for each in wanted if each not in value)} is missing in {name}.")
+            missing = next(each for each in wanted if error.message.startswith(repr(each)))  # one error for each that is
+            findings.add(keys, f"{missing} is missing in {name}.")
         case "type":
-            findings.add(keys, f"{name} is {shown}; it must be {KINDS.get(str(wanted), wanted)}.")
+            findings.add(keys, f"{name} is {shown}; it must be {_right(value, wanted)}.")
+        case "minLength":
+            findings.add(keys, f"{name} is empty; it must be text.")
         case "minimum":
             findings.add(keys, f"{name} is {value}; {wanted} is the least that it can be.")
         case "enum":
@@ -48,3 +51,11 @@ def _add(findings: Findings, error: ValidationError, keys: Keys) -> None:
             findings.add(keys, f"{name} has {len(value)} entries; {wanted} would do.")
         case _:
             findings.add(keys, f"{name}: {error.message}.")
+
+
+def _right(value: Any, wanted: str | list[str]) -> str:
+    """Return what would be right instead of a value of a wrong type."""
+    kinds = [wanted] if isinstance(wanted, str) else wanted
+    if "string" in kinds and isinstance(value, bool | int | float):
+        return f'text: "{str(value).lower()}", in quotes'
+    return " or ".join(KINDS.get(kind, kind) for kind in kinds)

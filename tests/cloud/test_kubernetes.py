@@ -113,7 +113,7 @@ def test_the_autoscaler_of_ray_reads_the_groups(plan: ClusterPlan) -> None:
     config = _derive_autoscaling_config_from_ray_cr(manifest)
     validate_config(config)
     types = config["available_node_types"]
-    assert types["headgroup"]["resources"]["CPU"] == 0
+    assert types["headgroup"]["resources"]["CPU"] == (3 * plan.head.gpus)
     for group in plan.workers:
         there = types[group.name]
         assert (there["min_workers"], there["max_workers"]) == (group.least, group.most)

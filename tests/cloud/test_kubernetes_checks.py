@@ -46,35 +46,35 @@ PLANTED = {
         "num-cpu: '0'",
         "no setting 'num-cpu'. Did you mean num-cpus",
     ),
-    "a number where text belongs": (CLUSTER, "num-cpus: '0'", "num-cpus: 0", "num-cpus: 0", '"0", in quotes, would do'),
-    "a number as a variable": (CLUSTER, "value: '10'", "value: 10", "value: 10", '"10", in quotes, would do'),
+    "a number where text belongs": (CLUSTER, "num-cpus: '0'", "num-cpus: 0", "num-cpus: 0", '"0", in quotes'),
+    "a number as a variable": (CLUSTER, "value: '10'", "value: 10", "value: 10", '"10", in quotes'),
     "a switch as a label": (
         CLUSTER,
         "gke-spot: 'true'",
         "gke-spot: true",
         "cloud.google.com/gke-spot: true",
-        '"true", in quotes, would do',
+        '"true", in quotes',
     ),
     "text where a number belongs": (
         CLUSTER,
         "maxReplicas: 9",
         "maxReplicas: nine",
         "maxReplicas: nine",
-        "maxReplicas is 'nine'; a whole number would do",
+        "maxReplicas is 'nine'; it must be a whole number",
     ),
     "part of a machine": (
         CLUSTER,
         "maxReplicas: 9",
         "maxReplicas: 2.5",
         "maxReplicas: 2.5",
-        "maxReplicas is 2.5; a whole number would do",
+        "maxReplicas is 2.5; it must be a whole number",
     ),
     "nothing where something belongs": (
         CLUSTER,
         "rayStartParams:\n      num-cpus: '0'",
         "rayStartParams:",
         "rayStartParams:",
-        "is empty; a mapping",
+        "is empty; it must be a mapping",
     ),
     "an unknown mode": (CLUSTER, "mode: token", "mode: tokens", "mode: tokens", "Did you mean token?"),
     "an old version of the interface": (
@@ -90,7 +90,7 @@ PLANTED = {
         f"containers:\n        - name: ray\n          image: rayproject/ray:{RAY}-py311-gpu",
         "containers: []\n        x:\n        - name: ray",
         "containers: []",
-        "containers is empty",
+        "containers has 0 entries; 1 would do",
     ),
     "no name": (CLUSTER, "metadata:\n  name: lab", "metadata:\n  labels: {}", "metadata:", "name is missing"),
     "no bound": (
@@ -98,7 +98,7 @@ PLANTED = {
         "    maxReplicas: 9\n",
         "",
         "- groupName: t4",
-        "maxReplicas is missing; without it KubeRay takes 0 and 2147483647",
+        "maxReplicas is missing: KubeRay takes 2147483647",
     ),
     # names
     "a name that is too long": (CLUSTER, "name: lab", f"name: {'lab' * 18}", "name: lablab", "54 characters; 53 at most"),
@@ -128,7 +128,7 @@ PLANTED = {
         "replicas: 12",
         "replicas is 12, but minReplicas 0 and maxReplicas 9",
     ),
-    "fewer than none": (CLUSTER, "minReplicas: 0", "minReplicas: -1", "minReplicas: -1", "minReplicas is -1; 0 or more would do"),
+    "fewer than none": (CLUSTER, "minReplicas: 0", "minReplicas: -1", "minReplicas: -1", "minReplicas is -1; 0 is the least"),
     "part of a GPU": (
         CLUSTER,
         "limits:\n              cpu: '12'\n              memory: 48000M\n              nvidia.com/gpu: '4'",
@@ -348,7 +348,7 @@ PLANTED = {
         "  entrypoint",
         "  activeDeadlineSeconds: 0\n  entrypoint",
         "activeDeadlineSeconds: 0",
-        "activeDeadlineSeconds is 0; 1 or more would do",
+        "activeDeadlineSeconds is 0; 1 is the least",
     ),
     "a token that jobs cannot have": (
         JOB,
@@ -384,7 +384,7 @@ PLANTED = {
         f'working_dir: "{CODE}"',
         "env_vars: {EPOCHS: 10}",
         "runtimeEnvYAML: 'env_vars: {EPOCHS: 10}",
-        '"10", in quotes, would do',
+        '"10", in quotes',
     ),
 }
 
