@@ -22,6 +22,9 @@ MACHINES_TIMEOUT_S = 1800.0
 LOOK_S = 1.0
 """How often to look whether they are there [s]."""
 
+ANSWER_S = 10.0
+"""How long Ray may take to say which are [s]."""
+
 
 def main(words: Sequence[str]) -> None:
     """Try the folder, wait for the machines, and become the script: what stands after the first `--`, for Python to run."""
@@ -38,25 +41,22 @@ def main(words: Sequence[str]) -> None:
         if options.job_dir is not None:
             job_dir.try_out(options.job_dir)
         if options.machines > 1:
-            wait_for(options.machines, options.timeout_s)
+            wait_until(options.machines, machines_there, options.timeout_s)
     except CloudError as error:
         sys.exit(f"raypool: {error}")
     os.execv(sys.executable, [sys.executable, *script])
 
 
-def wait_for(machines: int, timeout_s: float) -> None:
-    """Wait until a cluster that this machine belongs to has so many machines.
+def machines_there() -> int:
+    """Return how many machines the cluster has of which this job is, without being a driver.
 
-    Raises:
-        CloudError: It has fewer after this time [s].
+    When the first driver of a job ends, Ray removes the folder that came along, and the script with it.
     """
-    import ray
+    from ray._raylet import GcsClient  # type: ignore[attr-defined]
+    from ray.core.generated.gcs_pb2 import GcsNodeInfo
 
-    ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
-    try:
-        wait_until(machines, lambda: sum(node["Alive"] for node in ray.nodes()), timeout_s)
-    finally:
-        ray.shutdown()
+    nodes = GcsClient(address=os.environ["RAY_ADDRESS"]).get_all_node_info(timeout=ANSWER_S).values()
+    return sum(node.state == GcsNodeInfo.ALIVE for node in nodes)
 
 
 def wait_until(machines: int, count: Callable[[], int], timeout_s: float) -> None:

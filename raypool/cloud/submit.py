@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from raypool.cloud import launcher
 from raypool.cloud.gcp_checks import NAME_LIMIT
 from raypool.cloud.jobs import Jobs
 from raypool.cloud.nodes import default_packages
@@ -210,8 +211,6 @@ def run_on_own(file: Path, submission: Submission, *, is_kept: bool) -> int:
     Raises:
         CloudError: The cluster does not come up, refuses the job, does not answer any more, or does not go away.
     """
-    from raypool.cloud import launcher
-
     is_running = False
     try:
         launcher.up(file)
