@@ -22,7 +22,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -101,6 +101,27 @@ class Dashboard:
             except (OSError, http.client.HTTPException) as error:
                 raise CloudError(f"The connection to {self.url} has broken off: {error}. Try again.", status=None) from error
 
+    async def listen(self, path: str, put: Callable[[str], object]) -> None:
+        """Hand on what comes there, until it ends in good order. Ray's own client leaves such connections open, which warns.
+
+        Raises:
+            ConnectionError: It breaks off.
+            aiohttp.ClientError: It cannot be made.
+        """
+        import aiohttp
+
+        encryption = True if self._authority is None else ssl.create_default_context(cafile=self._authority)
+        timeout = aiohttp.ClientWSTimeout(ws_close=1.0)
+        async with (
+            aiohttp.ClientSession(headers=self._headers()) as session,
+            session.ws_connect(self.url + path, ssl=encryption, timeout=timeout) as pieces,
+        ):
+            async for piece in pieces:
+                if piece.type is aiohttp.WSMsgType.TEXT:
+                    put(piece.data)
+            if pieces.close_code != aiohttp.WSCloseCode.OK:
+                raise ConnectionError(f"the connection to {self.url} has broken off ({pieces.close_code})")
+
     def nodes(self) -> list[dict[str, Any]]:
         """Return the nodes of the cluster that are alive, as Ray's state API describes them; it has one at least, the head."""
         deadline = time.monotonic() + HEAD_TIMEOUT_S
@@ -134,13 +155,11 @@ class Dashboard:
         """
         from ray.job_submission import JobSubmissionClient
 
-        for name in ("dashboard.modules.dashboard_sdk", "dashboard.modules.job.sdk", "_private.runtime_env.packaging"):
-            logging.getLogger(f"ray.{name}").setLevel(logging.WARNING)  # they tell of every upload and connection
-        # "False" where nothing is encrypted: aiohttp warns of what Ray makes of "True".
-        verify = self._authority or self.url.startswith("https:")
+        for name in ("dashboard.modules.dashboard_sdk", "_private.runtime_env.packaging"):
+            logging.getLogger(f"ray.{name}").setLevel(logging.WARNING)  # they tell of every upload
         with _environment_lock, _without(OVERRIDING + (PROXIES if self._is_here() else ())):
             try:
-                client = JobSubmissionClient(self.url, headers=self._headers(), verify=verify)
+                client = JobSubmissionClient(self.url, headers=self._headers(), verify=self._authority or True)
             except RuntimeError as error:
                 raise CloudError(
                     f"Ray's client for jobs cannot be used here: {error} Try: pip install raypool[cluster]"

@@ -6,12 +6,13 @@ does, and where a job runs; common.py: the states).
 
 from __future__ import annotations
 
+import functools
 import shlex
 import sys
 import time
 import urllib.parse
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -275,7 +276,7 @@ class Jobs:
         while True:
             skip = seen  # it is sent from the beginning each time
             try:
-                for piece in pieces_of(lambda put: self._tail(job_id, put)):
+                for piece in pieces_of(functools.partial(self.dashboard.listen, f"{_path(job_id)}/logs/tail")):
                     new = piece[skip:]
                     skip -= len(piece) - len(new)
                     seen += len(new)
@@ -287,17 +288,11 @@ class Jobs:
                 if self.look(job_id).has_ended:
                     yield self.log(job_id)[seen:]
                     return
-            except Exception as error:  # aiohttp's own, a RuntimeError of Ray's, or a CloudError
+            except Exception as error:  # aiohttp's own, a ConnectionError or a CloudError
                 if failures == RECONNECTS or getattr(error, "status", None) is not None:
                     raise CloudError(f"The log of job {job_id} cannot be followed any more: {_last_line(error)}") from error
                 time.sleep(LOOK_S * 2**failures)
                 failures += 1
-
-    async def _tail(self, job_id: str, put: Callable[[str], object]) -> None:
-        with self.dashboard.client() as client:
-            pieces = client.tail_job_logs(job_id)
-        async for piece in pieces:
-            put(piece)
 
     def stop(self, job_id: str) -> JobInfo:
         """End a job, also one that waits; return how it is doing then.
