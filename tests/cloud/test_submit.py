@@ -1,0 +1,407 @@
+"""`raypool submit`: from a job's file to machines, to a script that runs on them, and to its exit code."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+
+from raypool.cli import main
+from raypool.cloud import begin, launcher
+from raypool.cloud.checks import check_file
+from raypool.cloud.submit import Submission, find_script, run_on_own
+from raypool.cloud.training import Training
+from raypool.errors import CloudError
+from raypool.profiles import Profile
+from tests.cloud import fake_gce
+from tests.cloud.fake_gce import FakeGce
+from tests.cloud.ray_provider import Cluster
+from tests.cloud.test_spec import DOCUMENTED
+from tests.conftest import Started
+
+DOCUMENTED_OPTIONS = [
+    *("--scale-tier", "custom"),
+    *("--master-machine-type", "n1-highcpu-16", "--master-accelerator", "count=4,type=nvidia-tesla-t4"),
+    *("--worker-count", "9", "--worker-machine-type", "n1-highcpu-16", "--worker-accelerator", "count=4,type=nvidia-tesla-t4"),
+    *("--parameter-server-count", "3", "--parameter-server-machine-type", "n1-highmem-8"),
+]
+"""The same job, in options."""
+
+HERE = ["--region", "us-central1", "--project", fake_gce.PROJECT]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder to work in, with the documented file, a script and a package."""
+    for name in ("GOOGLE_CLOUD_PROJECT", "CLOUDSDK_CORE_PROJECT"):
+        monkeypatch.delenv(name, raising=False)
+    work = tmp_path / "work"
+    (work / "trainer").mkdir(parents=True)
+    monkeypatch.chdir(work)
+    (work / "config.yaml").write_text(DOCUMENTED)
+    (work / "train.py").touch()
+    (work / "trainer/task.py").touch()
+    return work
+
+
+def submit(*words: str) -> Result:
+    return CliRunner().invoke(main, ["submit", *words], prog_name="raypool")
+
+
+# --- the cluster's file -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_documented_job_gets_thirteen_machines_with_forty_gpus(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shell: Any, providers: None
+) -> None:
+    done = submit("--config", "config.yaml", *HERE, "--dry-run", "train.py")
+    assert done.exit_code == 0, done.output
+    assert "Wrote train-cluster.yaml: 13 machine(s) with 40 GPU(s) in all." in done.output
+    check_file("train-cluster.yaml")
+
+    gce = fake_gce.install(monkeypatch, tmp_path)
+    content = yaml.safe_load((folder / "train-cluster.yaml").read_text())
+    cluster = Cluster(content)
+    (tmp_path / ".ray").mkdir(exist_ok=True)
+    (tmp_path / ".ray/auth_token").write_text("secret")
+    cluster.up(folder / "train-cluster.yaml", shell)
+    for name, kind in content["available_node_types"].items():
+        if name != content["head_node_type"]:
+            assert kind["min_workers"] == kind["max_workers"], "Ray makes all of them at once, and keeps them"
+            cluster.add_workers(name, kind["min_workers"])
+    assert_made(gce)
+
+
+def assert_made(gce: FakeGce) -> None:
+    assert len(gce.instances) == 13
+    assert gce.gpus == 40
+    assert sorted(gce.machine_types()) == ["n1-highcpu-16"] * 10 + ["n1-highmem-8"] * 3
+
+
+def test_options_alone_say_the_same_as_the_file(folder: Path) -> None:
+    assert submit("--config", "config.yaml", *HERE, "--out", "a.yaml", "--dry-run", "train.py").exit_code == 0
+    assert submit(*DOCUMENTED_OPTIONS, *HERE, "--out", "b.yaml", "--dry-run", "train.py").exit_code == 0
+    assert yaml.safe_load(Path("a.yaml").read_text()) == yaml.safe_load(Path("b.yaml").read_text())
+
+
+def test_options_win_over_the_file(folder: Path) -> None:
+    options = ["--worker-count", "2", "--worker-accelerator", "count=1,type=NVIDIA_TESLA_T4", "--spot", "--zone", "us-central1-b"]
+    done = submit("--config", "config.yaml", *HERE, *options, "--dry-run", "train.py")
+    assert done.exit_code == 0, done.output
+    content = yaml.safe_load(Path("train-cluster.yaml").read_text())
+    worker = content["available_node_types"]["worker"]
+    assert (worker["max_workers"], worker["resources"]["GPU"]) == (2, 1)
+    assert worker["node_config"]["scheduling"]["provisioningModel"] == "SPOT"
+    assert "provisioningModel" not in content["available_node_types"]["head"]["node_config"]["scheduling"], "the master stays"
+    assert content["provider"]["availability_zone"] == "us-central1-b"
+
+
+def test_machines_know_their_roles(folder: Path) -> None:
+    submit("--config", "config.yaml", *HERE, "--dry-run", "train.py")
+    kinds = yaml.safe_load(Path("train-cluster.yaml").read_text())["available_node_types"].values()
+    assert [kind["labels"]["raypool/role"] for kind in kinds] == ["head", "worker", "parameter-server"]
+
+
+def test_the_file_says_how_it_was_made_but_not_what_is_for_the_script(folder: Path) -> None:
+    assert submit("--config", "config.yaml", *HERE, "--dry-run", "train.py", "--", "--password", "hunter2").exit_code == 0
+    text = Path("train-cluster.yaml").read_text()
+    assert "raypool submit --config config.yaml --region us-central1" in text
+    assert "hunter2" not in text
+
+
+def test_a_project_may_be_filled_in_later_but_not_when_machines_are_made(folder: Path) -> None:
+    assert submit("--config", "config.yaml", "--region", "us-east1", "--dry-run", "train.py").exit_code == 0
+    with pytest.raises(CloudError, match="<your project>"):
+        check_file("train-cluster.yaml")
+    assert "Which project pays is not said" in refused("--config", "config.yaml", "--region", "us-east1", "train.py")
+
+
+def test_packages_come_on_top_of_raypool_and_ray(folder: Path) -> None:
+    submit("--config", "config.yaml", *HERE, "--package", "timm>=1", "--dry-run", "train.py")
+    [line] = [line for line in yaml.safe_load(Path("train-cluster.yaml").read_text())["setup_commands"] if "timm" in line]
+    assert "'timm>=1'" in line
+    assert "raypool==" in line
+
+
+# --- what is refused ----------------------------------------------------------------------------------------------------
+
+
+def refused(*words: str) -> str:
+    """Return what is said where a command is refused, before anything is made."""
+    before = sorted(path.name for path in Path.cwd().iterdir())
+    done = submit(*words)
+    assert done.exit_code == 2, done.output
+    assert sorted(path.name for path in Path.cwd().iterdir()) == before
+    return done.output
+
+
+FILE = ("--config", "config.yaml")
+
+
+@pytest.mark.parametrize(
+    ("words", "right"),
+    [
+        (
+            (*FILE, *HERE, "--worker-accelerator", "count=3,type=nvidia-tesla-t4", "train.py"),
+            "--worker-accelerator: n1-highcpu-16",
+        ),
+        ((*FILE, *HERE, "--worker-accelerator", "4xT4", "train.py"), "'4xT4' is not like count=4,type=nvidia-tesla-t4"),
+        ((*FILE, *HERE, "--worker-count", "-1", "train.py"), "--worker-count: workerCount is -1; a whole number, 0 or more"),
+        ((*FILE, *HERE, "--worker-machine-type", "n1-highcpu-17", "train.py"), "--worker-machine-type: There is no machine"),
+        ((*FILE, *HERE, "--job-dir", "bucket/run", "train.py"), "--job-dir: 'bucket/run' is neither gs://BUCKET/..."),
+        ((*FILE, *HERE, "--job-dir", "/mnt/run", "train.py"), "/mnt/run is on a disk of the cluster, which goes with it"),
+        ((*FILE, *HERE, "--scale-tier", "basic-gpu", "train.py"), "workerCount goes with scaleTier CUSTOM only"),
+        ((*FILE, "--region", "us-central9", "train.py"), "--region: There is no region 'us-central9'"),
+        ((*FILE, *HERE, "--zone", "us-east1-c", "train.py"), "us-east1-c is no zone of us-central1"),
+        ((*FILE, "--project", "my-project", "train.py"), "Neither region nor zone is said. Give --region"),
+        ((*FILE, *HERE), "What to run is not said. Name a script"),
+        ((*FILE, *HERE, "trian.py"), "There is no file trian.py"),
+        ((*FILE, *HERE, "trainer.tusk"), "There is no module trainer.tusk to run in"),
+        ((*FILE, *HERE, "no-module"), "'no-module' is neither a file that ends with .py nor the name of a module"),
+        ((*FILE, *HERE, "--package-path", "train.py", "trainer.task"), "--package-path train.py is no folder"),
+        (
+            (*FILE, *HERE, "--out", "config.yaml", "train.py"),
+            "config.yaml is there already, and was not written by `raypool submit`",
+        ),
+        ((*HERE, "--scale-tier", "basic-gpu", "train.py"), "K80 GPUs cannot be had any more since 2024-05-01"),
+        (("--project", "p", "train.py"), "The command line: scaleTier is missing: CUSTOM"),
+        (("--config", "no.yaml", "train.py"), "no.yaml"),
+        (("--profile", "nowhere", "train.py"), "There is no profile 'nowhere'"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_is_made(folder: Path, words: tuple[str, ...], right: str) -> None:
+    assert right in " ".join(refused(*words).split())
+
+
+def test_a_file_with_two_documents_is_refused(folder: Path) -> None:
+    (folder / "config.yaml").write_text(f"{DOCUMENTED}---\n{DOCUMENTED}")
+    assert "2 documents are in it" in refused(*FILE, *HERE, "train.py")
+
+
+def test_a_module_of_an_installed_package_is_taken_and_its_name_may_stand_in_the_file(folder: Path) -> None:
+    assert find_script("json.tool").words == ("-m", "json.tool")
+    (folder / "config.yaml").write_text(DOCUMENTED + "  pythonModule: trainer.task\n")
+    assert submit(*FILE, *HERE, "--dry-run").exit_code == 0
+    assert Path("trainer-task-cluster.yaml").exists()
+
+
+def test_a_package_elsewhere_goes_along_with_the_folder_around_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder / "trainer")
+    assert find_script("trainer.task", folder / "trainer").folder == folder
+    assert find_script(str(folder / "train.py")).folder == folder
+
+
+# --- its beginning on the head ------------------------------------------------------------------------------------------
+
+
+def test_machines_are_waited_for(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(begin, "LOOK_S", 0.01)
+    counts = iter([1, 1, 2, 3])
+    begin.wait_until(3, counts.__next__, timeout_s=10)
+    assert capsys.readouterr().out.splitlines() == [f"raypool: {number} of 3 machines are there." for number in (1, 2, 3)]
+
+
+def test_machines_that_do_not_come_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(begin, "LOOK_S", 0.01)
+    with pytest.raises(CloudError, match=r"^1 of 3 machines are there after 0.05 s\."):
+        begin.wait_until(3, lambda: 1, timeout_s=0.05)
+
+
+# --- on a real cluster --------------------------------------------------------------------------------------------------
+
+HEAD = """
+import signal, socket
+from ray.cluster_utils import Cluster
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+def node(**more):  # each with an agent at a port of its own: other tests have theirs at Ray's
+    return {"num_cpus": 1, "object_store_memory": 80_000_000, "dashboard_agent_listen_port": free_port(), **more}
+
+port = free_port()
+cluster = Cluster(initialize_head=True, head_node_args=node(include_dashboard=True, dashboard_port=port))
+cluster.add_node(**node(num_gpus=2))
+print(port, flush=True)
+signal.pause()
+"""
+
+SCRIPT = """
+import json, os, sys
+import helper
+print("it runs with", json.dumps(sys.argv[1:]), helper.WORD)
+sys.exit(7)
+"""
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[Profile]:
+    """A head with a dashboard, and a node with two GPUs that do not exist."""
+    cluster = Started(HEAD, {})
+    assert cluster.process.stdout is not None
+    try:
+        port = cluster.process.stdout.readline().strip()
+        assert port, cluster.process.communicate()[1]
+        yield Profile(jobs_address=f"http://127.0.0.1:{port}")
+    finally:
+        cluster.clean_up()
+
+
+@pytest.fixture
+def on_lab(lab: Profile, folder: Path) -> list[str]:
+    """Words by which a job goes to the lab."""
+    (folder / "raypool.toml").write_text(f'[profiles.lab]\njobs_address = "{lab.jobs_address}"\n')
+    (folder / "train.py").write_text(SCRIPT)
+    (folder / "helper.py").write_text("WORD = 'and with what lies beside it'\n")
+    return ["--profile", "lab"]
+
+
+ODD = ["--x", "a b", "--", "$HOME", "'", "", "ü", "-h", "{}"]
+
+
+def run(*words: str, first: str = "") -> subprocess.CompletedProcess[str]:
+    """Run the command in a process of its own, after some code of ours."""
+    code = f"from raypool.cli import main\n{textwrap.dedent(first)}\nmain(prog_name='raypool')"
+    return subprocess.run([sys.executable, "-c", code, "submit", *words], capture_output=True, text=True, check=False, timeout=90)
+
+
+@pytest.mark.slow
+def test_a_script_gets_its_arguments_unchanged_and_its_exit_code_comes_back(on_lab: list[str], tmp_path: Path) -> None:
+    done = run(*on_lab, "--job-dir", f"{tmp_path}/out", "train.py", "--", *ODD)
+    words = ["--job-dir", f"{tmp_path}/out", *ODD]
+    assert f"it runs with {json.dumps(words)} and with what lies beside it" in done.stdout, done.stderr
+    assert done.returncode == 7
+    assert (tmp_path / "out").is_dir(), "it was tried out"
+
+
+@pytest.mark.slow
+def test_a_folder_that_cannot_be_written_to_ends_the_job_before_the_script_begins(on_lab: list[str], folder: Path) -> None:
+    done = run(*on_lab, "--job-dir", f"{folder}/train.py/out", "train.py")
+    assert done.returncode == 1
+    assert "cannot be written to from this machine" in done.stdout, done.stderr
+    assert "it runs" not in done.stdout
+
+
+@pytest.mark.slow
+def test_a_job_that_wants_more_gpus_than_a_cluster_has_is_refused_at_once(on_lab: list[str]) -> None:
+    done = run(*on_lab, *FILE, *HERE, "train.py")
+    assert done.returncode == 1
+    assert "The job asks for 40 GPUs, and the cluster has 2." in done.stderr
+
+
+# --- a cluster of its own -----------------------------------------------------------------------------------------------
+
+
+class Log(list[str]):
+    """What is done, in turn, with a cluster that is the lab's."""
+
+    def stand_in(self, monkeypatch: pytest.MonkeyPatch, profile: Profile) -> None:
+        """Let the launcher, which would rent machines, only note what it is to do."""
+
+        @contextmanager
+        def tunnel(file: Path) -> Iterator[Profile]:
+            yield profile
+
+        monkeypatch.setattr(launcher, "up", lambda file: self.append(f"up {file}"))
+        monkeypatch.setattr(launcher, "down", lambda file: self.append(f"down {file}"))
+        monkeypatch.setattr(launcher, "tunnel", tunnel)
+
+
+@pytest.fixture
+def log() -> Log:
+    return Log()
+
+
+LAUNCHER = """
+    import contextlib
+    from raypool.cloud import launcher
+    from raypool.profiles import Profile
+
+    launcher.up = lambda file: print("up", file, flush=True)
+    launcher.down = lambda file: print("down", file, flush=True)
+    launcher.tunnel = lambda file: contextlib.nullcontext(Profile(jobs_address={address!r}))
+"""
+"""Ray's launcher would rent machines; the lab's are there."""
+
+
+@pytest.mark.slow
+def test_a_cluster_is_made_for_a_job_which_waits_for_its_machines_and_goes_with_it(on_lab: list[str], lab: Profile) -> None:
+    machines = ["--master-machine-type", "n1-standard-4", "--worker-machine-type", "n1-standard-4", "--worker-count", "1"]
+    words = ["--scale-tier", "custom", *machines, *HERE, "train.py", "--", "--steps", "3"]
+    done = run(*words, first=LAUNCHER.format(address=lab.jobs_address))
+    assert done.returncode == 7, done.stderr
+    assert 'raypool: 2 of 2 machines are there.\nit runs with ["--steps", "3"]' in done.stdout
+    assert done.stdout.startswith("up train-cluster.yaml\n")
+    assert done.stdout.endswith("\ndown train-cluster.yaml\n")
+
+
+@pytest.fixture
+def submission(folder: Path, log: Log) -> Submission:
+    training = Training(groups=())
+    return Submission(name="a", training=training, script=find_script("train.py"), args=(), say=log.append, show=log.append)
+
+
+def stop_at(stage: str, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a job fail at a stage: "jobs", where the cluster is asked for the first time, "hand_in", or "follow"."""
+
+    def fail(*_: object) -> Any:
+        raise error
+
+    for each in ("jobs", "hand_in", "follow"):
+        monkeypatch.setattr(Submission, each, fail if each == stage else lambda *_: 0)
+
+
+FILE_OF_CLUSTER = Path("a-cluster.yaml")
+LEFT = "The cluster is left there, and costs money, until `raypool cluster down a-cluster.yaml`."
+
+
+@pytest.mark.parametrize("stage", ["jobs", "hand_in"])
+def test_a_cluster_goes_that_has_not_begun_its_job(
+    stage: str, submission: Submission, log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log.stand_in(monkeypatch, Profile())
+    stop_at(stage, CloudError("no"), monkeypatch)
+    with pytest.raises(CloudError, match="no"):
+        run_on_own(FILE_OF_CLUSTER, submission, is_kept=False)
+    assert log == ["up a-cluster.yaml", "down a-cluster.yaml"]
+
+
+def test_a_cluster_that_does_not_come_up_in_whole_goes(submission: Submission, log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    log.stand_in(monkeypatch, Profile())
+
+    def fail(file: Path) -> None:
+        raise CloudError("no room")
+
+    monkeypatch.setattr(launcher, "up", fail)
+    with pytest.raises(CloudError, match="no room"):
+        run_on_own(FILE_OF_CLUSTER, submission, is_kept=False)
+    assert log == ["down a-cluster.yaml"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), CloudError("lost")])
+def test_a_cluster_stays_whose_job_may_still_be_running(
+    error: BaseException, submission: Submission, log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log.stand_in(monkeypatch, Profile())
+    stop_at("follow", error, monkeypatch)
+    with pytest.raises(type(error)):
+        run_on_own(FILE_OF_CLUSTER, submission, is_kept=False)
+    assert log == ["up a-cluster.yaml", LEFT]
+
+
+def test_a_cluster_stays_that_is_to_be_kept(submission: Submission, log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    log.stand_in(monkeypatch, Profile())
+    stop_at("nowhere", CloudError("no"), monkeypatch)
+    assert run_on_own(FILE_OF_CLUSTER, submission, is_kept=True) == 0
+    assert log == ["up a-cluster.yaml", LEFT]
