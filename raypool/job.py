@@ -77,9 +77,10 @@ class Job:
         Source:
             MATLAB R2025b, diary of a parallel.Job.
         """
-        whole = self._jobs.log(self.id)
-        _, begun, printed = whole.partition(f"Running entrypoint for job {self.id}: {self._info.command}\n")
-        return printed if begun else ""
+        lines = self._jobs.log(self.id).splitlines(keepends=True)
+        # Ray's own; the second is written late, so that what a quick one prints may stand before it.
+        starting, running = "-- Runtime env is setting up.\n", f"Running entrypoint for job {self.id}: {self._info.command}\n"
+        return "".join(line for line in lines if not line.endswith(starting) and line != running)
 
     @property
     def outputs_at(self) -> str:

@@ -311,24 +311,15 @@ def test_a_job_that_was_made_otherwise_has_no_outputs(head: Any) -> None:
 
 
 @pytest.mark.long
-def test_the_ray_of_this_machine_will_do(run_python: Run, tmp_path: Path) -> None:
-    """A Ray with a dashboard in the same process, as `ray.init(include_dashboard=True)` starts it; no profile is named."""
-    code = """
-    import os, socket
-    from raypool.engine.ray_session import ENVIRONMENT
-    os.environ.update(ENVIRONMENT)
+def test_the_ray_of_this_process_will_do(head: Any, run_python: Run) -> None:
+    """No profile is named: what runs in this process already has a dashboard."""
+    code = f"""
     import ray, raypool
-    def free():
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            return probe.getsockname()[1]
-    from ray._private.ray_constants import DEFAULT_DASHBOARD_AGENT_LISTEN_PORT
-    ray.init(
-        address="local", num_cpus=2, object_store_memory=80_000_000, include_dashboard=True, dashboard_port=free(),
-        log_to_driver=False, logging_level="ERROR",
-    )
+    ray.init({head.address!r}, log_to_driver=False, logging_level="ERROR")
     def squares(number):
         return list(raypool.gcp(create=False).parfor(lambda i: i * i, range(number)))
     print(raypool.batch(squares, 4, pool=1).fetch_outputs(timeout_s=90))
     """
-    assert run_python(code, timeout_s=150).stdout.splitlines()[-1] == "[0, 1, 4, 9]"
+    settings = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(head.token_file)}
+    loopback = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+    assert run_python(code, timeout_s=150, **settings, **loopback).stdout.splitlines()[-1] == "[0, 1, 4, 9]"
