@@ -57,8 +57,6 @@ def write(plan: ClusterPlan) -> dict[str, Any]:
     """
     if plan.zone is None:
         raise CloudError(f"The plan of {plan.name} does not say in which zone. Give one, such as us-west-2a.")
-    for group in plan.groups:
-        _check_group(group)
     provider = {
         "type": "aws",
         "region": plan.region,
@@ -66,13 +64,6 @@ def write(plan: ClusterPlan) -> dict[str, Any]:
         "cache_stopped_nodes": False,  # what is ended is gone, and costs nothing any more
     }
     return nodes.launcher_file(plan, provider, lambda group: _instance(plan, group))
-
-
-def _check_group(group: NodeGroup) -> None:
-    try:
-        catalogue("aws").check(group.machine, group.gpu, group.gpus)
-    except CloudError as error:
-        raise CloudError(f"{group.name}: {error}") from None
 
 
 def _instance(plan: ClusterPlan, group: NodeGroup) -> dict[str, Any]:

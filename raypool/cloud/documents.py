@@ -20,6 +20,9 @@ Keys = tuple[str | int, ...]
 PLACEHOLDER = "<"
 """What begins so is still to be filled in: "<your project>"."""
 
+OPEN = "is still to be filled in."
+"""The end of what is said of it."""
+
 
 @dataclass(frozen=True)
 class Document:
@@ -131,6 +134,11 @@ class Problem:
     keys: Keys
     text: str
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it is only that something is still to be filled in."""
+        return self.text.endswith(OPEN)
+
 
 class Findings:
     """What is found to be wrong with a document; all of it is told at once.
@@ -166,7 +174,7 @@ class Findings:
         """Note each entry that is still to be filled in."""
         for keys, text in texts(self._document.content):
             if text.startswith(PLACEHOLDER):
-                self.add(keys, f"{text} is still to be filled in.")
+                self.add(keys, f"{text} {OPEN}")
 
     def at(self, keys: Keys) -> Any:
         """Return what stands there, None if nothing does."""

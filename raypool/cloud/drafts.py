@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 
-from raypool.cloud.machines import Catalogue, Machine, catalogue, one_of
+from raypool.cloud.machines import OF_PROVIDERS, Catalogue, Machine, catalogue, one_of
 from raypool.cloud.nodes import default_packages
 from raypool.cloud.plan import ClusterPlan, NodeGroup, Provider
 from raypool.errors import CloudError
 
-CATALOGUES = {"gcp": "gce", "aws": "aws"}
 HEADS = {"gcp": "n2-standard-4", "aws": "m5.xlarge"}
 PLACES = {"gcp": ("us-central1-a",), "aws": ("us-west-2",)}
 """Where a cluster is unless somebody says so, if the GPUs are to be had there."""
@@ -66,12 +66,15 @@ class Draft:
         """Return the cluster that is to be.
 
         Raises:
-            CloudError: There is no such machine, it cannot have these GPUs, or there would be more workers at least than at most.
+            CloudError: There is no such machine, it cannot have these GPUs, there would be more workers at least than at most,
+                or there is no such version of Python.
         """
         if self.least > self.most:
             raise CloudError(
                 f"There are to be at least {self.least} workers and at most {self.most}: make the first at most the second."
             )
+        if self.python is not None and not re.fullmatch(r"3\.\d+(\.\d+)?", self.python):
+            raise CloudError(f"{self.python!r} is no version of Python; one is like 3.11.")
         worker = self._worker()
         plan = ClusterPlan(
             name=self.name,
@@ -88,7 +91,7 @@ class Draft:
         return plan if self.python is None else replace(plan, python=self.python)
 
     def _worker(self) -> NodeGroup:
-        machine, gpu, gpus = self._machine() if self.provider in CATALOGUES else ("", self.gpu, self.gpus or 1)
+        machine, gpu, gpus = self._machine() if self.provider in OF_PROVIDERS else ("", self.gpu, self.gpus or 1)
         most = max(len(self.hosts) - 1, 0) if self.provider == "on-prem" else self.most
         least = most if self.provider == "on-prem" else self.least
         spot = self.spot and self.provider != "on-prem"
@@ -96,7 +99,7 @@ class Draft:
 
     def _machine(self) -> tuple[str, str, int]:
         """Return the kind of machine that workers are, and the kind and number of its GPUs."""
-        known = catalogue(CATALOGUES[self.provider])
+        known = catalogue(OF_PROVIDERS[self.provider])
         shape = known.machine(self.machine) if self.machine else None
         gpu = known.gpu(self.gpu or (shape and shape.gpu) or "T4").name
         gpus = self.gpus or (shape and shape.gpus) or 1
@@ -106,9 +109,9 @@ class Draft:
 
     def _place(self, worker: NodeGroup) -> str | None:
         """Return where such workers are to be had."""
-        if self.provider not in CATALOGUES or worker.gpu is None:
+        if self.provider not in OF_PROVIDERS or worker.gpu is None:
             return None
-        known = catalogue(CATALOGUES[self.provider])
+        known = catalogue(OF_PROVIDERS[self.provider])
         places = known.zones(worker.gpu) if self.provider == "gcp" else known.regions(worker.gpu)
         place = next((place for place in (*PLACES[self.provider], *places) if place in places), None)
         return f"{place}a" if place and self.provider == "aws" else place

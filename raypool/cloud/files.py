@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import yaml
 
-from raypool.cloud import aws, gcp, kubernetes, on_prem
-from raypool.cloud.documents import PLACEHOLDER, texts
+from raypool.cloud import aws, checks, gcp, kubernetes, on_prem
+from raypool.cloud.documents import PLACEHOLDER, documents_of, texts
 from raypool.cloud.plan import ClusterPlan, Provider
 from raypool.errors import CloudError
 
@@ -55,18 +56,41 @@ def text_of(plan: ClusterPlan, command: str, file: str, job: str | None = None) 
         job: On Kubernetes, a command: the cluster is made for it, and taken down after it.
 
     Raises:
-        CloudError: The plan cannot be carried out there.
+        CloudError: The plan cannot be carried out there, or something is wrong with the file, but for what is to be filled in.
     """
     if job is not None and plan.provider != "kubernetes":
         raise CloudError("A file that has its job in it is for Kubernetes. Elsewhere `raypool submit` makes a cluster for a job.")
     content = write(plan) if job is None else kubernetes.write_job(plan, job)
     names = dict.fromkeys(name for _, text in texts(content) for name in re.findall(rf"{PLACEHOLDER}[a-z][^<>]*>", text))
     fill_in = [f"Fill in {', '.join(names)}.", *(aws.header(plan) if plan.provider == "aws" else [])] if names else []
-    header = [WHAT[plan.provider], "Made by:", f"    {command}", *fill_in, "Then:", f"    raypool cluster validate {file}"]
+    header = [
+        WHAT[plan.provider],
+        "Made by:",
+        f"    {command}",
+        *fill_in,
+        "Then:",
+        f"    raypool cluster validate {shlex.quote(file)}",
+    ]
     if plan.provider != "kubernetes":
-        return render([content], [*header, f"    raypool cluster up {file}"])
-    end = [] if job else kubernetes.how_to_connect(plan.name)
-    return render([content], [*header, f"    kubectl apply -f {file}", *end])
+        text = render([content], [*header, f"    raypool cluster up {shlex.quote(file)}"])
+    else:
+        end = [] if job else kubernetes.how_to_connect(plan.name)
+        text = render([content], [*header, f"    kubectl apply -f {shlex.quote(file)}", *end])
+    _check(text, file)
+    return text
+
+
+def _check(text: str, file: str) -> None:
+    """Make sure that a file is right, but for what is to be filled in; nobody has seen its lines yet, so they are not said."""
+    [document] = documents_of(text, file)
+    try:
+        checks.check(document)
+    except CloudError as error:
+        problems = getattr(error, "problems", None)
+        if problems is None:
+            raise
+        if wrong := [problem.text for problem in problems if not problem.is_open]:
+            raise CloudError("\n".join(wrong)) from error
 
 
 def write(plan: ClusterPlan) -> dict[str, Any]:
@@ -101,7 +125,8 @@ def render(documents: Iterable[Mapping[str, Any]], header: Iterable[str]) -> str
         # So many machines at most besides the head.
         max_workers: 2
     """
-    top = "".join(f"# {line}".rstrip() + "\n" for line in header)
+    lines = [part for line in header for part in line.splitlines()]  # a value may have line ends in it
+    top = "".join(f"# {line}".rstrip() + "\n" for line in lines)
     return top + "\n" + "\n---\n".join(_document(document).rstrip("\n") for document in documents) + "\n"
 
 

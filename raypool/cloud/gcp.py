@@ -40,8 +40,6 @@ def write(plan: ClusterPlan) -> dict[str, Any]:
     """
     if plan.zone is None:
         raise CloudError(f"The plan of {plan.name} does not say in which zone. `raypool cluster machines --gpu T4` lists zones.")
-    for group in plan.groups:
-        _check_group(group)
     provider = {
         "type": "gcp",
         "project_id": plan.project or "<your project>",
@@ -49,13 +47,6 @@ def write(plan: ClusterPlan) -> dict[str, Any]:
         "availability_zone": plan.zone,
     }
     return nodes.launcher_file(plan, provider, lambda group: _instance(plan, group))
-
-
-def _check_group(group: NodeGroup) -> None:
-    try:
-        catalogue("gce").check(group.machine, group.gpu, group.gpus)
-    except CloudError as error:
-        raise CloudError(f"{group.name}: {error}") from None
 
 
 def _instance(plan: ClusterPlan, group: NodeGroup) -> dict[str, Any]:

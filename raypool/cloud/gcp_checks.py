@@ -14,6 +14,7 @@ from jsonschema import Draft7Validator
 from raypool.cloud import resource_checks, schema_checks
 from raypool.cloud.documents import PLACEHOLDER, Findings, Keys
 from raypool.cloud.machines import Gpu, Machine, catalogue
+from raypool.cloud.zones import region_of
 from raypool.errors import CloudError
 
 
@@ -98,9 +99,8 @@ def _check_place(findings: Findings) -> None:
         return
     if not re.fullmatch(r"[a-z]+-[a-z]+\d+-[a-z]", zone):
         findings.add(("provider", "availability_zone"), f"{zone!r} is no zone; one is named like us-central1-a.")
-    elif region is not None and zone.rpartition("-")[0] != region:
-        right = zone.rpartition("-")[0]
-        findings.add(("provider", "region"), f"region is {region!r}, and the zone {zone} lies in {right}.")
+    elif region is not None and region_of(zone) != region:
+        findings.add(("provider", "region"), f"region is {region!r}, and the zone {zone} lies in {region_of(zone)}.")
 
 
 def _is_open(text: Any) -> bool:
@@ -184,7 +184,7 @@ def _check_gpus(findings: Findings, config: Keys, machine: str) -> tuple[Machine
 def _check_zone(findings: Findings, kind: Gpu) -> None:
     zone = findings.at(("provider", "availability_zone"))
     if not _is_open(zone) and zone not in kind.zones:
-        near = [each for each in kind.zones if each.startswith(zone.rpartition("-")[0] + "-")] or kind.zones
+        near = [each for each in kind.zones if region_of(each) == region_of(zone)] or kind.zones
         findings.add(("provider", "availability_zone"), f"{zone} has no {kind.name}. These have: {', '.join(near)}.")
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from raypool.cloud import schema_checks
-from raypool.cloud.documents import PLACEHOLDER, Findings, nearest
+from raypool.cloud.documents import OPEN, PLACEHOLDER, Findings, nearest
 from raypool.cloud.kubernetes_pods import RAY, Part, capacity, check_group, release, variables
 from raypool.cloud.kubernetes_schema import SCHEMAS
 
@@ -300,7 +300,7 @@ def _check_environment(spec: Part) -> None:
         return
     folder = content.get("working_dir")
     if isinstance(folder, str) and folder.startswith(PLACEHOLDER):
-        spec.wrong(f"{folder} is still to be filled in.", "runtimeEnvYAML")
+        spec.wrong(f"{folder} {OPEN}", "runtimeEnvYAML")
     elif isinstance(folder, str) and not re.match(r"\w+://|/", folder):
         text = f"working_dir is {folder!r}, which pods do not have; the address of a zip, or a folder of the image, would do."
         spec.wrong(text, "runtimeEnvYAML")

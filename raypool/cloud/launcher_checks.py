@@ -113,8 +113,11 @@ def _check_range(findings: Findings, name: str, entry: dict[str, Any]) -> None:
 
 
 def _check_login(findings: Findings) -> None:
-    if not findings.at(("auth", "ssh_user")):
+    user = findings.at(("auth", "ssh_user"))
+    if not user:
         findings.add(("auth",), "auth says no ssh_user; it is who logs in on the machines, such as ubuntu.")
+    elif not re.fullmatch(rf"{PLACEHOLDER}.*|[A-Za-z_][-A-Za-z0-9_.@]*", user):
+        findings.add(("auth", "ssh_user"), f"ssh_user is {user!r}, which is no name of a user; one is like ubuntu.")
     for name in ("ssh_private_key", "ssh_public_key"):
         path = findings.at(("auth", name))
         if path and not path.startswith(PLACEHOLDER) and not Path(path).expanduser().is_file():

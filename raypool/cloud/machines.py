@@ -27,6 +27,9 @@ from raypool.errors import CloudError
 NAMES = ("ai-platform-2021", "gce", "aws")
 """The catalogues there are."""
 
+OF_PROVIDERS = {"gcp": "gce", "aws": "aws"}
+"""Which catalogue has the machines of a provider today."""
+
 
 @dataclass(frozen=True)
 class Machine:

@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import version
 from typing import Any
 
-from raypool.cloud.machines import catalogue
+from raypool.cloud.machines import OF_PROVIDERS, catalogue
 from raypool.cloud.plan import ClusterPlan, NodeGroup
+from raypool.errors import CloudError
 
 TOKEN = "~/.ray/auth_token"  # where Ray looks for it, on every machine
 PORT = 6379  # of the head, which the workers join
@@ -59,7 +60,12 @@ def launcher_file(
         plan: The cluster.
         provider: The entry about the provider.
         node_config: Gives what the provider is to be told of the machines of a group.
+
+    Raises:
+        CloudError: A machine cannot have the GPUs that it is to have.
     """
+    for group in plan.groups:
+        _check_machine(plan, group)
     return {
         "cluster_name": plan.name,
         "provider": dict(provider),
@@ -70,6 +76,13 @@ def launcher_file(
         "available_node_types": {group.name: _node_type(plan, group, node_config(group)) for group in plan.groups},
         **commands(plan),
     }
+
+
+def _check_machine(plan: ClusterPlan, group: NodeGroup) -> None:
+    try:
+        catalogue(OF_PROVIDERS[plan.provider]).check(group.machine, group.gpu, group.gpus)
+    except CloudError as error:
+        raise CloudError(f"{group.name}: {error}") from None
 
 
 def _node_type(plan: ClusterPlan, group: NodeGroup, node_config: dict[str, Any]) -> dict[str, Any]:
@@ -93,7 +106,7 @@ def _resources(plan: ClusterPlan, group: NodeGroup) -> dict[str, int]:
 def _cpus(plan: ClusterPlan, group: NodeGroup) -> int:
     if group.cpus is not None:
         return group.cpus
-    return catalogue({"gcp": "gce"}.get(plan.provider, plan.provider)).machine(group.machine).vcpus
+    return catalogue(OF_PROVIDERS[plan.provider]).machine(group.machine).vcpus
 
 
 def commands(plan: ClusterPlan, flags: Iterable[str] = ()) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from raypool.cli import main
 from raypool.cloud import checks
 from raypool.cloud.documents import documents_of, texts
+from raypool.cloud.files import render
 from raypool.errors import CloudError
 from tests.cloud import examples
 
@@ -88,6 +89,12 @@ def test_cluster_yaml_is_what_it_is_said_to_be() -> None:
     assert content["file_mounts"] == {"~/.ray/auth_token": "~/.ray/auth_token"}
 
 
+@pytest.mark.parametrize("end", ["\n", "\r", "\r\n", "\x85", "\u2028"])
+def test_what_stands_in_the_header_stays_there(end: str) -> None:
+    text = render([{"cluster_name": "lab"}], [f"a{end}cluster_name: other{end}{end}---"])
+    assert yaml.safe_load(text) == {"cluster_name": "lab"}
+
+
 @pytest.mark.parametrize("name", examples.PLANS)
 def test_a_file_is_checked_in_a_tenth_of_a_second(name: str) -> None:
     text = filled_in((examples.ROOT / name).read_text())
@@ -123,13 +130,26 @@ def test_a_file_that_is_there_is_kept(tmp_path: Path, monkeypatch: pytest.Monkey
         ("--provider gcp --min 5 --max 4", "at least 5 workers and at most 4"),
         ("--provider gcp --job x", "is for Kubernetes"),
         ("--provider azure", "'azure' is not one of"),
+        ("--provider gcp --name 'a b; rm -rf /'", "cluster_name is 'a b; rm -rf /'; the names of machines begin with it"),
+        ("--provider aws --name 'a b; rm -rf /'", "cluster_name is 'a b; rm -rf /'"),
+        ("--provider on-prem --name 'a b; rm -rf /'", "cluster_name is 'a b; rm -rf /'"),
+        ("--provider kubernetes --name 'a b; rm -rf /'", "name is 'a b; rm -rf /'"),
+        ("--provider gcp --project 'p\nq: r'", r"project_id is 'p\nq: r'"),
+        ("--provider gcp --zone moon", "'moon' is no zone"),
+        ("--provider gcp --zone us-central1-d", "us-central1-d has no T4"),
+        ("--provider aws --zone moon", "moon"),
+        ("--provider on-prem --host '10.0.0.1 -oProxyCommand=x'", "is neither an address"),
+        ("--provider on-prem --host -oProxyCommand=x", "is neither an address"),
+        ("--provider gcp --ssh-user '-l root'", "ssh_user is '-l root', which is no name of a user"),
+        ("--provider gcp --ssh-key /no/key", "there is no such file"),
+        ("--provider gcp --python '3.11; rm -rf /'", "'3.11; rm -rf /' is no version of Python"),
     ],
 )
 def test_what_cannot_be_had_is_refused_and_nothing_is_written(
     words: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    done = CliRunner().invoke(main, ["cluster", "init", *words.split()])
+    done = CliRunner().invoke(main, ["cluster", "init", *shlex.split(words)])
     assert done.exit_code == 2
     assert said in done.stderr
     assert not list(tmp_path.iterdir())
