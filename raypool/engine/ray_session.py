@@ -254,7 +254,7 @@ def _hush(ray: Any) -> None:
 def _connect(ray: Any, address: str | None, inventory: Inventory | None, shipped: dict[str, Any]) -> None:
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if shipped:
-        options["runtime_env"] = shipped
+        options["runtime_env"] = dict(shipped)  # Ray puts an address in the place of the folder
     try:
         if address is not None:
             ray.init(address=address, **options)

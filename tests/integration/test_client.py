@@ -1,0 +1,290 @@
+"""A pool from outside of the cluster, over Ray Client: everything as inside, on a real head with its client server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+LAPTOP = """
+import os, json, sys, time, signal
+from raypool import *
+HEAD, TOKEN, TMP = os.environ["HEAD"], os.environ["TOKEN"], os.environ["TMP_OF_TEST"]
+def pool_of(n, **changes):
+    return parpool(n, **{"address": HEAD, "token_file": TOKEN, "quiet": True, **changes})
+"""
+
+Laptop = Callable[..., Any]
+
+
+@pytest.fixture
+def laptop(head: Any, run_python: Any, tmp_path: Path) -> Laptop:
+    """Run code in a process that knows the cluster by its address only; return what it puts into `said`."""
+
+    def run(code: str, **env: str) -> Any:
+        given = {"HEAD": head.client, "TOKEN": str(head.token_file), "TMP_OF_TEST": str(tmp_path), "HOME": str(tmp_path)}
+        done = run_python(f"{LAPTOP}\n{code}\nprint('SAID', json.dumps(said))", **{**given, **env})
+        line = next(line for line in done.stdout.splitlines() if line.startswith("SAID "))
+        return json.loads(line.removeprefix("SAID "))
+
+    return run
+
+
+CALLS = """
+def twice(x):
+    print("doing", x)
+    report(loss=x)
+    return 2 * x
+def fail():
+    raise ZeroDivisionError("on purpose")
+def die_once(path):
+    if not os.path.exists(path):
+        open(path, "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return "lived"
+def fill(queue, number):
+    for value in range(number):
+        queue.put(value)
+def save(x):
+    folder = current_task().checkpoint_dir
+    (folder / "state").write_text(str(x))
+    return str(folder)
+import numpy as np
+said = {}
+with pool_of(2) as pool:
+    results = pool.parfor(twice, range(200))
+    said["values"], said["losses"] = list(results), sorted(results.metrics["loss"])
+    future = pool.parfeval(twice, 7)
+    future.result()
+    said["diary"] = future.diary
+    try:
+        pool.parfeval(fail).result()
+    except ZeroDivisionError as error:
+        said["error"] = str(error)
+    said["lived"] = pool.parfeval(die_once, TMP + "/once").result()
+    began = time.monotonic()
+    future = pool.parfeval(time.sleep, 60)
+    while future.state != "running":
+        time.sleep(0.01)
+    future.cancel()
+    said["after"], said["cancel_s"] = list(pool.parfor(abs, [-1, -2])), time.monotonic() - began
+    queue, narrow = DataQueue(), DataQueue(maxsize=2)
+    pool.parfeval(fill, queue, 4)
+    pool.parfeval(fill, narrow, 4)
+    said["queue"] = [queue.get(20) for _ in range(4)] + [narrow.get(20) for _ in range(4)]
+    pool.store["key"] = 3
+    said["store"] = pool.store["key"]
+    constant = pool.constant(os.getpid)
+    said["constant"] = len(set(pool.parfor(lambda _: constant.value, range(20)))) <= 2
+    array = np.arange(2_000_000, dtype=float)
+    said["large"] = float((pool.parfeval(lambda x: 2 * x, array).result() == 2 * array).mean())
+    saved = list(pool.parfor(save, [1, 2], run_dir=TMP + "/run"))
+    said["saved"] = sorted(open(folder + "/state").read() for folder in saved)
+    again = pool.parfor(save, [1, 2, 3], run_dir=TMP + "/run")
+    said["again"] = len(again)
+    pool.resize(1)
+    said["resized"] = pool.num_workers
+    said["hosts"] = len(pool.device_table())
+    try:
+        pool_of(9)
+    except ResourceError as error:
+        said["too_many"] = str(error)
+"""
+
+
+def test_calls_loops_and_what_tasks_say(laptop: Laptop) -> None:
+    said = laptop(CALLS)
+    assert said["values"] == [2 * x for x in range(200)]
+    assert said["losses"] == list(range(200))
+    assert said["diary"] == "doing 7\n"
+    assert said["error"] == "on purpose"
+    assert said["lived"] == "lived"
+    assert said["after"] == [1, 2]
+    assert said["cancel_s"] < 15
+    assert said["queue"] == [0, 1, 2, 3] * 2
+    assert said["store"] == 3
+    assert said["constant"]
+    assert said["large"] == 1
+    assert said["saved"] == ["1", "2"]
+    assert said["again"] == 3
+    assert said["resized"] == 1
+    assert said["too_many"].startswith("GPU: requested 9, available ")
+    assert "Scout" not in said["too_many"]
+
+
+RANKS = """
+import warnings
+import numpy as np, torch
+def meet(context, part=None):
+    ones = context.all_reduce(np.ones(3))
+    return float(ones.sum()) + (0 if part is None else part)
+def loop(config):
+    import ray.train
+    for step in range(3):
+        ray.train.report({"loss": step})
+    return ray.train.get_context().get_world_size()
+said = {}
+with pool_of(2, fast_multinode=True, env={"NCCL_DEBUG": "INFO"}) as pool:
+    composite = pool.spmd(meet)
+    said["parts"] = [composite[rank] for rank in range(2)]
+    with_parts = pool.spmd(meet, composite)
+    said["with_parts"] = [with_parts[rank] for rank in range(2)]
+    said["nccl"] = pool.parfeval(lambda: [os.environ["NCCL_IB_DISABLE"], os.environ["NCCL_DEBUG"]]).result()
+    said["trained"] = pool.train(loop).result().metrics["loss"]
+    data = torch.rand(64, 2), torch.rand(64, 1)
+    said["fitted"] = type(pool.fit(torch.nn.Linear(2, 1), data, torch.nn.functional.mse_loss).result().model).__name__
+"""
+
+
+@pytest.mark.long
+def test_ranks_composites_and_trainings(laptop: Laptop) -> None:
+    said = laptop(RANKS)
+    assert said["parts"] == [6, 6]
+    assert said["with_parts"] == [12, 12]
+    assert said["nccl"] == ["0", "INFO"]
+    assert said["trained"] == 2
+    assert said["fitted"] == "Linear"
+
+
+SHIPPED = """
+import pathlib
+folder = pathlib.Path(TMP) / "code"
+folder.mkdir()
+(folder / "lab_module.py").write_text("def answer():\\n    return 42\\n")
+(folder / "data.csv").write_text("1\\n")
+(folder / "secret.csv").write_text("2\\n")
+(folder / ".rayignore").write_text("secret.csv\\n")
+def look():
+    import lab_module
+    return lab_module.answer(), sorted(os.listdir("."))
+said = {}
+with pool_of(1, working_dir=str(folder)) as pool:
+    said["seen"] = pool.parfeval(look).result()
+    with pool_of(1, working_dir=str(folder)) as other:
+        said["again"] = other.parfeval(look).result()[0]
+    try:
+        pool_of(1, working_dir=TMP)
+    except StartupError as error:
+        said["another"] = str(error)
+    try:
+        pool_of(1, address="ray://127.0.0.1:1")
+    except StartupError as error:
+        said["elsewhere"] = str(error)
+"""
+
+
+def test_a_folder_travels_with_the_connection(laptop: Laptop) -> None:
+    said = laptop(SHIPPED)
+    assert said["seen"][0] == said["again"] == 42
+    assert "data.csv" in said["seen"][1]
+    assert "secret.csv" not in said["seen"][1]
+    assert said["another"].startswith("working_dir can be shipped only when this process connects to Ray")
+    assert said["elsewhere"].startswith("This process is connected to another Ray than the one at ray://127.0.0.1:1")
+
+
+REFUSED = """
+import pathlib
+began = time.monotonic()
+wrong = pathlib.Path(TMP) / "wrong"
+wrong.write_text("0" * 64)
+said = {}
+def try_it(name, before=None, **changes):
+    began = time.monotonic()
+    try:
+        parpool(1, **{"address": HEAD, "quiet": True, **changes})
+    except StartupError as error:
+        said[name] = str(error), time.monotonic() - began
+try_it("none")
+try_it("missing", token_file=TMP + "/nix")
+try_it("wrong", token_file=str(wrong))
+try_it("nobody", token_file=TOKEN, address="ray://127.0.0.1:1")
+try_it("not a client server", token_file=TOKEN, address=f"ray://{os.environ['GCS']}")
+try_it("no control store", token_file=TOKEN, address=HEAD.removeprefix("ray://"))
+import psutil
+addresses, psutil.net_if_addrs = psutil.net_if_addrs, dict
+try_it("no node", token_file=TOKEN, address=os.environ["GCS"])
+psutil.net_if_addrs = addresses
+import ray, raypool
+ray.__version__, version = "2.59.0", ray.__version__
+try_it("version", token_file=TOKEN)
+ray.__version__ = version
+raypool.__version__, version = "0.0.9", raypool.__version__
+try_it("raypool", token_file=TOKEN)
+raypool.__version__ = version
+with pool_of(1) as pool:
+    said["in the end"] = pool.parfeval(abs, -1).result(), 0
+"""
+
+
+def test_what_is_in_the_way_is_said_within_seconds(laptop: Laptop, head: Any) -> None:
+    said = laptop(REFUSED, GCS=head.address)
+    expected = {
+        "none": f"The cluster at {head.client} asks for a token, and this process has none.",
+        "missing": "could not be read: No such file or directory",
+        "wrong": "wrong: it is that of another cluster, or an old one.",
+        "nobody": "Nobody answers at ray://127.0.0.1:1",
+        "not a client server": "is no server of Ray Client",
+        "no control store": "is not Ray's control store",
+        "no node": f"This machine is no node of the cluster at {head.address} (its nodes: ",
+        "version": "runs Ray 2.60.0 and Python 3.",
+        "raypool": "this process 0.0.9: they have to be the same.",
+    }
+    for name, words in expected.items():
+        assert words in said[name][0], name
+        assert said[name][1] < 10, (name, said[name])
+    assert said["in the end"][0] == 1  # a process whose token was wrong can mend it
+
+
+BROKEN = """
+import psutil, threading
+said = {}
+with pool_of(2) as pool:
+    pids = [info.pid for info in pool.workers]
+    future = pool.parfeval(time.sleep, 600)
+    while future.state != "running":
+        time.sleep(0.01)
+    began = time.monotonic()
+    server = next(p for p in psutil.process_iter(["cmdline"]) if "--mode=specific-server" in (p.info["cmdline"] or []))
+    server.kill()
+    try:
+        future.result(60)
+    except RaypoolError as error:
+        said["error"] = type(error).__name__, str(error), time.monotonic() - began
+"""
+
+
+@pytest.mark.long
+def test_a_connection_that_breaks_ends_the_pool(laptop: Laptop) -> None:
+    name, words, _ = laptop(BROKEN)["error"]
+    assert name == "PoolBrokenError"
+    assert "The connection to the cluster has ended" in words
+
+
+LEFT = """
+with pool_of(2) as pool:
+    def work():
+        import subprocess
+        child = subprocess.Popen(["sleep", "600"])
+        open(TMP + f"/{os.getpid()}-{child.pid}", "w").close()
+        time.sleep(600)
+    futures = [pool.parfeval(work) for _ in range(2)]
+    time.sleep(600)
+"""
+
+
+def test_a_laptop_that_is_gone_leaves_nothing_running(
+    head: Any, start_python: Any, tmp_path: Path, eventually: Callable[..., bool]
+) -> None:
+    import psutil
+
+    env = {"HEAD": head.client, "TOKEN": str(head.token_file), "TMP_OF_TEST": str(tmp_path), "HOME": str(tmp_path)}
+    process = start_python(LAPTOP + LEFT, **env, RAY_CLIENT_RECONNECT_GRACE_PERIOD="1")
+    assert eventually(lambda: len(list(tmp_path.glob("*-*"))) == 2, 60)
+    pids = [int(pid) for path in tmp_path.glob("*-*") for pid in path.name.split("-")]
+    process.process.kill()
+    assert eventually(lambda: not any(map(psutil.pid_exists, pids)), 30)
