@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import Any
 
 from raypool.cloud import nodes
-from raypool.cloud.machines import catalogue
 from raypool.cloud.plan import ClusterPlan, NodeGroup
 from raypool.errors import CloudError
 

@@ -208,8 +208,9 @@ def _ssh(path: str | Path, ports: dict[int, int]) -> list[str]:
     """Return the command that leads ports of this machine to ports of the head."""
     from ray.autoscaler import sdk
 
+    content = _content(path)
     with _launching(path):
-        auth = sdk.bootstrap_config(_content(path))["auth"]  # with the key that the launcher has made, if it has
+        auth = sdk.bootstrap_config(content)["auth"]  # with the key that the launcher has made, if it has
         head = sdk.get_head_node_ip(str(path))
     key = ["-i", str(Path(auth["ssh_private_key"]).expanduser())] if auth.get("ssh_private_key") else []
     proxy = [f"-oProxyCommand={auth['ssh_proxy_command']}"] if auth.get("ssh_proxy_command") else []
