@@ -12,7 +12,7 @@ from typing import Any
 import ray.train
 import torch
 
-from raypool.task import current_task
+from raypool.task import current_task, note_here
 from raypool.train import snapshot
 from raypool.train.data import Batch, order_of
 from raypool.train.job import FitJob
@@ -127,7 +127,7 @@ class Training:
 
     def _has_left(self) -> bool:
         """Keep all there is if the machine of any rank is about to go, to go on elsewhere from this very step."""
-        if self._progress.step < self._look_step or self._options.checkpoint_every is None:
+        if self._progress.step < self._look_step:
             return False
         info = preemption_info()
         (seconds,) = self._ranks.add([time.perf_counter() - self._looked_at])
@@ -238,7 +238,8 @@ class Training:
         """Whether the training was asked to end, from outside or by the user's function, or is lost; the same on all ranks."""
         output_fn = self._options.output_fn
         has_said_so = output_fn is not None and self._ranks.rank == 0 and bool(output_fn(dict(metrics)))
-        wishes = [float(current_task().should_stop), float(has_said_so)]
+        note = note_here()  # `should_stop` of the task would also be true where a machine is about to go
+        wishes = [float(note is not None and note.should_stop), float(has_said_so)]
         asked, said = self._ranks.add(wishes) if self._ranks.size > 1 else wishes
         if asked or said:
             self._reason = "request_stop" if asked else "output_fn"
