@@ -29,7 +29,7 @@ LAYERS = [
     ["views"],
     ["train.scaling"],
     ["train.conductor"],
-    ["train.run", "train.warm", "train.managed"],
+    ["train.run", "train.in_use", "train.warm", "train.managed"],
     ["train"],
     ["spmd.run"],
     ["spmd.composite", "spmd.rank"],
@@ -66,6 +66,7 @@ RAY_MAY_STAND_IN = {
     "engine.choosing",
     "engine.claims",
     "engine.demands",
+    "engine.growth",
     "engine.shortages",
     "engine.survey",
     "engine.machine",  # asks Ray's accelerator managers of GPUs that are not NVIDIA's
