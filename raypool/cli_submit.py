@@ -192,12 +192,13 @@ def _check_for_real(given: dict[str, Any], training: Training) -> None:
 def _cluster(context: click.Context, given: dict[str, Any], submission: Submission, file: str) -> str:
     """Return the file of the cluster that a job wants, which has been checked."""
     from raypool.cloud import zones
-    from raypool.cloud.checks import check
-    from raypool.cloud.documents import documents_of
-    from raypool.cloud.files import text_of
+    from raypool.cloud.files import text_of, write
+    from raypool.cloud.gcp_checks import why_no_project
     from raypool.cloud.submit import packages_with
 
     training = submission.training
+    if given["project"] is not None and (wrong := why_no_project(given["project"])) is not None:
+        raise CloudError(f"--project is {wrong}")
     plan = training.plan(
         name=submission.name,
         project=given["project"],
@@ -206,13 +207,10 @@ def _cluster(context: click.Context, given: dict[str, Any], submission: Submissi
         packages=packages_with(given["packages"]),
     )
     try:
-        text = text_of(plan, shlex.join(["raypool", "submit", *context.meta[WORDS]]), file)
-    except CloudError as error:
+        write(plan)
+    except CloudError as error:  # machines that AI Platform had, and that are there no more
         raise CloudError(f"{error} Options such as --worker-accelerator win over the file.") from error
-    if plan.project is not None:
-        for document in documents_of(text, file):
-            check(document)
-    return text
+    return text_of(plan, shlex.join(["raypool", "submit", *context.meta[WORDS]]), file)
 
 
 def _write(file: Path, text: str) -> None:

@@ -85,15 +85,26 @@ def _check_name(findings: Findings) -> None:
         findings.add(("cluster_name",), f"cluster_name is {name!r}; the names of machines begin with it, so it may have {right}.")
 
 
+def why_no_project(project: str) -> str | None:
+    """Return why a project cannot be called so, None if it can.
+
+    Example:
+        >>> why_no_project("my-project"), why_no_project("p")
+        (None, "'p'; an ID has 6 to 30 lower-case letters, digits and dashes (`gcloud projects list`).")
+    """
+    if re.fullmatch("([a-z.]+:)?[a-z][-a-z0-9]{4,28}[a-z0-9]", project):
+        return None
+    return f"{project!r}; an ID has 6 to 30 lower-case letters, digits and dashes (`gcloud projects list`)."
+
+
 def _check_place(findings: Findings) -> None:
     findings.check_keys(("provider",), PROVIDER)
     for name in ("project_id", "region", "availability_zone"):
         if not findings.at(("provider", name)):
             findings.add(("provider",), f"{name} is missing in provider.")
     project = findings.at(("provider", "project_id"))
-    if isinstance(project, str) and not re.fullmatch(rf"{PLACEHOLDER}.*|([a-z.]+:)?[a-z][-a-z0-9]{{4,28}}[a-z0-9]", project):
-        text = f"project_id is {project!r}; an ID has 6 to 30 lower-case letters, digits and dashes (`gcloud projects list`)."
-        findings.add(("provider", "project_id"), text)
+    if isinstance(project, str) and not project.startswith(PLACEHOLDER) and (wrong := why_no_project(project)) is not None:
+        findings.add(("provider", "project_id"), f"project_id is {wrong}")
     region, zone = (findings.at(("provider", name)) for name in ("region", "availability_zone"))
     if _is_open(zone):
         return

@@ -163,6 +163,8 @@ FILE = ("--config", "config.yaml")
         ((*FILE, *HERE, "--scale-tier", "basic-gpu", "train.py"), "workerCount goes with scaleTier CUSTOM only"),
         ((*FILE, "--region", "us-central9", "train.py"), "--region: There is no region 'us-central9'"),
         ((*FILE, *HERE, "--zone", "us-east1-c", "train.py"), "us-east1-c is no zone of us-central1"),
+        ((*FILE, *HERE, "--project", "p", "train.py"), "--project is 'p'; an ID has 6 to 30 lower-case letters"),
+        ((*FILE, *HERE, "--project", "p\nq: r", "train.py"), r"--project is 'p\nq: r'; an ID has"),
         ((*FILE, "--project", "my-project", "train.py"), "Neither region nor zone is said. Give --region"),
         ((*FILE, *HERE), "What to run is not said. Name a script"),
         ((*FILE, *HERE, "trian.py"), "There is no file trian.py"),
@@ -276,8 +278,10 @@ def run(*words: str, first: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code, "submit", *words], capture_output=True, text=True, check=False, timeout=90)
 
 
-@pytest.mark.slow
-def test_a_script_gets_its_arguments_unchanged_and_its_exit_code_comes_back(on_lab: list[str], tmp_path: Path) -> None:
+@pytest.mark.long
+def test_a_script_on_a_cluster_that_is_there_gets_its_folder_and_its_exit_code_comes_back(
+    on_lab: list[str], tmp_path: Path
+) -> None:
     done = run(*on_lab, "--job-dir", f"{tmp_path}/out", "train.py", "--", *ODD)
     words = ["--job-dir", f"{tmp_path}/out", *ODD]
     assert f"it runs with {json.dumps(words)} and with what lies beside it" in done.stdout, done.stderr
@@ -285,7 +289,7 @@ def test_a_script_gets_its_arguments_unchanged_and_its_exit_code_comes_back(on_l
     assert (tmp_path / "out").is_dir(), "it was tried out"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_folder_that_cannot_be_written_to_ends_the_job_before_the_script_begins(on_lab: list[str], folder: Path) -> None:
     done = run(*on_lab, "--job-dir", f"{folder}/train.py/out", "train.py")
     assert done.returncode == 1
@@ -293,7 +297,7 @@ def test_a_folder_that_cannot_be_written_to_ends_the_job_before_the_script_begin
     assert "it runs" not in done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_job_that_wants_more_gpus_than_a_cluster_has_is_refused_at_once(on_lab: list[str]) -> None:
     done = run(*on_lab, *FILE, *HERE, "train.py")
     assert done.returncode == 1
@@ -336,12 +340,14 @@ LAUNCHER = """
 
 
 @pytest.mark.slow
-def test_a_cluster_is_made_for_a_job_which_waits_for_its_machines_and_goes_with_it(on_lab: list[str], lab: Profile) -> None:
+def test_a_cluster_is_made_for_a_job_whose_script_waits_for_all_machines_and_goes_with_it(
+    on_lab: list[str], lab: Profile
+) -> None:
     machines = ["--master-machine-type", "n1-standard-4", "--worker-machine-type", "n1-standard-4", "--worker-count", "1"]
-    words = ["--scale-tier", "custom", *machines, *HERE, "train.py", "--", "--steps", "3"]
+    words = ["--scale-tier", "custom", *machines, *HERE, "train.py", "--", *ODD]
     done = run(*words, first=LAUNCHER.format(address=lab.jobs_address))
     assert done.returncode == 7, done.stderr
-    assert 'raypool: 2 of 2 machines are there.\nit runs with ["--steps", "3"]' in done.stdout
+    assert f"raypool: 2 of 2 machines are there.\nit runs with {json.dumps(ODD)} and with what lies beside it" in done.stdout
     assert done.stdout.startswith("up train-cluster.yaml\n")
     assert done.stdout.endswith("\ndown train-cluster.yaml\n")
 
