@@ -60,7 +60,7 @@ class TrainingOptions:
         output_model: "last": the result is the model as it is at the end. "best": as at the validation with the least loss.
         shuffle: "every-epoch", "once" (before the first), "never".
         seed: Of the first parameters (if `model` is a function), the order of the samples, and what the model draws: from 0 on.
-        checkpoint_every: Epochs between two checkpoints, from which a training can go on. None: only when a machine is about to go.
+        checkpoint_every: Epochs between two checkpoints, to go on from. None: none but when a machine is about to go.
         strategy: "ddp": each worker has the whole model. "fsdp": each holds a part of every parameter, gradient and state of the
             optimizer (torch's FSDP2), for models that are too large for one GPU.
         output_fn: Called with each report, a dict; if it returns True, the training ends there. It runs in the worker of rank 0,
