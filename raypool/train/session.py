@@ -292,9 +292,10 @@ class Session(LocalTrainFnUtils):  # type: ignore[misc]
         check_names([each.names for each in told])
         self.metrics = metrics
         if note is not None:
-            note.should_stop = any(each.should_stop for each in told)  # that counts for all of them
-            note.is_leaving = any(each.is_leaving for each in told)
-            note.agreed_stop = bool(note.agreed_stop) or note.should_stop or note.is_leaving
+            is_asked, is_going = any(each.should_stop for each in told), any(each.is_leaving for each in told)
+            note.should_stop |= is_asked  # so that what it returns counts, on all ranks
+            note.is_leaving |= is_going
+            note.agreed_stop = bool(note.agreed_stop) or is_asked or is_going
             if metrics and self._spmd.rank == 0:
                 note.say(note, "metrics", (time.time(), metrics))
         if any(each.has_checkpoint for each in told):
