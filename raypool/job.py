@@ -77,10 +77,10 @@ class Job:
         Source:
             MATLAB R2025b, diary of a parallel.Job.
         """
-        lines = self._jobs.log(self.id).splitlines(keepends=True)
-        # Ray's own; the second is written late, so that what a quick one prints may stand before it.
-        starting, running = "-- Runtime env is setting up.\n", f"Running entrypoint for job {self.id}: {self._info.command}\n"
-        return "".join(line for line in lines if not line.endswith(starting) and line != running)
+        # Two lines are Ray's own; the second is written late, so that what a quick one prints may stand before it.
+        text = self._jobs.log(self.id).replace(f"Running entrypoint for job {self.id}: {self._info.command}\n", "", 1)
+        first, _, rest = text.partition("\n")
+        return rest if first.endswith("-- Runtime env is setting up.") else text
 
     @property
     def outputs_at(self) -> str:

@@ -7,6 +7,7 @@ does, and where a job runs; common.py: the states).
 from __future__ import annotations
 
 import functools
+import math
 import shlex
 import sys
 import time
@@ -36,8 +37,8 @@ ENDED = ("finished", "failed", "cancelled")
 LOOK_S = 0.5
 """How often to look how a job is doing [s]."""
 
-RECONNECTS = 5
-"""So often in a row a connection may break before it is given up."""
+PATIENCE_S = 60.0
+"""So long a cluster that has answered before may be out of reach: tunnels break, and laptops sleep [s]."""
 
 STOP_TIMEOUT_S = 30.0
 """A job has three seconds between the signals that ask it and make it end; more go by until the cluster says so [s]."""
@@ -245,20 +246,23 @@ class Jobs:
         return [JobInfo.of(answer) for answer in sorted(answers, key=lambda answer: answer["start_time"] or 0)]
 
     def wait(self, job_id: str, timeout_s: float | None = None) -> JobInfo:
-        """Wait for a job's end, at most so long; return how it is doing then."""
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        failures = 0
+        """Wait for a job's end, at most so long; return how it is doing then.
+
+        Raises:
+            CloudError: There is no such job, or its cluster has not answered for a minute, or when the time is up.
+        """
+        answered = time.monotonic()
+        deadline = math.inf if timeout_s is None else answered + timeout_s
         while True:
+            now = time.monotonic()
             try:
-                info, failures = self.look(job_id), 0
-                if info.has_ended or (deadline is not None and time.monotonic() >= deadline):
+                info, answered = self.look(job_id), now
+                if info.has_ended or now >= deadline:
                     return info
             except CloudError as error:
-                failures += 1
-                if failures > RECONNECTS or getattr(error, "status", None) is not None:
+                if _is_answer(error) or now >= min(deadline, answered + PATIENCE_S):
                     raise
-            left = LOOK_S if deadline is None else max(0.0, min(LOOK_S, deadline - time.monotonic()))
-            time.sleep(left)
+            time.sleep(max(0.0, min(LOOK_S, deadline - time.monotonic())))
 
     def log(self, job_id: str) -> str:
         """Return what a job has printed so far, after some lines of Ray's own."""
@@ -272,7 +276,7 @@ class Jobs:
             CloudError: There is no such job, or its cluster does not answer any more.
         """
         self.look(job_id)
-        seen = failures = 0
+        seen, answered = 0, time.monotonic()
         while True:
             skip = seen  # it is sent from the beginning each time
             try:
@@ -281,18 +285,17 @@ class Jobs:
                     skip -= len(piece) - len(new)
                     seen += len(new)
                     if new:
-                        failures = 0
                         yield new
                     elif self.look(job_id).has_ended:
                         break  # what is sent is seconds behind
+                    answered = time.monotonic()
                 if self.look(job_id).has_ended:
                     yield self.log(job_id)[seen:]
                     return
             except Exception as error:  # aiohttp's own, a ConnectionError or a CloudError
-                if failures == RECONNECTS or getattr(error, "status", None) is not None:
+                if _is_answer(error) or time.monotonic() > answered + PATIENCE_S:
                     raise CloudError(f"The log of job {job_id} cannot be followed any more: {_last_line(error)}") from error
-                time.sleep(LOOK_S * 2**failures)
-                failures += 1
+                time.sleep(LOOK_S)
 
     def stop(self, job_id: str) -> JobInfo:
         """End a job, also one that waits; return how it is doing then.
@@ -339,6 +342,11 @@ class Jobs:
                 f"The job would wait for ever: {words}. Its command runs on one node. Ask for less, or for nothing: "
                 "the pool that it opens takes its own."
             )
+
+
+def _is_answer(error: Exception) -> bool:
+    """Whether it is the cluster that says so: then it does not help to ask again."""
+    return getattr(error, "status", None) is not None
 
 
 def _path(job_id: str) -> str:

@@ -12,10 +12,11 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import psutil
 import pytest
@@ -87,20 +88,31 @@ class Head:
 @pytest.fixture(scope="session")
 def head() -> Iterator[Head]:
     """Start a cluster as an administrator does, with 3 cores and 2 GPUs that do not exist."""
+    with running({"num-cpus": 3, "num-gpus": 2}) as head:
+        yield head
+
+
+@pytest.fixture(scope="session")
+def run_head() -> Callable[..., contextlib.AbstractContextManager[Head]]:
+    """Give a way to start others, `run_head(options of ray start, environment)`."""
+    return running
+
+
+@contextlib.contextmanager
+def running(options: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> Iterator[Head]:
     mark = uuid.uuid4().hex
     folder = Path(tempfile.mkdtemp(prefix="rp-", dir=os.environ["RAY_TMPDIR"]))  # Ray's sockets need short names
     token_file = folder / "token"
     token_file.touch(mode=0o600)
     token_file.write_text(uuid.uuid4().hex * 2)
     port, dashboard, agent, client = free_ports(4)
-    env = {**os.environ, "RAYPOOL_TEST_PROCESS": mark, "RAY_AUTH_TOKEN_PATH": str(token_file)}
+    env = {**os.environ, **(environment or {}), "RAYPOOL_TEST_PROCESS": mark, "RAY_AUTH_TOKEN_PATH": str(token_file)}
     options = {
+        **options,
         "port": port,
         "ray-client-server-port": client,
         "dashboard-port": dashboard,
         "dashboard-agent-listen-port": agent,
-        "num-cpus": 3,
-        "num-gpus": 2,
         "object-store-memory": 100_000_000,
         "temp-dir": folder,
     }
