@@ -279,7 +279,7 @@ def _check_can_be_placed(spec: Part, cluster: Part) -> None:
     """Note a command that asks for more than any pod has: Ray would let it wait for ever."""
     cpus, gpus = (spec[name] if isinstance(spec[name], int | float) else 0 for name in ("entrypointNumCpus", "entrypointNumGpus"))
     groups = [cluster.part("headGroupSpec"), *(group for group in cluster.parts("workerGroupSpecs") if group["maxReplicas"] != 0)]
-    pods = [(has[0] or 0, has[1]) for has in map(capacity, groups)]
+    pods = [(float(has[0] or 0), float(has[1])) for has in map(capacity, groups)]
     if not any(cpus <= pod[0] and gpus <= pod[1] for pod in pods):
         there = ", ".join(f"{pod[0]:g} CPUs and {pod[1]:g} GPUs" for pod in pods)
         key = "entrypointNumGpus" if gpus else "entrypointNumCpus"
@@ -292,7 +292,7 @@ def _check_environment(spec: Part) -> None:
     """Note what Ray would refuse of a job's runtime environment, or not find."""
     try:
         content = yaml.safe_load(spec.text("runtimeEnvYAML")) or {}
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # a date that there is not is a ValueError
         spec.wrong(f"runtimeEnvYAML is not YAML: {str(error).splitlines()[0]}.", "runtimeEnvYAML")
         return
     if not isinstance(content, Mapping):
@@ -304,8 +304,8 @@ def _check_environment(spec: Part) -> None:
     elif isinstance(folder, str) and not re.match(r"\w+://|/", folder):
         text = f"working_dir is {folder!r}, which pods do not have; the address of a zip, or a folder of the image, would do."
         spec.wrong(text, "runtimeEnvYAML")
-    variables = content.get("env_vars")
-    for name, value in variables.items() if isinstance(variables, Mapping) else ():
+    settings = content.get("env_vars")
+    for name, value in settings.items() if isinstance(settings, Mapping) else ():
         if not isinstance(value, str):
             spec.wrong(
                 f'env_vars: {name} is {value!r}, which YAML reads as no text; "{value}", in quotes, would do.', "runtimeEnvYAML"

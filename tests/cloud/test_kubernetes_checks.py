@@ -441,6 +441,16 @@ def _put(content: object, name: str, value: object) -> None:
             _put(entry, name, value)
 
 
+@pytest.mark.parametrize("value", [".nan", ".inf", "-1", "many", "true"])
+def test_strange_amounts_for_a_command_are_refused(value: str) -> None:
+    assert problems(JOB.replace("  entrypoint", f"  entrypointNumGpus: {value}\n  entrypoint"))
+
+
+def test_an_environment_may_be_anything() -> None:
+    for text in ("a: 2026-99-99", "[1, 2]", "&a [*a]", "{", "7"):
+        assert problems(JOB.replace(f'working_dir: "{CODE}"', text))
+
+
 def test_what_is_for_the_operator_is_known() -> None:
     assert kubernetes_checks.is_manifest({"apiVersion": "ray.io/v1"})
     assert not kubernetes_checks.is_manifest({"apiVersion": "v1", "kind": "Secret"})
