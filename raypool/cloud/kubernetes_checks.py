@@ -25,6 +25,7 @@ LONGEST_NAME = {"RayCluster": 53, "RayJob": 47}  # the operator puts more behind
 FIRST_WITH_TOKEN = (2, 52)
 FIRST_WITH_KUBERNETES_TOKEN = (2, 55)
 FIRST_WITH_PRIORITY = (2, 56)
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 AUTOSCALER_V2 = "RAY_enable_autoscaler_v2"
 
 NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
@@ -257,6 +258,10 @@ def _check_mode(spec: Part, cluster: Part, mode: str) -> None:
         spec.wrong(
             "a job that is submitted by hand cannot be tried again by the operator; backoffLimit: 0 would do.", "backoffLimit"
         )
+    head = cluster.part("headGroupSpec", "rayStartParams")
+    if mode in ("", "K8sJobMode", "HTTPMode") and head.text("dashboard-host") in LOOPBACK:
+        text = f"the job is never handed in: nobody reaches a dashboard at {head['dashboard-host']}; leave it out."
+        head.wrong(text, "dashboard-host")
     if mode == "SidecarMode":
         for name in ("submitterPodTemplate", "submitterConfig", "clusterSelector"):
             if spec[name] is not None:

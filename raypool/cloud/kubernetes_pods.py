@@ -15,6 +15,9 @@ RAY = "template", "spec", "containers", 0
 
 NODE_RESOURCES = ("num-cpus", "num-gpus", "memory", "resources")  # what both rayStartParams and resources of a group can say
 WHOLE = ("num-cpus", "num-gpus", "memory", "object-store-memory")  # numbers in rayStartParams
+OWN_COMMAND = "ray.io/overwrite-container-cmd"
+"""The annotation by which a pod starts Ray itself."""
+
 TLS = ("RAY_USE_TLS", "RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT")
 
 LABEL = re.compile(r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?", re.ASCII)
@@ -64,6 +67,11 @@ class Part:
         """Return the number of an entry, None if there is none."""
         value = self[key]
         return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+    def words(self, key: str) -> list[str]:
+        """Return the texts of a list, those that are none as they are written."""
+        value = self[key]
+        return [str(each) for each in value] if isinstance(value, list) else []
 
     def wrong(self, text: str, *keys: str | int) -> None:
         """Note what is wrong here, or with an entry of it."""
@@ -116,7 +124,8 @@ def capacity(group: Part) -> tuple[Decimal | None, Decimal]:
 
 
 def _is_gpu(name: str) -> bool:
-    return name.endswith("gpu")
+    """Say whether a resource is a GPU, or a part of one that NVIDIA's device plugin gives away as a GPU of its own."""
+    return re.search(r"gpu$|^nvidia\.com/mig-\d+g\.\d+gb$", name) is not None
 
 
 def check_group(spec: Part, group: Part) -> None:
@@ -126,7 +135,21 @@ def check_group(spec: Part, group: Part) -> None:
         spec: The cluster.
         group: The group.
     """
-    parameters, pod = group.part("rayStartParams"), group.part("template", "spec")
+    pod, container = group.part("template", "spec"), group.part(*RAY)
+    _check_told(group, group.part("rayStartParams"))
+    _check_doors(pod)
+    for each in pod.parts("containers"):
+        for kind in ("requests", "limits"):
+            _check_amounts(each.part("resources", kind))
+        _check_both(each.part("resources"))
+    _check_image(spec, container)
+    _check_variables(spec, container)
+    _check_command(group, container)
+    _check_end(pod, container)
+
+
+def _check_told(group: Part, parameters: Part) -> None:
+    """Note what is wrong with what Ray is told of a pod."""
     for name in WHOLE:
         if isinstance(parameters[name], str) and not re.fullmatch(r"\d+", parameters[name], re.ASCII):
             parameters.wrong(f"{name} is {parameters[name]!r}; a whole number would do, as text.", name)
@@ -134,21 +157,35 @@ def check_group(spec: Part, group: Part) -> None:
     twice = [name for name in NODE_RESOURCES if parameters[name]]
     if twice and group.part("resources").mapping:
         group.wrong(f"resources and {twice[0]} of rayStartParams exclude each other; keep the former.", "resources")
+    _check_gpus(group, parameters)
     if parameters["labels"] is not None:
         parameters.wrong("labels belong beside rayStartParams: labels: {name: value}.", "labels")
     for name, value in group.part("labels").mapping.items():
         if not LABEL.fullmatch(name) or not LABEL_VALUE.fullmatch(str(value)):
             text = f"{name}: {value} is no label; letters, digits, -, _ and . would do, 63 of them at most."
             group.wrong(text, "labels", name)
+
+
+def _check_gpus(group: Part, parameters: Part) -> None:
+    """Note another number of GPUs than the pod has: with more, work waits for them for ever; with fewer, they idle."""
+    limits = group.part(*RAY, "resources", "limits").mapping
+    has = sum((amount(value) or Decimal(0)) for name, value in limits.items() if _is_gpu(name))
+    for part, name in ((group.part("resources"), "GPU"), (parameters, "num-gpus")):
+        told = amount(part[name])
+        if told is not None and told != has:
+            part.wrong(
+                f"Ray is told of {told:g} GPUs, and the pod has {has:g} by its limits; leave it out, Ray is told of those.", name
+            )
+
+
+def _check_doors(pod: Part) -> None:
+    """Note what opens ports on the machine's own addresses."""
     if pod["hostNetwork"] is True:
         pod.wrong("hostNetwork opens Ray's ports on the machine's own addresses; leave it out.", "hostNetwork")
     for container in pod.parts("containers"):
-        for kind in ("requests", "limits"):
-            _check_amounts(container.part("resources", kind))
-        _check_both(container.part("resources"))
-    _check_image(spec, group.part(*RAY))
-    _check_variables(spec, group)
-    _check_end(group, pod)
+        for port in container.parts("ports"):
+            if port["hostPort"] is not None:
+                port.wrong("hostPort opens the port on the machine's own addresses; leave it out.", "hostPort")
 
 
 def _check_amounts(amounts: Part) -> None:
@@ -186,8 +223,8 @@ def _check_image(spec: Part, container: Part) -> None:
         )
 
 
-def _check_variables(spec: Part, group: Part) -> None:
-    there = variables(group.part(*RAY))
+def _check_variables(spec: Part, container: Part) -> None:
+    there = variables(container)
     if "RAY_AUTH_MODE" in there and there["RAY_AUTH_MODE"].text("value") != "token":
         there["RAY_AUTH_MODE"].wrong("RAY_AUTH_MODE takes back what authOptions say; leave it out.")
     if "RAY_AUTH_TOKEN" in there and there["RAY_AUTH_TOKEN"]["value"] is not None:
@@ -197,14 +234,26 @@ def _check_variables(spec: Part, group: Part) -> None:
         for name in TLS:
             if name in there:
                 there[name].wrong(f"{name} is set by the operator where tlsOptions are enabled; leave it out.")
-        for mount in group.part(*RAY).parts("volumeMounts"):
+        for mount in container.parts("volumeMounts"):
             if mount["name"] == "ray-tls" or mount["mountPath"] == "/etc/ray/tls":
                 mount.wrong("the operator mounts ray-tls at /etc/ray/tls where tlsOptions are enabled; leave it out.")
 
 
-def _check_end(group: Part, pod: Part) -> None:
+def _check_command(group: Part, container: Part) -> None:
+    """Note a command of the user's that leaves Ray without its token, or does not start it."""
+    words = [(key, number, word) for key in ("command", "args") for number, word in enumerate(container.words(key))]
+    for key, number, word in words:
+        if re.search(r"\bRAY_AUTH_MODE=(?![\"']?token\b)|\bunset\b[^;&|]*\bRAY_AUTH_", word):
+            container.wrong("this takes back what authOptions say; leave RAY_AUTH_MODE out.", key, number)
+    text = " ".join(word for _, _, word in words)
+    is_own = str(group.part("template", "metadata", "annotations")[OWN_COMMAND]).lower() == "true"
+    if is_own and "ray start" not in text and "KUBERAY_GEN_RAY_START_CMD" not in text:
+        container.wrong(f"Ray is never started: {OWN_COMMAND} leaves that to args ($KUBERAY_GEN_RAY_START_CMD).", "args")
+
+
+def _check_end(pod: Part, container: Part) -> None:
     """Note a pod that is killed before Ray has told what runs there that it will be."""
-    grace_s, variable = pod.whole("terminationGracePeriodSeconds"), variables(group.part(*RAY)).get(DRAIN)
+    grace_s, variable = pod.whole("terminationGracePeriodSeconds"), variables(container).get(DRAIN)
     drain = amount(variable["value"]) if variable is not None else None
     if variable is None or drain is None:
         return

@@ -262,6 +262,22 @@ PLANTED = {
         "hostNetwork: true",
         "hostNetwork opens",
     ),
+    "a port of the machine": (
+        CLUSTER,
+        "containerPort: 10001",
+        "containerPort: 10001\n            hostPort: 10001",
+        "hostPort: 10001",
+        "opens the port on the machine's own addresses",
+    ),
+    "a token taken back by a command": (CLUSTER, "|| exit 1", "|| exit 1; export RAY_AUTH_MODE=disabled", "- pip", "takes back"),
+    "a token taken away by a command": (CLUSTER, "|| exit 1", "|| exit 1; unset RAY_AUTH_MODE", "- pip", "takes back"),
+    "Ray that nobody starts": (
+        CLUSTER,
+        "template:\n      spec",
+        "template:\n      metadata: {annotations: {ray.io/overwrite-container-cmd: 'true'}}\n      spec",
+        "args:",
+        "Ray is never started",
+    ),
     "TLS by hand": (
         CLUSTER.replace("  authOptions", "  tlsOptions: {enabled: true}\n  authOptions"),
         "env:\n",
@@ -349,6 +365,13 @@ PLANTED = {
         "  activeDeadlineSeconds: 0\n  entrypoint",
         "activeDeadlineSeconds: 0",
         "activeDeadlineSeconds is 0; 1 is the least",
+    ),
+    "a dashboard that nobody reaches": (
+        JOB,
+        "num-cpus: '0'",
+        "dashboard-host: 127.0.0.1",
+        "dashboard-host: 127.0.0.1",
+        "the job is never handed in",
     ),
     "a token that jobs cannot have": (
         JOB,
