@@ -19,7 +19,7 @@ from benchmarks.measuring import ROOT
 from benchmarks.session import WORKERS, prepare_environment, session
 
 HERE = ROOT / "benchmarks"
-ALONE = ("start", "scheduler", "kinds", "devices", "telemetry")  # in processes of their own, before Ray runs here
+ALONE = ("start", "scheduler", "kinds", "devices", "telemetry", "cloud")  # in processes of their own, before Ray runs here
 ON_RAY = ("parfor", "futures", "gap", "skew", "cancel", "closure", "report", "queue", "spmd", "train", "durable")
 ON_GPU = "gpu"  # by itself, on a machine that has one
 HEADINGS = ("What", "measured", "against", "measured", "ratio", "target", "")
