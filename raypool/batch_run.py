@@ -8,6 +8,7 @@ import os
 import pickle
 import sys
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -28,21 +29,18 @@ def main(key: str) -> int:
     place = None
     try:
         call = _call(key)
+        if call.outputs is not None:
+            _try_out(call.outputs, key)
         place = call.outputs
-        value = _value(call)
+        body = snapshot(_value(call), "a result back")
     except SystemExit as error:
-        _leave_error(key, place, TaskError(f"The function has ended its process, with exit code {error.code}."))
+        _leave(key, place, "error", pack_error(TaskError(f"The function has ended its process, with exit code {error.code}.")))
         raise
     except BaseException as error:
         traceback.print_exc()
-        _leave_error(key, place, error)
+        _leave(key, place, "error", pack_error(error))
         return 1
-    try:
-        _leave(key, place, "value", snapshot(value, "a result back"))
-    except Exception as error:
-        traceback.print_exc()
-        _leave_error(key, place, error)
-        return 1
+    _leave(key, place, "value", body)
     return 0
 
 
@@ -67,25 +65,47 @@ def _value(call: Call) -> Any:
         return call.fn(*call.args)
 
 
-def _leave_error(key: str, place: str | None, error: BaseException) -> None:
-    with contextlib.suppress(Exception):  # the log has it in any case
-        _leave(key, place, "error", pack_error(error))
+def _try_out(place: str, key: str) -> None:
+    """Make sure that something can be left there, before hours of work depend on it.
+
+    Raises:
+        CloudError: It cannot.
+    """
+    try:
+        files, name = _put(place, f"{key}.trial", (b"raypool tries whether it can write here\n",))
+        files.delete_file(name)
+    except Exception as error:
+        raise CloudError(
+            f"The function was not called: its outputs are to go to {place}, where the cluster cannot write: {error}. "
+            "Make sure that the place exists, and that the account of the machines may write there."
+        ) from error
 
 
 def _leave(key: str, place: str | None, kind: str, body: bytes) -> None:
-    """Leave something where whoever wants it looks for it: all of it, or nothing."""
+    """Leave something where whoever wants it looks for it, at the latest on the disk of this node."""
     pieces = seal(kind, body)
-    if place is None:
-        _write_whole(make_outcome_path(key), pieces)
-        return
+    if place is not None:
+        try:
+            _put(place, key, pieces)
+        except Exception:
+            traceback.print_exc()
+            sys.stderr.write(f"raypool: {place} could be written to before, and cannot now; what comes is left on this node\n")
+        else:
+            return
+    _write_whole(make_outcome_path(key), pieces)
+
+
+def _put(place: str, name: str, pieces: Iterable[bytes]) -> tuple[Any, str]:
+    """Write a file in a folder or at a URL, all of it or nothing; return who knows it, and what it calls it."""
     files, root = filesystem(place, "outputs")
     with contextlib.suppress(NotImplementedError):
         files.create_dir(root, recursive=True)
-    draft = f"{root}/{key}.{os.getpid()}"
+    draft = f"{root}/{name}.{os.getpid()}"
     with files.open_output_stream(draft) as stream:
         for piece in pieces:
             stream.write(piece)
-    files.move(draft, f"{root}/{key}")
+    files.move(draft, f"{root}/{name}")
+    return files, f"{root}/{name}"
 
 
 def _write_whole(path: Path, pieces: tuple[bytes, ...]) -> None:

@@ -155,7 +155,7 @@ class Job:
         key, place = self._key(), self._info.metadata.get(OUTPUTS)
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                return unseal(self._read(key) if place is None else read(place, key))
+                return unseal(self._read(key, place))
             except FileNotFoundError:
                 if self._info.exit_code == 0:
                     where = f"{place}/{key}" if place is not None else f"node {self._info.node} of {self._jobs.dashboard.url}"
@@ -168,8 +168,20 @@ class Job:
                     raise
         raise AssertionError
 
-    def _read(self, key: str) -> bytearray:
-        """Read what lies on the disk of its node."""
+    def _read(self, key: str, place: str | None) -> bytes | bytearray:
+        """Read what lies on the disk of its node, or at the place that was given: on the node if that had failed there."""
+        try:
+            return self._read_from_node(key)
+        except (FileNotFoundError, CloudError) as error:
+            if place is None:
+                raise
+            not_there = error
+        try:
+            return read(place, key)
+        except FileNotFoundError:
+            raise not_there from None
+
+    def _read_from_node(self, key: str) -> bytearray:
         if self._info.node is None:
             raise FileNotFoundError
         query = {"node_id": self._info.node, "filename": outcome_path(key), "lines": -1, "timeout": FETCH_TIMEOUT_S}

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import json
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -31,6 +34,7 @@ from raypool import (
     TaskError,
     WorkerResources,
 )
+from tests.integration import test_growth as growth
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -164,6 +168,23 @@ def test_a_pool_that_could_never_open_is_refused_at_once(
     assert time.monotonic() - began < 10
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("is_new", [False, True])
+def test_where_an_autoscaler_could_not_make_room_the_job_itself_says_so(
+    run_head: Callable[..., Any], is_new: bool, tmp_path: Path
+) -> None:
+    """Ray's real autoscaler, the older and the newer, which may add 3 nodes with 2 GPUs each."""
+    environment = {**growth.ENVIRONMENT, "RAY_enable_autoscaler_v2": str(int(is_new))}
+    if not is_new:
+        del environment["RAY_NODE_TYPE_NAME"]  # as Ray's launcher does
+    settings = tmp_path / "settings.json"
+    settings.write_text(json.dumps(growth.SETTINGS))
+    with run_head({"num-cpus": 1, "num-gpus": 0, "autoscaling-config": settings}, environment) as head:
+        job = raypool.batch(squares, 3, pool=7, profile=dataclasses.replace(head.profile, resources=WorkerResources(gpus=1)))
+        with pytest.raises(ResourceError, match="7"):
+            job.fetch_outputs(timeout_s=60)
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "said"),
     [
@@ -230,6 +251,25 @@ def test_outputs_may_lie_elsewhere(head: Any, tmp_path: Path) -> None:
         again = raypool.find_job(job.id, profile=head.profile)
         with pytest.raises(CloudError, match="are not there any more"):
             again.fetch_outputs()
+
+
+@pytest.mark.long
+def test_a_place_that_cannot_be_written_to_costs_no_work(head: Any, tmp_path: Path) -> None:
+    def work(place: Path, called: Path) -> str:
+        called.touch()
+        shutil.rmtree(place)
+        place.touch()  # where a folder was there is a file now: nothing can be left there
+        return "hours of work"
+
+    (tmp_path / "file").touch()
+    never = raypool.batch(work, tmp_path, tmp_path / "1", profile=head.profile, outputs=f"{tmp_path}/file/folder")
+    late = raypool.batch(work, tmp_path / "place", tmp_path / "2", profile=head.profile, outputs=f"{tmp_path}/place")
+    with pytest.raises(CloudError, match=r"The function was not called: its outputs are to go to .*/file/folder"):
+        never.fetch_outputs(timeout_s=60)
+    assert late.fetch_outputs(timeout_s=60) == "hours of work"
+    assert "is left on this node" in late.diary
+    assert not (tmp_path / "1").exists()
+    assert (tmp_path / "2").exists()
 
 
 @pytest.mark.long
