@@ -1,0 +1,191 @@
+"""Ray's own launcher on machines that are namespaces, with an SSH server on each (scenario 52)."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raypool.cloud import files, on_prem
+from raypool.cloud.plan import ClusterPlan, NodeGroup
+from tests.cloud.lab import Lab
+
+SSHD = shutil.which("sshd", path="/usr/sbin:/usr/bin")
+
+HAS_ALL = os.geteuid() == 0 and SSHD and shutil.which("rsync") and shutil.which("ssh") and shutil.which("ip")
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(not HAS_ALL, reason="wants root, sshd, ssh, rsync and ip: apt-get install openssh-server rsync iproute2"),
+]
+
+HOSTS = ("laptop", "head", "left", "right")
+
+# Each host sees a table of users in which root's home is its own: that is where SSH, and what it starts, look.
+SERVICE = """
+sed 's#^root:.*#root:x:0:0:root:{home}:/bin/bash#' /etc/passwd >{home}/passwd && mount --bind {home}/passwd /etc/passwd
+mkdir -p /run/sshd && /usr/sbin/sshd -f {home}/sshd_config -E {home}/sshd.log
+"""
+
+SSHD_CONFIG = """
+HostKey {keys}/host
+AuthorizedKeysFile {keys}/id.pub
+StrictModes no
+UsePAM no
+MaxStartups 50
+"""
+
+FLAGS = ("--num-cpus=2", "--num-gpus=2", "--object-store-memory=80000000")
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    """Switch on a laptop and three machines, all of which can be reached by SSH with one key."""
+    folder = tmp_path_factory.mktemp("hosts")
+    keys = folder / "keys"
+    keys.mkdir(mode=0o700)
+    for name in ("id", "host"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(keys / name)], check=True)
+
+    def furnish(home: Path) -> None:
+        (home / "sshd_config").write_text(SSHD_CONFIG.format(keys=keys))
+        (home / ".bashrc").write_text(
+            f"export PATH={Path(sys.executable).parent}:$PATH RAY_USAGE_STATS_ENABLED=0 PYTHONWARNINGS=ignore\n"
+        )
+        (home / ".bash_profile").write_text(". ~/.bashrc\n")
+
+    lab = Lab(folder, HOSTS, SERVICE, as_root=True, furnish=furnish)
+    try:
+        yield lab
+    finally:
+        lab.close()
+
+
+@pytest.fixture(scope="module")
+def file(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write the file of the cluster, with pretended GPUs; what is to be installed is there already."""
+    path = tmp_path_factory.mktemp("file") / "cluster.yaml"
+    hosts = tuple(lab[name].address for name in HOSTS[1:])
+    key = str(lab["laptop"].home.parent / "keys" / "id")
+    worker = NodeGroup(name="worker", least=2, most=2)
+    plan = ClusterPlan(
+        name="lab",
+        provider="on-prem",
+        head=NodeGroup(name="head"),
+        workers=(worker,),
+        hosts=hosts,
+        ssh_user=getpass.getuser(),
+        ssh_key=key,
+    )
+    path.write_text(files.render([on_prem.write(plan, FLAGS)], ["Made by a test."]))
+    return path
+
+
+def raypool(lab: Lab, *words: str, timeout_s: float = 120.0) -> str:
+    """Run a command of raypool's on the laptop."""
+    return lab.run("laptop", "raypool", *words, timeout_s=timeout_s, PYTHONWARNINGS="ignore")
+
+
+POOL = """
+import json, os, platform
+from raypool import parpool
+
+os.chdir(os.environ["HOME"])
+with parpool(6, profile="cluster", quiet=True) as pool:
+    print(json.dumps(sorted(pool.parfeval_on_all(lambda: (platform.node(), os.environ["CUDA_VISIBLE_DEVICES"])).result(60))))
+    assert list(pool.parfor(lambda i: i * i, range(30))) == [i * i for i in range(30)]
+"""
+
+TRAINING = """
+import json, os, platform, time
+from pathlib import Path
+from raypool import RunOptions, current_task, parpool
+
+marks = Path(os.environ["MARKS"])
+
+def loop():
+    import tempfile
+    import ray.train
+    start, checkpoint = 0, ray.train.get_checkpoint()
+    if checkpoint:
+        start = json.loads((Path(checkpoint.path) / "step").read_text()) + 1
+    for step in range(start, 6):
+        if step == 3 and current_task().attempt == 1:
+            (marks / f"at three on {platform.node()}").touch()
+            while not (marks / "struck").exists():
+                time.sleep(0.05)
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "step").write_text(str(step))
+            ray.train.report({"step": step}, ray.train.Checkpoint.from_directory(folder))
+    return start
+
+with parpool(4, address=os.environ["HEAD"], quiet=True, start_timeout_s=60) as pool:
+    run = pool.options(retries=1).train(loop, options=RunOptions(run_dir=marks / "run"))
+    result = run.result(150)
+    facts = {"starts": result.values, "steps": result.metrics_frame["step"].tolist()}
+    print(json.dumps({**facts, "hosts": [worker.host for worker in pool.workers]}))
+"""
+
+
+def test_a_cluster_is_started_used_and_ended(lab: Lab, file: Path, eventually: Any, tmp_path: Path) -> None:
+    """All GPUs are used from the laptop, a training survives the loss of a machine, and nothing is left at the end."""
+    assert "The head runs" in raypool(lab, "cluster", "up", str(file))
+    assert eventually(lambda: "/6.0 GPU" in raypool(lab, "cluster", "status", str(file)), 120)
+    for name in HOSTS:
+        token = lab[name].home / ".ray" / "auth_token"
+        assert stat.S_IMODE(token.stat().st_mode) == 0o600
+    use_from_laptop(lab, file)
+    facts, struck = train_and_strike(lab, tmp_path, eventually)
+    assert facts["starts"] == [3] * 4
+    assert facts["steps"] == list(range(6))
+    assert struck not in facts["hosts"]
+    raypool(lab, "cluster", "down", "--yes", str(file))
+    for name in HOSTS[1:]:
+        if name != struck:
+            assert eventually(lambda name=name: "raylet" not in lab.run(name, "ps", "-A"), 20), lab.run(name, "ps", "-A")
+    with pytest.raises(AssertionError, match="Ray's launcher has failed"):
+        raypool(lab, "cluster", "connect", str(file))
+
+
+def use_from_laptop(lab: Lab, file: Path) -> None:
+    """Use all GPUs of the cluster by the tunnel and the profile that `raypool cluster connect` gives."""
+    connect = lab.start("laptop", "raypool", "cluster", "connect", str(file), PYTHONWARNINGS="ignore")
+    try:
+        assert connect.stdout is not None
+        profile = [connect.stdout.readline() for _ in range(4)]
+        assert profile[0] == '[profiles."cluster"]\n'
+        (lab["laptop"].home / "raypool.toml").write_text("".join(profile))
+        try:
+            out = lab.run("laptop", sys.executable, "-c", POOL, timeout_s=120, PYTHONWARNINGS="ignore")
+        except AssertionError as error:  # now and then the first server that Ray Client starts dies as it is forked
+            if "Starting Ray client server failed" not in str(error):
+                raise
+            out = lab.run("laptop", sys.executable, "-c", POOL, timeout_s=120, PYTHONWARNINGS="ignore")
+        assert json.loads(out.splitlines()[-1]) == [[name, card] for name in HOSTS[1:] for card in "01"]
+    finally:
+        lab.end(connect, signal.SIGINT)
+
+
+def train_and_strike(lab: Lab, marks: Path, eventually: Any) -> tuple[dict[str, Any], str]:
+    """Train on four of the six GPUs, and switch a machine off in the midst of it; return the facts, and which machine."""
+    head = f"{lab['head'].address}:6379"
+    driver = lab.python("head", TRAINING, MARKS=str(marks), HEAD=head, PYTHONWARNINGS="ignore", RAY_AUTH_MODE="token")
+    if not eventually(lambda: len(list(marks.glob("at three on *"))) >= 2, 90):
+        pytest.fail(lab.end(driver))
+    struck = next(name for name in ("right", "left") if (marks / f"at three on {name}").exists())
+    lab.kill(struck)
+    (marks / "struck").touch()
+    out, err = driver.communicate(timeout=200)
+    assert driver.returncode == 0, f"{out}\n{err}"
+    return json.loads(out.splitlines()[-1]), struck
