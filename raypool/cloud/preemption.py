@@ -274,9 +274,7 @@ def watch(cloud: Cloud, node: RayNode) -> None:
         except Exception as error:  # whatever it is, the next look may go well
             words = f"{type(error).__name__}: {error}"
         if words != trouble:
-            logger.warning("No notice can be had, or passed on (%s); trying on.", words) if words else logger.warning(
-                "Well again."
-            )
+            logger.warning(f"No notice can be had, or passed on ({words}); trying on." if words else "Well again.")
             trouble = words
         time.sleep(cloud.look_s)
 

@@ -204,6 +204,8 @@ def _node_id() -> str:
 
 def _draining() -> dict[str, int | None]:
     """Return which nodes are about to go, and when they will be gone, if that is known [Unix time, ms]."""
+    if not ray.is_initialized():  # asking would start one
+        return {}
     since = time.time() - time.monotonic()
     return {node_id: round((at + since) * 1000) if at < math.inf else None for node_id, at in look().draining.items()}
 

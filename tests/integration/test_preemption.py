@@ -127,59 +127,144 @@ def test_what_runs_on_a_machine_that_is_taken_back_saves_and_goes_on_elsewhere(o
     assert "is about to go, in 2" in words
 
 
+FIT = """
+import torch
+from torch import nn
+from raypool import RunOptions, TrainingOptions
+
+inputs = torch.randn(320, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+data = inputs, inputs.sum(1, keepdim=True)
+options = TrainingOptions(max_epochs=2, mini_batch_size=4, learning_rate=0.05, report_every=1)
+
+class Model(nn.Sequential):
+    def __init__(self, pause):
+        super().__init__(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.pause = pause
+    def forward(self, inputs):
+        time.sleep(self.pause)
+        return super().forward(inputs)
+
+def fit(pool, pause, **kinds):
+    torch.manual_seed(0)
+    return pool.fit(Model(pause).double(), data, nn.functional.mse_loss, options, **kinds)
+
+def note(result):
+    frame = result.metrics_frame
+    facts["attempts"], facts["steps"] = frame["attempt"].unique().tolist(), frame["step"].astype(int).tolist()
+    facts["ended by"] = result.ended_by
+
+def has_same_model(one, other):
+    return all(torch.allclose(a, b, rtol=1e-9) for a, b in zip(one.model.parameters(), other.model.parameters()))
+"""
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("lane", ["warm", "managed"])
 def test_fit_goes_on_elsewhere_from_the_very_step(on_cluster: Any, tmp_path: Path, lane: str) -> None:
-    """In the midst of an epoch, with retries=0; the model is the one that it would have been."""
-    facts, _ = on_cluster(
-        f"""
-    import torch
-    from torch import nn
-    from raypool import RunOptions, TrainingOptions
-
-    node = add(num_cpus=2)
-    inputs = torch.randn(320, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    data = inputs, inputs.sum(1, keepdim=True)
-    options = TrainingOptions(max_epochs=2, mini_batch_size=4, learning_rate=0.05, report_every=1)
-
-    class Model(nn.Sequential):
-        def __init__(self, pause):
-            super().__init__(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
-            self.pause = pause
-        def forward(self, inputs):
-            time.sleep(self.pause)
-            return super().forward(inputs)
-
-    def model(pause):
-        torch.manual_seed(0)
-        return Model(pause).double()
-
-    with parpool(2, address=cluster.address, quiet=True, retries=0, start_timeout_s=60) as pool:
-        kept = RunOptions(run_dir={str(tmp_path / "run")!r})
-        run = pool.fit(model(0.1), data, nn.functional.mse_loss, options, lane={lane!r}, run_options=kept)
+    """In the midst of an epoch, with retries=0, when the pool has its size again; the model is what it would have been."""
+    facts, words = on_cluster(
+        FIT
+        + textwrap.dedent(f"""
+    node = add(num_cpus=1)
+    with parpool(2, address=cluster.address, quiet=True, retries=0) as pool:
+        run = fit(pool, 0.1, lane={lane!r}, run_options=RunOptions(run_dir={str(tmp_path / "run")!r}))
         eventually(lambda: len(run.metrics) >= 5, 100)
         watched(2)
-        add(num_cpus=2)
         watcher = take_back(node)
-        began = time.monotonic()
-        eventually(lambda: run.attempts == 2 or run.done(), 60)
-        facts["seconds"] = time.monotonic() - began
+        eventually(lambda: list(Path({str(tmp_path / "run")!r}).glob("checkpoint_*.json")) or run.done(), 60)
+        add(num_cpus=1)
         result = run.result(150)
-        frame = result.metrics_frame
-        facts["attempts"] = frame["attempt"].unique().tolist()
-        facts["steps"] = frame["step"].astype(int).tolist()
-        facts["ended by"] = result.ended_by
+        note(result)
         kill(node)
         facts["watcher"] = watcher.wait(20)
-        whole = pool.fit(model(0), data, nn.functional.mse_loss, options).result(100)
-        facts["same"] = all(torch.allclose(a, b, rtol=1e-9) for a, b in zip(result.model.parameters(), whole.model.parameters()))
+        sizes(pool, 2)
+        facts["same"] = has_same_model(result, fit(pool, 0).result(100))
     end()
-    """,
-        cores=0,
+    """)
     )
     assert facts["attempts"] == [1, 2]
     assert facts["steps"] == list(range(160)), "each step once"
     assert facts["ended by"] == "max_epochs"
     assert facts["same"]
-    assert facts["seconds"] < 25
+    assert facts["watcher"] == 0
+    assert "The pool grows again" in words
+
+
+@pytest.mark.long
+def test_fit_on_a_single_machine_goes_on_when_there_is_another(on_cluster: Any, tmp_path: Path) -> None:
+    """It keeps what it has and goes on while it can; what it has done since is done again."""
+    facts, _ = on_cluster(
+        FIT
+        + textwrap.dedent(f"""
+    node = add(num_cpus=2)
+    with parpool(2, address=cluster.address, quiet=True, retries=0) as pool:
+        run = fit(pool, 0.1, run_options=RunOptions(run_dir={str(tmp_path / "run")!r}))
+        eventually(lambda: len(run.metrics) >= 5, 100)
+        watcher = take_back(node)
+        eventually(lambda: run.attempts == 2, 60)
+        kill(node)
+        add(num_cpus=2)
+        result = run.result(150)
+        note(result)
+        facts["watcher"] = watcher.wait(20)
+        facts["same"] = has_same_model(result, fit(pool, 0).result(100))
+    end()
+    """),
+        cores=0,
+    )
+    assert facts["attempts"][-1] == 3
+    assert sorted(set(facts["steps"])) == list(range(160))
+    assert facts["steps"].count(0) == 1
+    assert facts["same"]
+    assert facts["watcher"] == 0
+
+
+LOOP = """
+def loop():
+    import ray.train
+    rank, size = ray.train.get_context().get_world_rank(), ray.train.get_context().get_world_size()
+    checkpoint = ray.train.get_checkpoint()
+    first = 0 if checkpoint is None else int(Path(checkpoint.path, "step").read_text()) + 1
+    for step in range(first, 400):
+        info = ray.train.get_preemption_info()
+        if info is not None:
+            with tempfile.TemporaryDirectory() as folder:
+                Path(folder, "step").write_text(str(step - 1))
+                kept = ray.train.Checkpoint.from_directory(folder) if rank == 0 else None
+                ray.train.report({"step": step - 1}, checkpoint=kept)
+            return [info.preempted_ranks, info.preempted_node_ids, info.deadline_ms]
+        time.sleep(0.05)
+        if marked("moved"):
+            return [first, size, node_of()]
+"""
+
+
+@pytest.mark.long
+def test_a_loop_asks_ray_train_whose_machine_is_about_to_go(on_cluster: Any, tmp_path: Path) -> None:
+    """It goes on with those that are left, where these are enough."""
+    facts, _ = on_cluster(
+        "import tempfile"
+        + LOOP
+        + textwrap.dedent(f"""
+    node = add(num_cpus=1)
+    with parpool(2, address=cluster.address, quiet=True, retries=0) as pool:
+        run = pool.train(loop, options=RunOptions(run_dir={str(tmp_path / "run")!r}, min_workers=1))
+        eventually(lambda: run.running(), 60)
+        watched(2)
+        watcher = take_back(node)
+        eventually(lambda: run.attempts == 2, 60)
+        mark("moved")
+        facts["values"] = run.result(60).values
+        facts["here"] = node_of()
+        kill(node)
+        facts["watcher"] = watcher.wait(20)
+    end()
+    """)
+        .replace("RunOptions", "raypool.RunOptions")
+        .replace("node = add", "import raypool\nnode = add")
+    )
+    ((first, size, where),) = facts["values"]
+    assert first > 0
+    assert size == 1
+    assert where == facts["here"]
     assert facts["watcher"] == 0
