@@ -90,6 +90,7 @@ class Agents:
     def __init__(self, hub: Hub, cancel_grace_s: float, stays: Callable[[str], bool], inventory: Inventory) -> None:
         self._hub = hub
         self._stays = stays
+        self._is_far = outside.is_far()
         self._inventory = inventory
         self._cancel_grace_s = cancel_grace_s
         self._agents: dict[str, Any] = {}  # by node
@@ -128,7 +129,7 @@ class Agents:
         agent = self._agent_on(introduction.node_id)
         watched = agent.watch.remote(worker_id, introduction.process, introduction.info.gpus, actor)
         self._by_worker[worker_id] = agent, watched
-        actor.attach.remote(agent, self.home())
+        actor.attach.remote(agent, self.home(), self._is_far)
         if introduction.mps_problem is not None:
             self._warn(introduction.mps_problem, mps.turns(introduction.info.host, introduction.mps_problem))
         if memory is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pkgutil
+import platform
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -100,6 +101,11 @@ def ask_inside(question: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T
 def home_node() -> str:
     """Return the node of this process, or else that of its server."""
     return _settled().node_id if is_outside() else str(ray.get_runtime_context().get_node_id())
+
+
+def is_far() -> bool:
+    """Whether this process is outside, and on another machine than its server."""
+    return is_outside() and ask_inside(platform.node) != platform.node()
 
 
 def driver_process() -> tuple[int, float]:

@@ -251,13 +251,23 @@ def _hush(ray: Any) -> None:
     module.print_to_stdstream = show_others
 
 
+def _init_at(ray: Any, address: str, options: dict[str, Any]) -> None:
+    """Connect to a Ray; on a head that was just started the first server of Ray Client may die as it is forked (Ray 2.60)."""
+    try:
+        ray.init(address=address, **options)
+    except ConnectionError as error:
+        if "Starting Ray client server failed" not in str(error):
+            raise
+        ray.init(address=address, **options)
+
+
 def _connect(ray: Any, address: str | None, inventory: Inventory | None, shipped: dict[str, Any]) -> None:
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if shipped:
         options["runtime_env"] = dict(shipped)  # Ray puts an address in the place of the folder
     try:
         if address is not None:
-            ray.init(address=address, **options)
+            _init_at(ray, address, options)
         else:
             num_gpus = None if inventory is None else len(visible_gpus(os.environ, inventory.devices()))
             own = {"address": "local", "num_cpus": usable_cpus(), "num_gpus": num_gpus, "include_dashboard": False}

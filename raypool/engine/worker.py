@@ -149,10 +149,13 @@ class PoolWorker:
         process = WorkerProcess(os.getpid(), self._guard.pipe, self._guard.board)
         return Introduction(self._info, process, context.get_node_id(), mps_problem)
 
-    def attach(self, agent: Any, home: Any) -> None:
-        """Take note of the agent of this node, and of the one where the pool's exchange is; of others, when they have died."""
+    def attach(self, agent: Any, home: Any, is_far: bool = False) -> None:
+        """Take note of the agent of this node, and of the one where the pool's exchange is; of others, when they have died.
+
+        `is_far`: the driver is on none of their machines.
+        """
         self._agent = agent
-        self._rooms.attach(agent, home)
+        self._rooms.attach(agent, home, is_far)
         set_link(WorkerLink(self._worker_id, self._outbox, agent, home))
 
     def _push(self, number: int, batch: bytes) -> None:
@@ -244,12 +247,13 @@ class Rooms:
     def __init__(self) -> None:
         self._agent: Any = None
         self._home: Any = None
+        self._is_far = False
         self._temporary: Path | None = None
         self._pid = os.getpid()
 
-    def attach(self, agent: Any, home: Any) -> None:
-        """Take note of the agent of this node, and of the one of the driver's."""
-        self._agent, self._home = agent, home
+    def attach(self, agent: Any, home: Any, is_far: bool = False) -> None:
+        """Take note of the agent of this node, and of the one of the driver's; `is_far`: the driver has none on its machine."""
+        self._agent, self._home, self._is_far = agent, home, is_far
 
     def temporary(self) -> Path:
         """Return the pool's folder for temporary files on this machine; it is there as long as this process."""
@@ -264,9 +268,15 @@ class Rooms:
 
         Raises:
             OSError: The driver's machine cannot make the folder.
+            InvalidValueError: Nothing can be brought to the driver's machine.
         """
         if "://" in place:
             return home_here(place)
+        if self._is_far:
+            raise InvalidValueError(
+                f"{place} is on the machine of whoever has opened this pool, which is outside of the cluster: no checkpoint gets "
+                "there. Name a place that all see, options(checkpoints='s3://bucket/folder'), or leave run_dir out."
+            )
         if self._agent == self._home:  # the same machine
             return None
         self._check_may_ask()

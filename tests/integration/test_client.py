@@ -117,6 +117,40 @@ def test_calls_loops_and_what_tasks_say(laptop: Laptop) -> None:
     assert "Scout" not in said["too_many"]
 
 
+FAR = """
+import platform
+platform.node = lambda: "laptop"
+def save(x):
+    folder = current_task().checkpoint_dir
+    (folder / "state").write_text(str(x))
+    return x
+def kill(pid):
+    os.kill(pid, signal.SIGKILL)
+said = {}
+with pool_of(2) as pool:
+    said["saved"] = pool.parfeval(save, 5).result()
+    try:
+        pool.parfor(save, [1], run_dir=TMP + "/run")
+    except InvalidValueError as error:
+        said["refused"] = str(error)
+    before = [info.pid for info in pool.workers]
+    os.kill(before[1], signal.SIGKILL)  # it is idle, so that no call comes back to tell of it
+    deadline = time.monotonic() + 30
+    while before[1] in (after := [info.pid for info in pool.workers]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    said["same"] = [pid in before for pid in after]
+    said["values"] = list(pool.options(retries=0).parfor(abs, [-1, -2]))
+"""
+
+
+def test_a_laptop_is_another_machine(laptop: Laptop) -> None:
+    said = laptop(FAR)
+    assert said["saved"] == 5
+    assert "is outside of the cluster: no checkpoint gets there" in said["refused"]
+    assert said["same"] == [True, False]
+    assert said["values"] == [1, 2]
+
+
 RANKS = """
 import warnings
 import numpy as np, torch
