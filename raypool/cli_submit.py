@@ -92,8 +92,8 @@ def _with_settings(command: Any) -> Any:
 )
 @click.option("--zone", help="Where the machines are to be. Default: a zone of the region that has all their GPUs.")
 @click.option("--spot/--on-demand", "is_spot", help="Whether Google may take machines back, but the master: cheap.")
-@click.option("--name", help="What to call the job and its cluster. Default: the file's jobId, else the script's name.")
-@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="The cluster's file.  [default: NAME-cluster.yaml]")
+@click.option("--name", help="What to call the job; its cluster, NAME-XXXXXX. Default: the file's jobId, else the script's name.")
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="The cluster's file.  [default: NAME-XXXXXX.yaml]")
 @click.option("--dry-run", "is_dry", is_flag=True, help="Check everything and write the cluster's file; make nothing.")
 @click.option("--keep", "is_kept", is_flag=True, help="Leave the cluster there when the job has ended.")
 @click.option("--profile", help="Run on the cluster of this profile, and make none.")
@@ -163,6 +163,7 @@ def _target(context: click.Context, given: dict[str, Any], submission: Submissio
     """Return the cluster to run on; or the file of the one that is to be made, which is written."""
     from dataclasses import replace
 
+    from raypool.cloud.submit import own_name
     from raypool.profile_files import named_profile
     from raypool.profiles import Profile
 
@@ -171,8 +172,9 @@ def _target(context: click.Context, given: dict[str, Any], submission: Submissio
         return replace(profile, packages=(*profile.packages, *given["packages"])), None
     if not given["is_dry"]:
         _check_for_real(given, submission.training)
-    file = given["out"] or Path(f"{submission.name}-cluster.yaml")
-    _write(file, _cluster(context, given, submission, file.name))
+    cluster = own_name(submission.name)  # two jobs that share a script, or a name, share no machines
+    file = given["out"] or Path(f"{cluster}.yaml")
+    _write(file, _text(context, given, submission.training, cluster, file.name))
     size = f"{submission.training.machines} machine(s) with {submission.training.gpus} GPU(s) in all"
     submission.say(f"Wrote {file}: {size}.")
     return Profile(), file
@@ -189,18 +191,17 @@ def _check_for_real(given: dict[str, Any], training: Training) -> None:
         )
 
 
-def _cluster(context: click.Context, given: dict[str, Any], submission: Submission, file: str) -> str:
+def _text(context: click.Context, given: dict[str, Any], training: Training, name: str, file: str) -> str:
     """Return the file of the cluster that a job wants, which has been checked."""
     from raypool.cloud import zones
     from raypool.cloud.files import text_of, write
     from raypool.cloud.gcp_checks import why_no_project
     from raypool.cloud.submit import packages_with
 
-    training = submission.training
     if given["project"] is not None and (wrong := why_no_project(given["project"])) is not None:
         raise CloudError(f"--project is {wrong}")
     plan = training.plan(
-        name=submission.name,
+        name=name,
         project=given["project"],
         zone=zones.choose(training.kinds, training.region, given["zone"]),
         spot=given["is_spot"],
@@ -214,10 +215,13 @@ def _cluster(context: click.Context, given: dict[str, Any], submission: Submissi
 
 
 def _write(file: Path, text: str) -> None:
-    """Write a cluster's file, but not over one that was not written here."""
+    """Write a cluster's file, but over no other: that may be the one by which a cluster that runs can be ended."""
     try:
-        if file.exists() and "raypool submit" not in file.read_text(encoding="utf-8", errors="replace"):
-            raise CloudError(f"{file} is there already, and was not written by `raypool submit`. Give --out with another name.")
-        file.write_text(text, encoding="utf-8")
+        with file.open("x", encoding="utf-8") as stream:
+            stream.write(text)
+    except FileExistsError:
+        raise CloudError(
+            f"{file} is there already, perhaps as that of a cluster that runs. Give --out with another name."
+        ) from None
     except OSError as error:
         raise CloudError(f"{file} could not be written: {error.strerror}. Give --out with another place.") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -49,6 +50,17 @@ def name_of(text: str) -> str:
     """
     plain = re.sub("[^a-z0-9]+", "-", text.lower()).strip("-")
     return (plain if plain[:1].isalpha() else f"job-{plain}")[:NAME_LIMIT].strip("-")
+
+
+def own_name(name: str) -> str:
+    """Return a name for a cluster that nobody else's has: Ray's launcher restarts Ray on one that is there already.
+
+    Example:
+        >>> own_name("train") != own_name("train"), len(own_name("a" * NAME_LIMIT)) <= NAME_LIMIT
+        (True, True)
+    """
+    mark = secrets.token_hex(3)
+    return f"{name[: NAME_LIMIT - len(mark) - 1].rstrip('-')}-{mark}"
 
 
 def find_script(name: str, package: Path | None = None) -> Script:

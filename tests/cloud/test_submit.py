@@ -37,6 +37,7 @@ DOCUMENTED_OPTIONS = [
 """The same job, in options."""
 
 HERE = ["--region", "us-central1", "--project", fake_gce.PROJECT]
+OUT = ["--out", "train-cluster.yaml"]
 
 
 @pytest.fixture
@@ -64,7 +65,7 @@ def submit(*words: str) -> Result:
 def test_the_documented_job_gets_thirteen_machines_with_forty_gpus(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shell: Any, providers: None
 ) -> None:
-    done = submit("--config", "config.yaml", *HERE, "--dry-run", "train.py")
+    done = submit("--config", "config.yaml", *HERE, "--dry-run", *OUT, "train.py")
     assert done.exit_code == 0, done.output
     assert "Wrote train-cluster.yaml: 13 machine(s) with 40 GPU(s) in all." in done.output
     check_file("train-cluster.yaml")
@@ -91,12 +92,13 @@ def assert_made(gce: FakeGce) -> None:
 def test_options_alone_say_the_same_as_the_file(folder: Path) -> None:
     assert submit("--config", "config.yaml", *HERE, "--out", "a.yaml", "--dry-run", "train.py").exit_code == 0
     assert submit(*DOCUMENTED_OPTIONS, *HERE, "--out", "b.yaml", "--dry-run", "train.py").exit_code == 0
-    assert yaml.safe_load(Path("a.yaml").read_text()) == yaml.safe_load(Path("b.yaml").read_text())
+    one, other = (yaml.safe_load(Path(name).read_text()) for name in ("a.yaml", "b.yaml"))
+    assert one == {**other, "cluster_name": one["cluster_name"]}
 
 
 def test_options_win_over_the_file(folder: Path) -> None:
     options = ["--worker-count", "2", "--worker-accelerator", "count=1,type=NVIDIA_TESLA_T4", "--spot", "--zone", "us-central1-b"]
-    done = submit("--config", "config.yaml", *HERE, *options, "--dry-run", "train.py")
+    done = submit("--config", "config.yaml", *HERE, *options, "--dry-run", *OUT, "train.py")
     assert done.exit_code == 0, done.output
     content = yaml.safe_load(Path("train-cluster.yaml").read_text())
     worker = content["available_node_types"]["worker"]
@@ -107,27 +109,27 @@ def test_options_win_over_the_file(folder: Path) -> None:
 
 
 def test_machines_know_their_roles(folder: Path) -> None:
-    submit("--config", "config.yaml", *HERE, "--dry-run", "train.py")
+    submit("--config", "config.yaml", *HERE, "--dry-run", *OUT, "train.py")
     kinds = yaml.safe_load(Path("train-cluster.yaml").read_text())["available_node_types"].values()
     assert [kind["labels"]["raypool/role"] for kind in kinds] == ["head", "worker", "parameter-server"]
 
 
 def test_the_file_says_how_it_was_made_but_not_what_is_for_the_script(folder: Path) -> None:
-    assert submit("--config", "config.yaml", *HERE, "--dry-run", "train.py", "--", "--password", "hunter2").exit_code == 0
+    assert submit("--config", "config.yaml", *HERE, "--dry-run", *OUT, "train.py", "--", "--password", "hunter2").exit_code == 0
     text = Path("train-cluster.yaml").read_text()
     assert "raypool submit --config config.yaml --region us-central1" in text
     assert "hunter2" not in text
 
 
 def test_a_project_may_be_filled_in_later_but_not_when_machines_are_made(folder: Path) -> None:
-    assert submit("--config", "config.yaml", "--region", "us-east1", "--dry-run", "train.py").exit_code == 0
+    assert submit("--config", "config.yaml", "--region", "us-east1", "--dry-run", *OUT, "train.py").exit_code == 0
     with pytest.raises(CloudError, match="<your project>"):
         check_file("train-cluster.yaml")
     assert "Which project pays is not said" in refused("--config", "config.yaml", "--region", "us-east1", "train.py")
 
 
 def test_packages_come_on_top_of_raypool_and_ray(folder: Path) -> None:
-    submit("--config", "config.yaml", *HERE, "--package", "timm>=1", "--dry-run", "train.py")
+    submit("--config", "config.yaml", *HERE, "--package", "timm>=1", "--dry-run", *OUT, "train.py")
     [line] = [line for line in yaml.safe_load(Path("train-cluster.yaml").read_text())["setup_commands"] if "timm" in line]
     assert "'timm>=1'" in line
     assert "raypool==" in line
@@ -173,7 +175,7 @@ FILE = ("--config", "config.yaml")
         ((*FILE, *HERE, "--package-path", "train.py", "trainer.task"), "--package-path train.py is no folder"),
         (
             (*FILE, *HERE, "--out", "config.yaml", "train.py"),
-            "config.yaml is there already, and was not written by `raypool submit`",
+            "config.yaml is there already, perhaps as that of a cluster that runs",
         ),
         ((*HERE, "--scale-tier", "basic-gpu", "train.py"), "K80 GPUs cannot be had any more since 2024-05-01"),
         (("--project", "p", "train.py"), "The command line: scaleTier is missing: CUSTOM"),
@@ -194,7 +196,16 @@ def test_a_module_of_an_installed_package_is_taken_and_its_name_may_stand_in_the
     assert find_script("json.tool").words == ("-m", "json.tool")
     (folder / "config.yaml").write_text(DOCUMENTED + "  pythonModule: trainer.task\n")
     assert submit(*FILE, *HERE, "--dry-run").exit_code == 0
-    assert Path("trainer-task-cluster.yaml").exists()
+    assert len(list(folder.glob("trainer-task-*.yaml"))) == 1
+
+
+def test_two_jobs_of_one_script_share_no_cluster(folder: Path) -> None:
+    for _ in range(2):
+        assert submit(*FILE, *HERE, "--dry-run", "--name", "sweep", "train.py").exit_code == 0
+    files = list(folder.glob("sweep-*.yaml"))
+    names = {yaml.safe_load(file.read_text())["cluster_name"] for file in files}
+    assert names == {file.stem for file in files}
+    assert len(names) == 2
 
 
 def test_a_package_elsewhere_goes_along_with_the_folder_around_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,7 +355,7 @@ def test_a_cluster_is_made_for_a_job_whose_script_waits_for_all_machines_and_goe
     on_lab: list[str], lab: Profile
 ) -> None:
     machines = ["--master-machine-type", "n1-standard-4", "--worker-machine-type", "n1-standard-4", "--worker-count", "1"]
-    words = ["--scale-tier", "custom", *machines, *HERE, "train.py", "--", *ODD]
+    words = ["--scale-tier", "custom", *machines, *HERE, *OUT, "train.py", "--", *ODD]
     done = run(*words, first=LAUNCHER.format(address=lab.jobs_address))
     assert done.returncode == 7, done.stderr
     assert f"raypool: 2 of 2 machines are there.\nit runs with {json.dumps(ODD)} and with what lies beside it" in done.stdout
