@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from raypool.engine import shortages
 from raypool.engine.claims import POLL_S, Claim, Wanted, is_ready, release_all, request
 from raypool.engine.demands import Need, total
+from raypool.engine.growth import NONE, Growth
 from raypool.engine.survey import Survey
+
+NO_LIMIT = 10**6
+"""So many, and nobody has said how many."""
 
 SETTLE_S = 1.0
 """How long to wait for resources that somebody seems to hold, when any number will do: they may just have been given back [s]."""
@@ -57,17 +61,21 @@ class Gathering:
         return self.is_complete or (self._is_seen and self.has_enough)
 
 
-def claim_number(needs: Sequence[Need], wanted: Wanted, survey: Survey) -> list[list[Claim]]:
-    """Claim what is needed of each kind, as much as there is.
+def claim_number(
+    needs: Sequence[Need], wanted: Wanted, survey: Survey, may_grow: Callable[[], Growth] = Growth
+) -> list[list[Claim]]:
+    """Claim what is needed of each kind, as much as there is, or as is to come: what is asked for makes the cluster grow.
 
     Raises:
         ResourceError: There is less than the least of one kind, even when the time is over; nothing of any kind is kept.
     """
-    gatherings = [Gathering(need, max(0, total(need.demand) - need.num_held), survey) for need in needs]
-    for need, there in zip(needs, [gathering.total for gathering in gatherings], strict=True):
-        if there < need.least:
-            raise shortages.too_few(need, there, {}, None)
-    shortages.check_sum(needs)
+    there = [max(0, total(need.demand) - need.num_held) for need in needs]
+    is_waiting = any(number < need.least for need, number in zip(needs, there, strict=True))
+    if is_waiting:
+        there = _grown(needs, there, may_grow())
+    else:
+        shortages.check_sum(needs)
+    gatherings = [Gathering(need, number, survey) for need, number in zip(needs, there, strict=True)]
     kept: list[list[Claim]] = []
     try:
         _gather(gatherings, wanted)
@@ -79,9 +87,28 @@ def claim_number(needs: Sequence[Need], wanted: Wanted, survey: Survey) -> list[
     for gathering in gatherings:
         if not gathering.has_enough:  # nothing is held any more, when it is said who holds any
             crowd = survey.crowd(gathering.crowded)
+            if is_waiting:
+                raise shortages.not_yet(gathering.need, len(gathering.good))
             raise shortages.too_few(gathering.need, len(gathering.good), crowd, survey.min_free_bytes)
         survey.tell(gathering.good, gathering.crowded)
     return kept
+
+
+def _grown(needs: Sequence[Need], there: Sequence[int], growth: Growth) -> list[int]:
+    """Return how many claims of each kind to ask for, where there are too few nodes: no more than are really wanted.
+
+    Raises:
+        ResourceError: The cluster cannot become that large.
+    """
+    larger = []
+    for need, number in zip(needs, there, strict=True):
+        most = max(number, growth.holds(need.demand) - need.num_held)
+        if most < need.least:
+            raise shortages.too_few(need, number, {}, None) if growth == NONE else shortages.never(need, number, most)
+        wanted = need.least if need.most >= NO_LIMIT else need.most
+        larger.append(max(number, min(wanted, most)))
+    shortages.say_growing(needs, there)
+    return larger
 
 
 def _gather(gatherings: Sequence[Gathering], wanted: Wanted) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 from collections import Counter
@@ -12,15 +13,14 @@ from raypool.engine import claims as claiming
 from raypool.engine import shortages
 from raypool.engine.choosing import Choice, Spot, spots
 from raypool.engine.claims import Claim, Wanted
-from raypool.engine.demands import Demand, Need, demand_of
-from raypool.engine.gathering import claim_number
+from raypool.engine.demands import Demand, Need, Node, demand_of, living_nodes
+from raypool.engine.gathering import NO_LIMIT, claim_number
+from raypool.engine.growth import growth
 from raypool.engine.outside import is_outside
 from raypool.engine.survey import Survey
 from raypool.errors import PoolClosedError, RaypoolError, ResourceError
 from raypool.profiles import Profile
 from raypool.resources import WorkerResources
-
-NO_LIMIT = 10**6
 
 Found = dict[WorkerResources, list[Claim]]
 """For each kind of worker what it may stand on."""
@@ -34,7 +34,10 @@ class Seating:
 
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
-        self._demands = {kind: demand_of(kind, profile.gpus is not None, profile.workers_per_gpu) for kind in profile.kinds}
+        self._growth = functools.cache(growth)  # it takes a moment to ask; only where something is missing
+        self._demands = {
+            kind: demand_of(kind, profile.gpus is not None, profile.workers_per_gpu, self._nodes()) for kind in profile.kinds
+        }
         self._survey = Survey(profile.inventory, profile.min_free_memory_bytes)
         self._claims: dict[int, Claim] = {}  # by place
         self._entries: dict[int, int] = {}  # by place; which of the profile's list of resources it is for
@@ -44,6 +47,12 @@ class Seating:
         self._seating = threading.Lock()
         self._claiming = threading.Lock()
         self._closed = threading.Event()
+
+    def _nodes(self) -> list[Node]:
+        """Return the nodes that there are, and where none has a GPU, those that may come: workers are to have GPUs if any has."""
+        there = living_nodes()
+        has_gpus = any(node["Resources"].get("GPU", 0) >= 1 for node in there)
+        return there if has_gpus else [*there, *(node for node, _ in self._growth().kinds)]
 
     # --- more of them -------------------------------------------------------------------------------------------------
 
@@ -86,7 +95,7 @@ class Seating:
             return {kind: Choice(demand, meant, self._survey).claim(None, len(meant), wanted)}
         is_elsewhere = self._profile.address is not None or is_outside()
         most = NO_LIMIT if demand.kind == "GPU" or is_elsewhere else usable_cores()
-        return {kind: claim_number([Need(demand, 1, most)], wanted, self._survey)[0]}
+        return {kind: claim_number([Need(demand, 1, most)], wanted, self._survey, self._growth)[0]}
 
     def _next_entries(self, least: int | None, most: int | None) -> list[int]:
         """Return which of the listed resources the next workers are for: the first ones that no worker has."""
@@ -120,7 +129,7 @@ class Seating:
                 chosen[kind], wishes[kind] = self._chosen_spots(need, held, least), need
             else:
                 needs[kind] = need
-        for kind, claims in zip(needs, claim_number(list(needs.values()), wanted, self._survey), strict=True):
+        for kind, claims in zip(needs, claim_number(list(needs.values()), wanted, self._survey, self._growth), strict=True):
             found[kind] += claims
         for kind, meant in chosen.items():
             choice, need = Choice(self._demands[kind], meant, self._survey), wishes[kind]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 
 import ray
@@ -21,6 +22,8 @@ Crowd = Mapping[tuple[str, int], GpuDevice]
 """GPUs of which too little memory is free, by machine and index."""
 
 GIB = 2**30
+
+logger = logging.getLogger("raypool")
 
 
 def holders() -> tuple[str, ...]:
@@ -97,6 +100,43 @@ def too_few(need: Need, there: int, crowd: Crowd, min_free_bytes: int | None) ->
         requested=requested,
         available=available,
         holders=names,
+    )
+
+
+def never(need: Need, there: int, most: int) -> ResourceError:
+    """Return the error for more than a cluster could hold if it had grown as large as it may."""
+    kind, each = need.demand.kind, need.demand.each
+    return ResourceError(
+        f"{kind}: requested {need.least * each:g}, available {there * each:g}; with all nodes that its autoscaler may add, the "
+        f"cluster would have {most * each:g} for such workers. Ask for at most {most}, or raise max_workers in its file.",
+        requested=need.least * each,
+        available=there * each,
+        holders=(),
+    )
+
+
+def not_yet(need: Need, there: int) -> ResourceError:
+    """Return the error for nodes that have not come in time."""
+    kind, each = need.demand.kind, need.demand.each
+    return ResourceError(
+        f"{kind}: requested {need.least * each:g}, available {there * each:g}: the nodes that the cluster's autoscaler was asked "
+        "for have not come within start_timeout_s. A machine of a cloud takes minutes: make that longer, and look at "
+        "`raypool cluster status`.",
+        requested=need.least * each,
+        available=there * each,
+        holders=(),
+    )
+
+
+def say_growing(needs: Sequence[Need], there: Sequence[int]) -> None:
+    """Say what is waited for."""
+    missing = ", ".join(
+        f"{(need.least - number) * need.demand.each:g} {need.demand.kind}"
+        for need, number in zip(needs, there, strict=True)
+        if number < need.least
+    )
+    logger.warning(
+        "The cluster has no nodes for %s yet; its autoscaler adds them. Waiting, for start_timeout_s at most.", missing
     )
 
 
