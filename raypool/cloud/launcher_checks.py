@@ -16,13 +16,14 @@ import io
 import json
 import logging
 import re
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from jsonschema import Draft7Validator
 
-from raypool.cloud import aws_checks, gcp_checks, nodes, on_prem, schema_checks
+from raypool.cloud import aws_checks, gcp_checks, nodes, on_prem, schema_checks, shells
 from raypool.cloud.documents import PLACEHOLDER, Document, Findings, Keys, nearest
 from raypool.errors import CloudError
 
@@ -120,19 +121,26 @@ def _check_login(findings: Findings) -> None:
         findings.add(("auth", "ssh_user"), f"ssh_user is {user!r}, which is no name of a user; one is like ubuntu.")
     for name in ("ssh_private_key", "ssh_public_key"):
         path = findings.at(("auth", name))
-        if path and not path.startswith(PLACEHOLDER) and not Path(path).expanduser().is_file():
-            findings.add(("auth", name), f"{name} is {path}, and there is no such file.")
+        if path and not path.startswith(PLACEHOLDER):
+            _check_key(findings, ("auth", name), Path(path).expanduser())
+
+
+def _check_key(findings: Findings, keys: Keys, path: Path) -> None:
+    name = keys[-1]
+    if not path.is_file():
+        findings.add(keys, f"{name} is {path}, and there is no such file.")
+    elif name == "ssh_private_key" and (mode := stat.S_IMODE(path.stat().st_mode)) & 0o077:
+        findings.add(keys, f"{path} can be read by others (mode {mode:o}), and SSH takes no such key: `chmod 600 {path}`.")
 
 
 def _check_copied(findings: Findings) -> None:
-    """Look at the files that go to the machines; the token is made when the cluster is."""
+    """Look at the files that go to the machines; only the token is made when the cluster is."""
     for away, here in (findings.at(("file_mounts",)) or {}).items():
+        keys = ("file_mounts", away)
         if not isinstance(here, str):
-            findings.add(
-                ("file_mounts", away), f"{away} is to be copied from {here!r}; it must be the path of a file or folder here."
-            )
-        elif away != nodes.TOKEN and not here.startswith(PLACEHOLDER) and not Path(here).expanduser().exists():
-            findings.add(("file_mounts", away), f"{away} is to be copied from {here}, and there is no such file or folder here.")
+            findings.add(keys, f"{away} is to be copied from {here!r}; it must be the path of a file or folder here.")
+        elif here != nodes.TOKEN and not here.startswith(PLACEHOLDER) and not Path(here).expanduser().exists():
+            findings.add(keys, f"{away} is to be copied from {here}, and there is no such file or folder here.")
 
 
 def _check_commands(findings: Findings) -> None:
@@ -145,31 +153,44 @@ def _check_commands(findings: Findings) -> None:
             findings.add((), f"{text} `raypool cluster init` writes good ones.")
     for name in (HEAD, WORKER):
         if findings.at((name,)) is not None:
-            _check_start(findings, name)
+            _check_starts(findings, name)
     _check_ports(findings)
-    _check_dashboard(findings)
 
 
-def _check_start(findings: Findings, name: str) -> None:
-    text = "\n".join(findings.at((name,)))
-    if "ray start" not in text:
+def _check_starts(findings: Findings, name: str) -> None:
+    """Look at how Ray is started. Each command is run by a shell of its own: what another sets does not count."""
+    starts = 0
+    for number, text in enumerate(findings.at((name,))):
+        try:
+            environments = shells.starts_of_ray(text)
+        except ValueError as error:
+            findings.add((name, number), f"no shell can read this command: {error}.")
+            return
+        starts += len(environments)
+        for environment in environments:
+            _check_start(findings, (name, number), text, environment)
+    if not starts:
         findings.add((name,), f"{name} does not start Ray: `ray start` is missing.")
-    elif not has_token(text):
-        mode = "export RAY_AUTH_MODE=token"
-        findings.add(
-            (name,), f"{name} starts Ray without a token: whoever reaches it can run code. Put `{mode};` before `ray start`."
-        )
-    elif nodes.TOKEN not in (findings.at(("file_mounts",)) or {}) and "RAY_AUTH_TOKEN" not in text:
+
+
+def _check_start(findings: Findings, keys: Keys, text: str, environment: dict[str, str]) -> None:
+    """Look at a command that starts Ray, with the environment that Ray gets there."""
+    has_token = environment.get("RAY_AUTH_MODE", "").lower() == "token"
+    if not has_token:
+        right = "Put `export RAY_AUTH_MODE=token;` before `ray start`, into the same command"
+        findings.add(keys, f"Ray is started without a token: whoever reaches it can run code. {right}.")
+    elif nodes.TOKEN not in (findings.at(("file_mounts",)) or {}) and not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & set(
+        environment
+    ):
         mount = f"`{nodes.TOKEN}: {nodes.TOKEN}`"
-        findings.add((name,), f"{name} wants a token, and none is copied to the machines. Put {mount} under file_mounts.")
-    if name == HEAD and "ray start" in text and "--autoscaling-config" not in text:
+        findings.add(keys, f"Ray wants a token, and none is copied to the machines. Put {mount} under file_mounts.")
+    if keys[0] == HEAD and "--autoscaling-config" not in text:
         option = "--autoscaling-config=~/ray_bootstrap_config.yaml"
-        findings.add((name,), f"{name} does not tell Ray of this file, so no worker is ever made. Add `{option}` to `ray start`.")
-
-
-def has_token(text: str) -> bool:
-    """Say whether commands start Ray with a token."""
-    return re.search(r"\bRAY_AUTH_MODE=[\"']?token\b", text) is not None
+        findings.add(keys, f"Ray is not told of this file, so no worker is ever made. Add `{option}` to `ray start`.")
+    host = re.search(r"--dashboard-host[= ][\"']?([^\s\"';]+)", text)
+    if host and host[1] not in LOOPBACK and not has_token:
+        right = "`--dashboard-host=127.0.0.1`; `raypool cluster connect` makes a tunnel to it"
+        findings.add(keys, f"the dashboard listens at {host[1]} without a token: anybody may submit jobs. Right: {right}.")
 
 
 def _check_ports(findings: Findings) -> None:
@@ -177,16 +198,6 @@ def _check_ports(findings: Findings) -> None:
     worker = re.search(r"--address[= ]\S+?:(\d+)", "\n".join(findings.at((WORKER,)) or ()))
     if head and worker and head[1] != worker[1]:
         findings.add((WORKER,), f"the workers look for the head at port {worker[1]}, and it listens at {head[1]}.")
-
-
-def _check_dashboard(findings: Findings) -> None:
-    for number, text in enumerate(findings.at((HEAD,)) or ()):
-        host = re.search(r"--dashboard-host[= ][\"']?([^\s\"';]+)", text)
-        if host and host[1] not in LOOPBACK and not has_token(text):
-            right = "`--dashboard-host=127.0.0.1`; `raypool cluster connect` makes a tunnel to it"
-            findings.add(
-                (HEAD, number), f"the dashboard listens at {host[1]} without a token: anybody may submit jobs. Right: {right}."
-            )
 
 
 def _ask_ray(document: Document) -> None:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from raypool.cloud import nodes
+from raypool.cloud import nodes, shells
 from raypool.cloud.documents import PLACEHOLDER, Findings
 from raypool.cloud.plan import ClusterPlan
 
@@ -65,7 +65,8 @@ def check(findings: Findings) -> None:
     _check_name(findings)
     _check_hosts(findings)
     _check_counts(findings)
-    if not any(OLD_AUTOSCALER in text for text in findings.at(("head_start_ray_commands",)) or ()):
+    name, _, value = OLD_AUTOSCALER.partition("=")
+    if any(start.get(name) != value for start in shells.starts_in(findings.at(("head_start_ray_commands",)) or ())):
         text = f"Ray would leave out one of the workers. Put `export {OLD_AUTOSCALER};` before `ray start`."
         findings.add(("head_start_ray_commands",), text)
 

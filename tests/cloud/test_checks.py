@@ -96,6 +96,43 @@ LAUNCHER = {
     "a head that is not there": ("head_node_type: head", "head_node_type: haed", "head_node_type: haed", "Did you mean head"),
     "nobody who logs in": ("  ssh_user: ubuntu", "  {}", "auth:", "no ssh_user"),
     "a key that is not there": ("ssh_user: ubuntu", "ssh_user: ubuntu\n  ssh_private_key: /no/key", "/no/key", "no such file"),
+    "a key for everybody": (
+        "ssh_user: ubuntu",
+        "ssh_user: ubuntu\n  ssh_private_key: /etc/hosts",
+        "/etc/hosts",
+        "chmod 600 /etc/hosts",
+    ),
+    "a token that is disabled after all": (
+        EXPORT,
+        EXPORT.replace(" RAY_h", " RAY_AUTH_MODE=disabled RAY_h"),
+        "- ulimit",
+        "without a token",
+    ),
+    "a token in a shell of its own": (
+        "export RAY_AUTH_MODE=token; ray",
+        "ray stop\n- export RAY_AUTH_MODE=token\n- ray",
+        "- ray start",
+        "into the same command",
+    ),
+    "a token that comes too late": (
+        "export RAY_AUTH_MODE=token; ray start --disable-usage-stats --address=$RAY_HEAD_IP:6379",
+        "ray start --address=$RAY_HEAD_IP:6379; echo RAY_AUTH_MODE=token; export RAY_AUTH_MODE=token",
+        "- ulimit -n 65536; ray start",
+        "without a token",
+    ),
+    "a token that is not exported": (
+        "export RAY_AUTH_MODE=token; ray",
+        "RAY_AUTH_MODE=token; ray",
+        "- ulimit -n 65536; RAY",
+        "without a token",
+    ),
+    "a token from elsewhere": (": ~/.ray/auth_token", ": ~/no_token", "~/.ray/auth_token:", "no such file or folder"),
+    "half a quotation": (
+        "- ray stop\n",
+        '- "echo \'ray stop"\n',
+        '- "echo',
+        "no shell can read this command: No closing quotation",
+    ),
     "a folder that is not there": (TOKEN_MOUNT, TOKEN_MOUNT + "  /data: ./no-folder\n", "/data:", "no such file or folder"),
     "a command that is no list": (
         "worker_setup_commands: []",
@@ -103,9 +140,9 @@ LAUNCHER = {
         "worker_setup_commands: ls",
         "a list",
     ),
-    "no token": (EXPORT, "export RAY_health", "head_start_ray_commands", "without a token"),
-    "no token on workers": ("export RAY_AUTH_MODE=token; ray", "ray", "worker_start_ray_commands", "without a token"),
-    "a token that is not copied": (TOKEN_MOUNT, "file_mounts: {}\n", "head_start_ray_commands", "none is copied to the machines"),
+    "no token": (EXPORT, "export RAY_health", "- ulimit", "without a token"),
+    "no token on workers": ("export RAY_AUTH_MODE=token; ray", "ray", "- ulimit -n 65536; ray start", "without a token"),
+    "a token that is not copied": (TOKEN_MOUNT, "file_mounts: {}\n", "- ulimit", "none is copied to the machines"),
     "a dashboard for everybody": (
         HEAD_START,
         OPEN_START,
@@ -115,7 +152,7 @@ LAUNCHER = {
     "no autoscaler": (
         " --autoscaling-config=~/ray_bootstrap_config.yaml",
         "",
-        "head_start_ray_commands",
+        "- ulimit",
         "no worker is ever made",
     ),
     "ports that differ": (
