@@ -77,7 +77,7 @@ def test_the_profile_and_the_training_job_are_taken(tmp_path: Path, monkeypatch:
     monkeypatch.chdir(tmp_path)
     [profile], [job] = blocks("toml"), blocks("yaml")
     Path("raypool.toml").write_text(profile)
-    resolved = resolve_profile("cluster", {})
+    resolved = resolve_profile("raypool", {})
     assert resolved.is_remote
     assert resolved.jobs_url == "http://127.0.0.1:8265"
     [document] = documents_of(job, "config.yaml")
