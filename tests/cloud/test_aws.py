@@ -154,7 +154,7 @@ def test_ray_makes_the_cluster_that_was_planned(
     assert {instance.state["Name"] for instance in ec2.instances.all()} == {"terminated"}, "nothing is only stopped, and costs"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ray_finds_no_other_resources_than_we_write(ec2: Any, security_group: Any) -> None:
     """It asks EC2 for what is not said."""
     plan = a_plan()
@@ -180,7 +180,7 @@ def test_without_a_group_ray_would_open_ssh_to_everybody(ec2: Any) -> None:
     assert open_to_all(ec2) == ["narrow"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_key_of_the_users_own(ec2: Any, security_group: Any, shell: Any, tmp_path: Path) -> None:
     key = tmp_path / "mine.pem"
     key.write_text("a key")
@@ -196,7 +196,7 @@ def test_a_key_of_the_users_own(ec2: Any, security_group: Any, shell: Any, tmp_p
     assert any(f"-i {key}" in line for line in shell.commands)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ray_would_not_take_a_key_whose_file_it_is_not_told(ec2: Any, security_group: Any) -> None:
     """Why a KeyName without ssh_private_key is refused."""
     content = with_a_role(filled_in(aws.write(a_plan()), security_group.id, an_image(ec2)))
