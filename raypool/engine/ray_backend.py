@@ -123,6 +123,7 @@ class RayBackend:
 
     def look(self) -> Nodes:
         """Ask for the nodes of the cluster."""
+        note_deaths([seat.actor for seat in list(self._by_worker.values())])
         return look()
 
     def places(self) -> dict[int, str | None]:
@@ -320,7 +321,6 @@ class RayBackend:
             cut_off = why_cut_off(self._nodes.silent_s(WATCH_S), self._nodes.is_adrift, self._is_outside)
             if cut_off is not None:
                 self._let_go(cut_off)
-            note_deaths([seat.actor for seat in list(self._by_worker.values())])
             for worker_id, seat in list(self._by_worker.items()) if not self._closed.is_set() else ():
                 with contextlib.suppress(Exception):  # the seat may change hands meanwhile; the next look sees
                     self._look_after(worker_id, seat)
