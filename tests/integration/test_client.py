@@ -274,6 +274,35 @@ def test_what_is_in_the_way_is_said_within_seconds(laptop: Laptop, head: Any) ->
     assert said["in the end"][0] == 1  # a process whose token was wrong can mend it
 
 
+BROKEN = """
+import psutil
+said = {}
+with pool_of(2) as pool:
+    pids = [info.pid for info in pool.workers]
+    future = pool.parfeval(time.sleep, 600)
+    while future.state != "running":
+        time.sleep(0.01)
+    began = time.monotonic()
+    for process in psutil.process_iter():
+        try:
+            if "specific-server" in " ".join(process.cmdline()) and process.environ().get("RAY_AUTH_TOKEN_PATH") == TOKEN:
+                process.kill()
+        except psutil.Error:
+            pass
+    try:
+        future.result(60)
+    except RaypoolError as error:
+        said["error"] = type(error).__name__, str(error), time.monotonic() - began
+"""
+
+
+@pytest.mark.long
+def test_a_connection_that_breaks_ends_the_pool(laptop: Laptop) -> None:
+    name, words, _ = laptop(BROKEN)["error"]
+    assert name == "PoolBrokenError"
+    assert "The connection to the cluster has ended" in words or "The cluster has not answered for" in words
+
+
 LEFT = """
 with pool_of(2) as pool:
     def work():
