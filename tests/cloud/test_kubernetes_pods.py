@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from collections.abc import Callable
@@ -17,10 +18,11 @@ PLAN = ClusterPlan(
     name="lab",
     provider="kubernetes",
     head=NodeGroup(name="head"),
-    workers=(NodeGroup(name="worker", most=1, spot=True),),
+    workers=(NodeGroup(name="worker", gpu="T4", gpus=1, most=1, spot=True),),
     packages=("some-package==1.0",),
 )
-[WORKER] = write(PLAN)["spec"]["workerGroupSpecs"][0]["template"]["spec"]["containers"]
+[GROUP] = write(PLAN)["spec"]["workerGroupSpecs"]
+[WORKER] = GROUP["template"]["spec"]["containers"]
 
 
 def command(container: dict[str, Any], start: str) -> list[str]:
@@ -31,6 +33,18 @@ def command(container: dict[str, Any], start: str) -> list[str]:
     own = "".join(f" {argument} " for argument in container.get("args", ()))
     start = f"ulimit -n ${{RAY_START_ULIMIT_OPEN_FILES:-65536}}; {start}"
     return ["/bin/bash", "-c", "--", f"{own} && {start}" if own else start]
+
+
+def parameters(group: dict[str, Any]) -> str:
+    """Return what the operator tells Ray of a group.
+
+    Source: KubeRay 1.7, `updateRayStartParamsResources`, `updateRayStartParamsLabels` and `addWellKnownAcceleratorResources`.
+    """
+    [container] = group["template"]["spec"]["containers"]
+    gpus = container["resources"]["limits"]["nvidia.com/gpu"]
+    own = json.dumps({name: float(amount) for name, amount in group["resources"].items()})
+    labels = ",".join(f"{name}={value}" for name, value in group["labels"].items())
+    return f"--num-gpus={gpus} --resources='{own}' --labels={labels}"
 
 
 @pytest.fixture
@@ -87,7 +101,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 80_000_000})
 ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
 ray_command = os.path.join(os.path.dirname(sys.executable), "ray")
-options = "--num-cpus=1 --object-store-memory=80000000 --disable-usage-stats --block"
+options = "--num-cpus=1 --object-store-memory=80000000 --disable-usage-stats --block " + PARAMETERS
 start = f"{ray_command} start --address={cluster.address} {options}"
 shell = COMMAND.replace("@start", start)
 pod = subprocess.Popen(["/bin/bash", "-c", "--", shell], start_new_session=True, stdout=subprocess.DEVNULL)
@@ -105,6 +119,10 @@ def others():
 
 try:
     [node] = until(others, 40)
+    [entry] = [each for each in ray.nodes() if each["NodeID"] == node]
+    assert entry["Resources"]["GPU"] == entry["Resources"]["accelerator_type:T4"] == 1, entry
+    assert entry["Labels"]["raypool/role"] == "worker", entry
+    assert entry["Labels"]["ray.io/accelerator-type"] == "T4", entry
     Busy = ray.remote(type("Busy", (), {"ping": lambda self: "here"}))
     busy = Busy.options(num_cpus=1, scheduling_strategy=On(node, soft=False)).remote()
     assert ray.get(busy.ping.remote(), timeout=40) == "here"
@@ -131,7 +149,7 @@ def test_a_pod_that_is_told_to_end_drains_first(
     env = programs("pip", "true")
     settings = {variable["name"]: variable["value"] for variable in WORKER["env"]}
     shell = command(WORKER, "@start")[-1]
-    done = run_python(f"COMMAND = {shell!r}\n{DRAINING}", PATH=env["PATH"], **settings)
+    done = run_python(f"COMMAND = {shell!r}\nPARAMETERS = {parameters(GROUP)!r}\n{DRAINING}", PATH=env["PATH"], **settings)
     said = dict(line.split() for line in done.stdout.splitlines() if line.startswith(("left", "ended")))
     assert 5 < float(said["left"]) <= SPOT_GRACE_S - END_S
     assert float(said["ended"]) < SPOT_GRACE_S
