@@ -159,15 +159,14 @@ def has_same_model(one, other):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("lane", ["warm", "managed"])
-def test_fit_goes_on_elsewhere_from_the_very_step(on_cluster: Any, tmp_path: Path, lane: str) -> None:
+def test_fit_goes_on_elsewhere_from_the_very_step(on_cluster: Any, tmp_path: Path) -> None:
     """In the midst of an epoch, with retries=0, when the pool has its size again; the model is what it would have been."""
     facts, words = on_cluster(
         FIT
         + textwrap.dedent(f"""
     node = add(num_cpus=1)
     with parpool(2, address=cluster.address, quiet=True, retries=0) as pool:
-        run = fit(pool, 0.1, lane={lane!r}, run_options=RunOptions(run_dir={str(tmp_path / "run")!r}))
+        run = fit(pool, 0.1, run_options=RunOptions(run_dir={str(tmp_path / "run")!r}))
         eventually(lambda: len(run.metrics) >= 5, 100)
         watched(2)
         watcher = take_back(node)
