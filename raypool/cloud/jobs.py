@@ -43,6 +43,9 @@ PATIENCE_S = 60.0
 STOP_TIMEOUT_S = 30.0
 """A job has three seconds between the signals that ask it and make it end; more go by until the cluster says so [s]."""
 
+STOPPING = "raypool_stop_"
+"""What the ids of jobs begin with that stop others; each is deleted after it, where Ray lets it be."""
+
 STOPPER = """
 import asyncio, sys
 import ray
@@ -241,8 +244,9 @@ class Jobs:
             raise
 
     def all(self) -> list[JobInfo]:
-        """Return how all jobs are doing that were handed in, the newest last."""
-        answers = [answer for answer in self.dashboard.get("/api/jobs/") if answer["type"] == "SUBMISSION"]
+        """Return how all jobs are doing that were handed in, the newest last; but for those that have stopped others."""
+        known = self.dashboard.get("/api/jobs/")
+        answers = [job for job in known if job["type"] == "SUBMISSION" and not job["submission_id"].startswith(STOPPING)]
         return [JobInfo.of(answer) for answer in sorted(answers, key=lambda answer: answer["start_time"] or 0)]
 
     def wait(self, job_id: str, timeout_s: float | None = None) -> JobInfo:
@@ -269,14 +273,18 @@ class Jobs:
         self.look(job_id)
         return str(self.dashboard.get(f"{_path(job_id)}/logs")["logs"])
 
-    def follow(self, job_id: str) -> Iterator[str]:
+    def follow(self, job_id: str, seen: int = 0) -> Iterator[str]:
         """Return what a job prints, as it comes, until it has ended; a connection that breaks is made again.
+
+        Args:
+            job_id: The job.
+            seen: So many characters of it were seen, and are left out.
 
         Raises:
             CloudError: There is no such job, or its cluster does not answer any more.
         """
         self.look(job_id)
-        seen, answered = 0, time.monotonic()
+        answered = time.monotonic()
         while True:
             skip = seen  # it is sent from the beginning each time
             try:
@@ -320,7 +328,7 @@ class Jobs:
     def _stop_waiting(self, job_id: str) -> None:
         """Let another job end one that waits."""
         command = shlex.join([self.python, "-c", STOPPER, job_id])
-        stopper = self._hand_in(entrypoint=command, submission_id=f"raypool_stop_{uuid.uuid4().hex[:12]}")
+        stopper = self._hand_in(entrypoint=command, submission_id=f"{STOPPING}{uuid.uuid4().hex[:12]}")
         if self.wait(stopper, STOP_TIMEOUT_S).has_ended:
             with suppress(RuntimeError), self.dashboard.client() as client:  # somebody else may have tidied up
                 client.delete_job(stopper)
