@@ -210,7 +210,9 @@ def _text(context: click.Context, given: dict[str, Any], training: Training, nam
     try:
         write(plan)
     except CloudError as error:  # machines that AI Platform had, and that are there no more
-        raise CloudError(f"{error} Options such as --worker-accelerator win over the file.") from error
+        role = "worker" if len(training.groups) > 1 else "master"
+        words = f"--scale-tier custom --{role}-machine-type n1-standard-8 --{role}-accelerator count=1,type=nvidia-tesla-t4"
+        raise CloudError(f"{error} Options win over the file: {words}") from error
     return text_of(plan, shlex.join(["raypool", "submit", *context.meta[WORDS]]), file)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import secrets
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +17,12 @@ from raypool.cloud.nodes import default_packages
 from raypool.cloud.training import Training
 from raypool.errors import CloudError
 from raypool.profiles import Profile
+
+PATIENCE_S = 1800.0
+"""So long a connection to a cluster may be lost until it is given up [s]."""
+
+RETRY_S = 5.0
+"""So long to wait before it is made again [s]."""
 
 
 @dataclass(frozen=True)
@@ -176,13 +183,13 @@ class Submission:
         self.say(f"Job {job_id} is handed in. It goes on if this command is interrupted.")
         return job_id
 
-    def follow(self, jobs: Jobs, job_id: str) -> int:
-        """Show what the job prints until it has ended, and return its exit status.
+    def follow(self, jobs: Jobs, job_id: str, seen: int = 0) -> int:
+        """Show what the job prints until it has ended, but for what was seen (characters), and return its exit status.
 
         Raises:
             CloudError: The cluster does not answer any more.
         """
-        for piece in jobs.follow(job_id):
+        for piece in jobs.follow(job_id, seen):
             self.show(piece)
         info = jobs.wait(job_id)
         self.say(f"Job {job_id} has ended: {info.state}, exit status {info.exit_status}.")
@@ -212,8 +219,8 @@ def _check_gpus(jobs: Jobs, training: Training) -> None:
 def run_on_own(file: Path, submission: Submission, *, is_kept: bool) -> int:
     """Make the cluster of a file, run a job on it, end the cluster, and return the job's exit status.
 
-    The cluster is left alone if the job may still be running, since what it has done so far would be lost: after Ctrl-C, and
-    when the connection is lost for good.
+    A connection that is lost is made again. The cluster is left alone if the job may still be running, since what it has done so
+    far would be lost: after Ctrl-C, and when the connection is lost for good.
 
     Args:
         file: The file for Ray's launcher.
@@ -223,18 +230,55 @@ def run_on_own(file: Path, submission: Submission, *, is_kept: bool) -> int:
     Raises:
         CloudError: The cluster does not come up, refuses the job, does not answer any more, or does not go away.
     """
-    is_running = False
+    job_id = status = None
     try:
         launcher.up(file)
         with launcher.tunnel(file) as profile:
-            jobs = submission.jobs(profile)
-            job_id = submission.hand_in(jobs)
-            is_running = True
-            status = submission.follow(jobs, job_id)
-            is_running = False
+            job_id = submission.hand_in(submission.jobs(profile))
+        status = _follow(file, submission, job_id)
     finally:
-        if is_running or is_kept:
+        if job_id is not None and status is None:
+            submission.say(
+                f"Job {job_id} may go on. `raypool cluster connect {file}` makes a way to it, "
+                f"`raypool job logs --follow {job_id}` shows what it does, and `raypool job stop {job_id}` ends it."
+            )
+        if is_kept or (job_id is not None and status is None):
             submission.say(f"The cluster is left there, and costs money, until `raypool cluster down {file}`.")
         else:
-            launcher.down(file)
+            _end(file, status)
     return status
+
+
+def _follow(file: Path, submission: Submission, job_id: str) -> int:
+    """Follow a job to its end, through one tunnel after the other: this machine may sleep, or be without a network."""
+    seen = 0
+
+    def show(text: str) -> None:
+        nonlocal seen
+        seen += len(text)
+        submission.show(text)
+
+    counting = replace(submission, show=show)
+    lost_at = None
+    while True:
+        try:
+            with launcher.tunnel(file) as profile:
+                jobs = counting.jobs(profile)
+                lost_at = None
+                return counting.follow(jobs, job_id, seen)
+        except CloudError as error:
+            lost_at = lost_at or time.monotonic()
+            if getattr(error, "status", None) is not None or time.monotonic() - lost_at > PATIENCE_S:
+                raise
+            submission.say(f"The connection to the cluster is lost, and made again: {error}")
+            time.sleep(RETRY_S)
+
+
+def _end(file: Path, status: int | None) -> None:
+    """End a cluster, and say what has become of the job, too, if that fails."""
+    try:
+        launcher.down(file)
+    except CloudError as error:
+        if status is None:
+            raise
+        raise CloudError(f"The job has ended with exit status {status}, but the cluster may still be there. {error}") from error

@@ -177,7 +177,10 @@ FILE = ("--config", "config.yaml")
             (*FILE, *HERE, "--out", "config.yaml", "train.py"),
             "config.yaml is there already, perhaps as that of a cluster that runs",
         ),
-        ((*HERE, "--scale-tier", "basic-gpu", "train.py"), "K80 GPUs cannot be had any more since 2024-05-01"),
+        (
+            (*HERE, "--scale-tier", "basic-gpu", "train.py"),
+            "--scale-tier custom --master-machine-type n1-standard-8 --master-accelerator count=1,type=nvidia-tesla-t4",
+        ),
         (("--project", "p", "train.py"), "The command line: scaleTier is missing: CUSTOM"),
         (("--config", "no.yaml", "train.py"), "no.yaml"),
         (("--profile", "nowhere", "train.py"), "There is no profile 'nowhere'"),
@@ -376,7 +379,8 @@ def stop_at(stage: str, error: BaseException, monkeypatch: pytest.MonkeyPatch) -
         raise error
 
     for each in ("jobs", "hand_in", "follow"):
-        monkeypatch.setattr(Submission, each, fail if each == stage else lambda *_: 0)
+        answer = "job_1" if each == "hand_in" else 0
+        monkeypatch.setattr(Submission, each, fail if each == stage else lambda *_, answer=answer: answer)
 
 
 FILE_OF_CLUSTER = Path("a-cluster.yaml")
@@ -406,7 +410,7 @@ def test_a_cluster_that_does_not_come_up_in_whole_goes(submission: Submission, l
     assert log == ["down a-cluster.yaml"]
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), CloudError("lost")])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), CloudError("there is no such job", status=404)])
 def test_a_cluster_stays_whose_job_may_still_be_running(
     error: BaseException, submission: Submission, log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -414,7 +418,45 @@ def test_a_cluster_stays_whose_job_may_still_be_running(
     stop_at("follow", error, monkeypatch)
     with pytest.raises(type(error)):
         run_on_own(FILE_OF_CLUSTER, submission, is_kept=False)
-    assert log == ["up a-cluster.yaml", LEFT]
+    first, how, last = log
+    assert (first, last) == ("up a-cluster.yaml", LEFT)
+    assert "`raypool job logs --follow job_1` shows what it does" in how
+
+
+def test_a_connection_that_is_lost_is_made_again_and_nothing_is_shown_twice(
+    submission: Submission, log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log.stand_in(monkeypatch, Profile())
+    stop_at("nowhere", CloudError("no"), monkeypatch)
+    monkeypatch.setattr("raypool.cloud.submit.RETRY_S", 0.0)
+    asked_from = []
+
+    def follow(submission: Submission, jobs: object, job_id: str, seen: int) -> int:
+        asked_from.append(seen)
+        submission.show("step\n")
+        if len(asked_from) < 3:
+            raise CloudError("No dashboard of Ray answers", status=None)
+        return 0
+
+    monkeypatch.setattr(Submission, "follow", follow)
+    assert run_on_own(FILE_OF_CLUSTER, submission, is_kept=False) == 0
+    assert asked_from == [0, 5, 10]
+    assert log.count("step\n") == 3
+    assert log[-1] == "down a-cluster.yaml"
+
+
+def test_a_cluster_that_does_not_go_away_hides_no_exit_status(
+    submission: Submission, log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log.stand_in(monkeypatch, Profile())
+    stop_at("nowhere", CloudError("no"), monkeypatch)
+
+    def fail(file: Path) -> None:
+        raise CloudError("quota")
+
+    monkeypatch.setattr(launcher, "down", fail)
+    with pytest.raises(CloudError, match=r"exit status 0, but the cluster may still be there\. quota"):
+        run_on_own(FILE_OF_CLUSTER, submission, is_kept=False)
 
 
 def test_a_cluster_stays_that_is_to_be_kept(submission: Submission, log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
