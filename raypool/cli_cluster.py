@@ -13,6 +13,19 @@ from click.core import ParameterSource
 
 from raypool.errors import RaypoolError
 
+PROVIDERS = ("gcp", "aws", "on-prem", "kubernetes")
+
+MADE = ("gcp", "aws")  # whose machines are made
+ONLY = {
+    "project": ("gcp",),
+    **dict.fromkeys(("zone", "machine", "head_machine"), MADE),
+    **dict.fromkeys(("gpu", "gpus", "least", "most", "spot"), (*MADE, "kubernetes")),
+    **dict.fromkeys(("ssh_user", "ssh_key"), (*MADE, "on-prem")),
+    "hosts": ("on-prem",),
+    "job": ("kubernetes",),
+}
+"""Options of `init` that mean something for some providers only."""
+
 
 @click.group()
 def cluster() -> None:
@@ -51,9 +64,7 @@ def machines(gpu: str | None, name: str, is_json: bool) -> None:
 
 
 @cluster.command()
-@click.option(
-    "--provider", type=click.Choice(["gcp", "aws", "on-prem", "kubernetes"]), required=True, help="Who has the machines."
-)
+@click.option("--provider", type=click.Choice(PROVIDERS), required=True, help="Who has the machines.")
 @click.option("--name", default="raypool", show_default=True, help="What to call the cluster.")
 @click.option("--project", help="The project that pays (GCP).")
 @click.option("--zone", help="Where: us-central1-a (GCP), us-west-2a (AWS). Default: one that has the GPUs.")
@@ -81,26 +92,33 @@ def init(context: click.Context, /, out: Path, job: str | None, is_forced: bool,
     Nothing is asked of any provider, and nothing is made.
     """
     from raypool.cloud.drafts import Draft
-    from raypool.cloud.files import text_of
+    from raypool.cloud.files import save, text_of
 
+    given = _given(context)
+    if strange := [option.opts[0] for option in given if wishes["provider"] not in ONLY.get(option.name or "", PROVIDERS)]:
+        raise click.UsageError(f"{', '.join(strange)} does not go with --provider {wishes['provider']}.")
     if out.exists() and not is_forced:
         raise click.UsageError(f"{out} is there already. Say --force to write over it, or --out with another name.")
     try:
-        text = text_of(Draft(**wishes).plan(), _command(context), out.name, job)
+        text = text_of(Draft(**wishes).plan(), _command(context, given), out.name, job)
+        save(text, out, is_forced)
     except RaypoolError as error:
         raise click.UsageError(str(error)) from error
-    out.write_text(text, encoding="utf-8")
     click.echo(f"Wrote {out}. Its first lines say what comes next.")
 
 
-def _command(context: click.Context) -> str:
+def _given(context: click.Context) -> list[click.Parameter]:
+    """Return the options that were given."""
+    command_line = ParameterSource.COMMANDLINE
+    return [option for option in context.command.params if context.get_parameter_source(option.name or "") == command_line]
+
+
+def _command(context: click.Context, given: list[click.Parameter]) -> str:
     """Return the command that was given, with the options that say what to write."""
-    words = ["raypool", "cluster", context.command.name or ""]
-    for option in context.command.params:
-        name = option.name or ""
-        given = context.get_parameter_source(name) == ParameterSource.COMMANDLINE
-        if given and name not in ("out", "is_forced"):
-            words += _words(option, context.params[name])
+    words = ["raypool", "cluster", "init"]
+    for option in given:
+        if option.name not in ("out", "is_forced"):
+            words += _words(option, context.params[option.name or ""])
     return shlex.join(words)
 
 

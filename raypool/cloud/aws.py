@@ -37,6 +37,7 @@ def header(plan: ClusterPlan) -> list[str]:
         f"    {ask.replace('REGION', plan.region or 'REGION')} \\",
         f"        {name}",
         *key,
+        "Workers have no role: for s3://, put `IamInstanceProfile: {Name: ...}` into their node_config.",
     ]
 
 

@@ -20,6 +20,9 @@ Keys = tuple[str | int, ...]
 PLACEHOLDER = "<"
 """What begins so is still to be filled in: "<your project>"."""
 
+MOST_ENTRIES = 100_000
+DEEPEST = 100
+
 OPEN = "is still to be filled in."
 """The end of what is said of it."""
 
@@ -87,7 +90,8 @@ def documents_of(text: str, name: str) -> list[Document]:
         name: What to call it in errors.
 
     Raises:
-        CloudError: It is not YAML, or a mapping has a key twice: YAML would take the last.
+        CloudError: It is not YAML; a mapping has a key twice, of which YAML would take the last; an entry is part of itself; or
+            there are more entries than anybody writes.
 
     Example:
         >>> [document] = documents_of("a:\n  b: 1\n", "some.yaml")
@@ -99,32 +103,54 @@ def documents_of(text: str, name: str) -> list[Document]:
     try:
         while loader.check_node():
             node = cast("yaml.Node", loader.get_node())
-            _refuse_twice(node, name)
+            _check_nodes(node, name)
             documents.append(Document(name, loader.construct_document(node), node))
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark is not None else ""
         raise CloudError(f"{name}{line}: this is not YAML: {error.problem}.") from None
     except (yaml.YAMLError, ValueError) as error:
         raise CloudError(f"{name} is not YAML: {error}.") from None
+    except RecursionError:
+        raise CloudError(f"{name}: entries are nested too deep.") from None
     finally:
         loader.dispose()
     return documents
 
 
-def _refuse_twice(node: yaml.Node, name: str) -> None:
+def _check_nodes(root: yaml.Node, name: str) -> None:
+    """Refuse what YAML takes, and what cannot be meant: an alias may stand for an entry that is above it, or for very many."""
+    waiting: list[tuple[yaml.Node, tuple[int, ...]]] = [(root, ())]
+    count = 0
+    while waiting:
+        node, above = waiting.pop()
+        line = node.start_mark.line + 1
+        if id(node) in above:
+            raise CloudError(f"{name}, line {line}: what stands here is a part of itself, by an alias. Write it out.")
+        if len(above) > DEEPEST:
+            raise CloudError(f"{name}, line {line}: entries are nested too deep: {DEEPEST} in each other.")
+        count += 1
+        if count > MOST_ENTRIES:
+            raise CloudError(f"{name} has more than {MOST_ENTRIES} entries, aliases written out. No cluster needs so many.")
+        if isinstance(node, yaml.MappingNode):
+            _refuse_twice(node, name)
+        waiting += [(child, (*above, id(node))) for child in _children(node)]
+
+
+def _children(node: yaml.Node) -> list[yaml.Node]:
     if isinstance(node, yaml.MappingNode):
-        lines: dict[str, int] = {}
-        for key, value in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value != "<<":
-                if key.value in lines:
-                    first = lines[key.value] + 1
-                    text = f"{key.value!r} stands here for the second time (the first is in line {first}). Keep one of them."
-                    raise CloudError(f"{name}, line {key.start_mark.line + 1}: {text}")
-                lines[key.value] = key.start_mark.line
-            _refuse_twice(value, name)
-    elif isinstance(node, yaml.SequenceNode):
-        for value in node.value:
-            _refuse_twice(value, name)
+        return [value for _, value in node.value]
+    return list(node.value) if isinstance(node, yaml.SequenceNode) else []
+
+
+def _refuse_twice(node: yaml.MappingNode, name: str) -> None:
+    lines: dict[str, int] = {}
+    for key, _ in node.value:
+        if isinstance(key, yaml.ScalarNode) and key.value != "<<":
+            if key.value in lines:
+                first = lines[key.value] + 1
+                text = f"{key.value!r} stands here for the second time (the first is in line {first}). Keep one of them."
+                raise CloudError(f"{name}, line {key.start_mark.line + 1}: {text}")
+            lines[key.value] = key.start_mark.line
 
 
 @dataclass(frozen=True)

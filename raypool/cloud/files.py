@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -91,6 +94,29 @@ def _check(text: str, file: str) -> None:
             raise
         if wrong := [problem.text for problem in problems if not problem.is_open]:
             raise CloudError("\n".join(wrong)) from error
+
+
+def save(text: str, file: Path, is_forced: bool = False) -> None:
+    """Write a file, and over another only if that is wanted: it may be the one by which a cluster that runs can be ended.
+
+    Raises:
+        CloudError: It is there already, or cannot be written.
+    """
+    draft = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        draft.write_text(text, encoding="utf-8")
+        if is_forced:
+            draft.replace(file)
+        else:
+            os.link(draft, file)  # unlike `replace`, fails if it is there
+    except FileExistsError:
+        end = "perhaps as that of a cluster that runs. Give --out with another name"
+        raise CloudError(f"{file} is there already, {end}.") from None
+    except OSError as error:
+        raise CloudError(f"{file} could not be written: {error.strerror}. Give --out with another place.") from error
+    finally:
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
 
 
 def write(plan: ClusterPlan) -> dict[str, Any]:

@@ -32,6 +32,9 @@ ROLE = "raypool/role"
 ACCELERATOR = "ray.io/accelerator-type"
 """Ray's own label for the kind of GPU that a machine has."""
 
+UV = "0.13.9"
+"""The version of the tool that makes this environment, with the Python that it is for, and installs packages into it."""
+
 LAUNCHER_NEEDS = {"gcp": ("google-api-python-client>=2",), "aws": ("boto3",)}
 """What Ray's launcher asks a provider for machines with; the head does so, too."""
 
@@ -139,8 +142,8 @@ def setup_commands(plan: ClusterPlan) -> list[str]:
         return []
     path = f'export PATH="{ENVIRONMENT.replace("~", "$HOME")}/bin:$PATH"'
     return [
-        "[ -x ~/.local/bin/uv ] || curl -LsSf https://astral.sh/uv/install.sh | sh",
-        f"~/.local/bin/uv venv --allow-existing --python {plan.python} {ENVIRONMENT}",
+        f"set -o pipefail; [ -x ~/.local/bin/uv ] || curl -LsSf https://astral.sh/uv/{UV}/install.sh | sh",
+        f"~/.local/bin/uv venv --allow-existing --python {shlex.quote(plan.python)} {ENVIRONMENT}",
         *_install(plan, plan.packages),
         f"grep -qxF {shlex.quote(path)} ~/.bashrc || echo {shlex.quote(path)} >> ~/.bashrc",
     ]

@@ -23,6 +23,10 @@ f: 3
 """
 
 
+BOMB = list(zip("abcdefgh", "bcdefghi", strict=True))
+"""Lists of nine lists of nine lists ... by their names."""
+
+
 def test_an_entry_is_found_where_it_stands_or_what_is_above_it() -> None:
     first, second = documents_of(TEXT, "file.yaml")
     lines = {(): 2, ("a",): 2, ("a", "b"): 3, ("a", "c d"): 4, ("a", "c d", 0): 4, ("a", "c d", 1): 5, ("a", "c d", 1, "e"): 5}
@@ -39,6 +43,13 @@ def test_an_entry_is_found_where_it_stands_or_what_is_above_it() -> None:
         ("a: [1\nb: 2\n", "line 2: this is not YAML"),
         ("a: !!python/object/apply:os.system [ls]\n", "line 1: this is not YAML"),
         ("a: \x00\n", "is not YAML"),
+        ("a: &x [*x]\n", "line 1: what stands here is a part of itself"),
+        ("a: 1\nb: &x {c: {d: *x}}\n", "line 2: what stands here is a part of itself"),
+        ("[" * 3000 + "]" * 3000, "nested too deep"),
+        (
+            "a: &a [1,1,1,1,1,1,1,1,1]\n" + "".join(f"{n}: &{n} [{', '.join(['*' + o] * 9)}]\n" for o, n in BOMB),
+            "more than 100000",
+        ),
         ("a: *b\n", "line 1: this is not YAML"),
     ],
 )
