@@ -163,6 +163,7 @@ def _target(context: click.Context, given: dict[str, Any], submission: Submissio
     """Return the cluster to run on; or the file of the one that is to be made, which is written."""
     from dataclasses import replace
 
+    from raypool.cloud.files import save
     from raypool.cloud.submit import own_name
     from raypool.profile_files import named_profile
     from raypool.profiles import Profile
@@ -174,7 +175,7 @@ def _target(context: click.Context, given: dict[str, Any], submission: Submissio
         _check_for_real(given, submission.training)
     cluster = own_name(submission.name)  # two jobs that share a script, or a name, share no machines
     file = given["out"] or Path(f"{cluster}.yaml")
-    _write(file, _text(context, given, submission.training, cluster, file.name))
+    save(_text(context, given, submission.training, cluster, file.name), file)
     size = f"{submission.training.machines} machine(s) with {submission.training.gpus} GPU(s) in all"
     submission.say(f"Wrote {file}: {size}.")
     return Profile(), file
@@ -214,16 +215,3 @@ def _text(context: click.Context, given: dict[str, Any], training: Training, nam
         words = f"--scale-tier custom --{role}-machine-type n1-standard-8 --{role}-accelerator count=1,type=nvidia-tesla-t4"
         raise CloudError(f"{error} Options win over the file: {words}") from error
     return text_of(plan, shlex.join(["raypool", "submit", *context.meta[WORDS]]), file)
-
-
-def _write(file: Path, text: str) -> None:
-    """Write a cluster's file, but over no other: that may be the one by which a cluster that runs can be ended."""
-    try:
-        with file.open("x", encoding="utf-8") as stream:
-            stream.write(text)
-    except FileExistsError:
-        raise CloudError(
-            f"{file} is there already, perhaps as that of a cluster that runs. Give --out with another name."
-        ) from None
-    except OSError as error:
-        raise CloudError(f"{file} could not be written: {error.strerror}. Give --out with another place.") from error
