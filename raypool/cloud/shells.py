@@ -52,7 +52,7 @@ def _starts(command: str, values: dict[str, str], exported: set[str]) -> Iterato
         elif rest[0] == "unset":
             exported -= set(rest[1:])
         else:
-            given = {name: values[name] for name in exported if name in values} | own
+            given = {name: values[name] for name in sorted(exported) if name in values} | own
             yield from _starts_in(rest, given)
 
 
