@@ -168,7 +168,8 @@ class TrainingVerbs:
         if not engine.profile.quiet:
             for note in call.notes:
                 sys.stdout.write(f"raypool: {note}\n")
-        engine, crew = self._crew(call.ranks, kept.min_workers)
+        is_of_all = engine is self._engine and call.ranks == self._numbers()  # whoever takes the place of one of them will do
+        engine, crew = self._crew(len(call.ranks) if is_of_all else call.ranks, kept.min_workers)
         made = self._lane(engine, lane, call.loop, call.config, None, None, False)
         run = self._run(engine, made, crew, kept, self._options.name or "fit", call.finish)
         run.recipe = Recipe(engine, crew.size, crew.places, call.config)
