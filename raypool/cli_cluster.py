@@ -157,10 +157,12 @@ FILE = click.argument("file", type=click.Path(exists=True, dir_okay=False, path_
 
 @cluster.command()
 @FILE
-def up(file: Path) -> None:
+@click.option("--yes", is_flag=True, help="Do not ask.")
+def up(file: Path, yes: bool) -> None:
     """Start the cluster of FILE (cluster.yaml), or change one that runs into what FILE says.
 
-    The file is checked before. Machines of a cloud cost money from now on, until `raypool cluster down`.
+    The file is checked before. On a cluster that runs, Ray is started anew, and all that runs there ends; you are asked before.
+    Machines of a cloud cost money from now on, until `raypool cluster down`.
     """
     from raypool.cloud import launcher
     from raypool.cloud.checks import check_file
@@ -170,6 +172,8 @@ def up(file: Path) -> None:
     except RaypoolError as error:
         raise click.UsageError(str(error)) from error
     with _failures():
+        if not yes and launcher.is_running(file):
+            click.confirm(f"The cluster of {file} runs already. Start its Ray anew, and end all that runs there?", abort=True)
         launcher.up(file)
     click.echo(f"The head runs. Next: raypool cluster connect {file}; at last: raypool cluster down {file}")
 

@@ -11,10 +11,11 @@ import contextlib
 import json
 import os
 import shlex
+import signal
 import socket
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +25,9 @@ import click
 
 from raypool.cloud.checks import check_file
 from raypool.cloud.documents import read_documents
-from raypool.cloud.nodes import CLIENT_PORT, DASHBOARD_PORT
-from raypool.cloud.tokens import make_token, token_path
+from raypool.cloud.nodes import CLIENT_PORT, DASHBOARD_PORT, TOKEN
+from raypool.cloud.ssh import OPTIONS, UNREACHABLE, Login
+from raypool.cloud.tokens import make_token
 from raypool.errors import CloudError
 from raypool.profiles import Profile
 
@@ -34,23 +36,24 @@ TUNNEL_S = 30.0
 
 TOKEN_MODE = "export RAY_AUTH_MODE=token"
 
-# As Ray's launcher has it: the keys of machines that were made a minute ago are known to nobody, and addresses are used again.
-# The other end may be silent for 15 s.
-SSH_OPTIONS = {
-    "BatchMode": "yes",
-    "StrictHostKeyChecking": "no",
-    "UserKnownHostsFile": os.devnull,
-    "LogLevel": "ERROR",
-    "ExitOnForwardFailure": "yes",
-    "ServerAliveInterval": "5",
-    "ServerAliveCountMax": "3",
-}
+SEES_RAY = "cat /proc/[0-9]*/comm 2>/dev/null | grep -qx gcs_server"
+"""Succeeds on a machine where the head of a Ray runs."""
+
+OPEN = "raypool: open"
+
+NOISE = ("bash: cannot set terminal process group", "bash: no job control in this shell")
+"""What an interactive shell says where there is no terminal; without one, the lines of ~/.bashrc would not count."""
+
+
+class _NotThereError(CloudError):
+    """There is no such cluster."""
 
 
 def up(path: str | Path) -> None:
     """Start a cluster, or change one that runs into what its file says; return when its head is there.
 
-    The file is checked before, and there is a token then: `~/.ray/auth_token`, readable by its owner only.
+    The Ray of one that runs is started anew: what runs there ends. The file is checked before, and the token that it copies to
+    the machines is there then, readable by its owner only.
 
     Raises:
         CloudError: Something is wrong with the file, or Ray's launcher has failed.
@@ -58,10 +61,31 @@ def up(path: str | Path) -> None:
     from ray.autoscaler import sdk
 
     check_file(path)
-    _content(path)
-    make_token()
+    if token := _token(_content(path)):
+        make_token(token)
+        if "RAY_AUTH_TOKEN" in os.environ:
+            click.echo(f"RAY_AUTH_TOKEN is not taken: the token of the cluster is the one in {token}.", err=True)
     with _launching(path):
         sdk.create_or_update_cluster(str(path), no_config_cache=True)
+
+
+def is_running(path: str | Path) -> bool:
+    """Whether a cluster has a head that runs; on premises, whether there is a Ray on that machine, whoever has started it.
+
+    Raises:
+        CloudError: The provider, or the machine on premises, does not answer.
+    """
+    from ray.autoscaler import sdk
+
+    content = _content(path)
+    if _is_on_premises(content):
+        return _looks(path, _head(path, content))
+    try:
+        with _launching(path):
+            sdk.get_head_node_ip(str(path))
+    except _NotThereError:
+        return False
+    return True
 
 
 def status(path: str | Path) -> str:
@@ -72,7 +96,9 @@ def status(path: str | Path) -> str:
     """
     from ray.autoscaler import sdk
 
-    _content(path)
+    content = _content(path)
+    if _is_on_premises(content):
+        return _status_on_premises(path, _head(path, content))
     with _launching(path):
         said = sdk.run_on_cluster(str(path), cmd=f"{TOKEN_MODE}; ray status", with_output=True)
     return said.decode() if isinstance(said, bytes) else str(said)
@@ -82,35 +108,82 @@ def down(path: str | Path) -> None:
     """End a cluster, and give its machines back; those on premises stay, without Ray.
 
     Raises:
-        CloudError: Ray's launcher has failed: machines may be left, which cost money.
+        CloudError: Ray's launcher has failed: machines may be left, which cost money. On premises: Ray could not be stopped on
+            some machines.
     """
     from ray.autoscaler import sdk
 
     content = _content(path)
-    if content["provider"]["type"] == "local":
+    if _is_on_premises(content):
         _stop_everywhere(path, content)
+        return
     with _launching(path):
         sdk.teardown_cluster(str(path))
 
 
+# --- on premises --------------------------------------------------------------------------------------------------------
+# Ray's launcher knows the head of such a cluster by a file in /tmp of the machine that has started it, and by that only: after a
+# restart, or from another machine, it finds nothing to end, and says that all went well. The addresses stand in the file.
+
+
+def _is_on_premises(content: dict[str, Any]) -> bool:
+    return bool(content["provider"].get("type") == "local")
+
+
+def _looks(path: str | Path, head: Login) -> bool:
+    """Whether there is a Ray on a machine."""
+    done = head.run(SEES_RAY)
+    if done.returncode == UNREACHABLE:
+        words = " ".join(done.stderr.split())
+        raise CloudError(f"{path}: the head, {head.host}, cannot be reached by SSH: {words}. Try `ssh {head.user}@{head.host}`.")
+    return done.returncode == 0
+
+
+def _status_on_premises(path: str | Path, head: Login) -> str:
+    if not _looks(path, head):
+        raise _no_ray(path, head)
+    done = head.run(_in_shell(f"{TOKEN_MODE} PYTHONWARNINGS=ignore; ray status"))
+    if done.returncode:
+        raise CloudError(f"{path}: the Ray on {head.host} does not answer: {' '.join(_said(done).split())}.")
+    return done.stdout
+
+
+def _no_ray(path: str | Path, head: Login) -> CloudError:
+    return CloudError(f"{path}: no Ray runs on the head, {head.host}. `raypool cluster up {path}` starts it.")
+
+
+def _in_shell(script: str) -> str:
+    """Return the command that runs a script as somebody would who has logged in."""
+    return f"bash --login -i -c {shlex.quote(script)}"
+
+
+def _said(done: subprocess.CompletedProcess[str]) -> str:
+    return "\n".join(line for line in done.stderr.splitlines() if not line.startswith(NOISE))
+
+
 def _stop_everywhere(path: str | Path, content: dict[str, Any]) -> None:
-    """Stop Ray on all machines on premises, from their head: the launcher stops it on the head only.
+    """Stop Ray on all machines, from their head, which may be the only one that can be reached from here.
 
     The head's comes first, for it would start the others again.
     """
-    from ray.autoscaler import sdk
+    head = _head(path, content)
+    first, *others = hosts = [content["provider"]["head_ip"], *content["provider"]["worker_ips"]]
+    stop = _in_shell("ray stop")
+    key = "-i ~/ray_bootstrap_key.pem " if head.key else ""  # where Ray's launcher has put it
+    steps = [f"{stop} >&2 && echo {shlex.quote(first)}"]
+    for host in others:
+        target = shlex.quote(f"{head.user}@{host}")
+        steps.append(f"(ssh {key}{' '.join(OPTIONS)} {target} {shlex.quote(stop)} >&2 && echo {shlex.quote(host)}) &")
+    done = head.run("\n".join([*steps, "wait"]))
+    click.echo(_said(done), err=True)
+    if left := [host for host in hosts if host not in done.stdout.split()]:
+        raise CloudError(
+            f"{path}: Ray could not be stopped on {', '.join(left)}, and may run on there; what was said stands above. "
+            f"Look whether one can log in there by SSH (on workers, from the head), and say `raypool cluster down {path}` again."
+        )
 
-    auth = content["auth"]
-    key = "-i ~/ray_bootstrap_key.pem " if auth.get("ssh_private_key") else ""
-    stop = shlex.quote("bash --login -i -c 'ray stop'")
-    hosts = [f"{auth['ssh_user']}@{host}" for host in content["provider"]["worker_ips"]]
-    ssh = [f"ssh {key}{' '.join(_options())} {shlex.quote(host)} {stop} &" for host in hosts]
-    with contextlib.suppress(CloudError), _launching(path):  # without its head, a worker ends by itself after a minute
-        sdk.run_on_cluster(str(path), cmd=" ".join(["ray stop;", *ssh, "wait"]))
 
-
-def _options() -> list[str]:
-    return [f"-o{name}={value}" for name, value in SSH_OPTIONS.items()]
+# --- what Ray's launcher is given, and what it says ---------------------------------------------------------------------
 
 
 def _content(path: str | Path) -> dict[str, Any]:
@@ -127,6 +200,36 @@ def _content(path: str | Path) -> dict[str, Any]:
     return content
 
 
+def _token(content: dict[str, Any]) -> Path | None:
+    """Return the file here that is copied to the machines as Ray's token; None if the cluster gets it in another way."""
+    here = (content.get("file_mounts") or {}).get(TOKEN)
+    return Path(here).expanduser() if isinstance(here, str) else None
+
+
+def _head(path: str | Path, content: dict[str, Any]) -> Login:
+    """Return how to log in on the head of a cluster.
+
+    Raises:
+        CloudError: It is not there.
+    """
+    from ray.autoscaler import sdk
+
+    if _is_on_premises(content):
+        try:
+            auth, provider = content["auth"], content["provider"]
+            host = provider.get("external_head_ip") or provider["head_ip"]
+            user, _ = auth["ssh_user"], provider["worker_ips"]
+        except (KeyError, TypeError):
+            raise CloudError(
+                f"{path} does not say which machines there are. `raypool cluster validate {path}` says more."
+            ) from None
+    else:
+        with _launching(path):
+            auth = sdk.bootstrap_config(content)["auth"]  # with the key that the launcher has made, if it has
+            host, user = sdk.get_head_node_ip(str(path)), auth["ssh_user"]
+    return Login(user, host, key=auth.get("ssh_private_key"), proxy=auth.get("ssh_proxy_command"))
+
+
 @contextlib.contextmanager
 def _launching(path: str | Path) -> Iterator[None]:
     """Let Ray's launcher speak to the standard error, and say in one sentence what has become of it."""
@@ -136,6 +239,10 @@ def _launching(path: str | Path) -> Iterator[None]:
     except (Exception, SystemExit) as error:  # whatever a provider's library raises
         text = error.message if isinstance(error, click.ClickException) else str(error)
         words = " ".join(text.split()) or type(error).__name__
+        if words.startswith("Head node of cluster"):
+            raise _NotThereError(
+                f"{path}: the cluster has no head that is ready. `raypool cluster up {path}` starts it."
+            ) from error
         raise CloudError(f"{path}: Ray's launcher has failed: {words}. What it has done until then stands above.") from error
 
 
@@ -166,7 +273,9 @@ class Tunnel:
         """Return what goes into raypool.toml."""
         profile = self.profile
         entries = {"address": profile.address, "jobs_address": profile.jobs_address, "token_file": profile.token_file}
-        return "\n".join([f"[profiles.{json.dumps(name)}]", *(f"{key} = {json.dumps(value)}" for key, value in entries.items())])
+        return "\n".join(
+            [f"[profiles.{json.dumps(name)}]", *(f"{key} = {json.dumps(value)}" for key, value in entries.items() if value)]
+        )
 
 
 @contextlib.contextmanager
@@ -186,16 +295,28 @@ def tunnel(path: str | Path) -> Iterator[Profile]:
 @contextlib.contextmanager
 def open_tunnel(path: str | Path) -> Iterator[Tunnel]:
     """Do as `tunnel`, for who wants to know when it breaks."""
+    content = _content(path)
+    head, token = _head(path, content), _token(content)
     client, jobs = _free_port(CLIENT_PORT), _free_port(DASHBOARD_PORT)
-    command = _ssh(path, {client: CLIENT_PORT, jobs: DASHBOARD_PORT})
-    ssh = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    ways = [f"-L127.0.0.1:{here}:127.0.0.1:{there}" for here, there in ((client, CLIENT_PORT), (jobs, DASHBOARD_PORT))]
+    # The script runs when both ports are ssh's, and ends with the connection: whatever becomes of this process, nothing is left.
+    command = head.command(f"{SEES_RAY} && echo {shlex.quote(OPEN)} && exec cat", "-T", *ways)
+    pipe = subprocess.PIPE
+    ssh = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
     address, url = f"ray://127.0.0.1:{client}", f"http://127.0.0.1:{jobs}"
     try:
-        _wait_open(ssh, path, (client, jobs))
-        yield Tunnel(Profile(address=address, jobs_address=url, token_file=str(token_path())), ssh)
+        _wait_open(ssh, path, head)
+        yield Tunnel(Profile(address=address, jobs_address=url, token_file=str(token) if token else None), ssh)
     finally:
-        ssh.terminate()
+        _end(ssh)
         ssh.communicate()
+
+
+def _end(ssh: subprocess.Popen[str]) -> None:
+    """End ssh, with the command that makes the connection for it, if there is one."""
+    if ssh.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(ssh.pid, signal.SIGTERM)
 
 
 def _last_words(ssh: subprocess.Popen[str]) -> str:
@@ -204,37 +325,23 @@ def _last_words(ssh: subprocess.Popen[str]) -> str:
     return " ".join(ssh.stderr.read().split()) or f"ssh has ended with status {ssh.wait()}"
 
 
-def _ssh(path: str | Path, ports: dict[int, int]) -> list[str]:
-    """Return the command that leads ports of this machine to ports of the head."""
-    from ray.autoscaler import sdk
-
-    content = _content(path)
-    with _launching(path):
-        auth = sdk.bootstrap_config(content)["auth"]  # with the key that the launcher has made, if it has
-        head = sdk.get_head_node_ip(str(path))
-    key = ["-i", str(Path(auth["ssh_private_key"]).expanduser())] if auth.get("ssh_private_key") else []
-    proxy = [f"-oProxyCommand={auth['ssh_proxy_command']}"] if auth.get("ssh_proxy_command") else []
-    ways = [f"-L127.0.0.1:{here}:127.0.0.1:{there}" for here, there in ports.items()]
-    return ["ssh", "-N", *key, *_options(), *proxy, *ways, f"{auth['ssh_user']}@{head}"]
-
-
-def _wait_open(ssh: subprocess.Popen[str], path: str | Path, ports: tuple[int, ...]) -> None:
-    deadline = time.monotonic() + TUNNEL_S
-    while not all(map(_is_open, ports)):
-        if ssh.poll() is not None:
-            words = _last_words(ssh)
-            raise CloudError(f"{path}: there is no way to the head: {words}. Look whether it runs: `raypool cluster status`.")
-        if time.monotonic() > deadline:
-            raise CloudError(f"{path}: there is no way to the head: it has not answered by SSH within {TUNNEL_S:g} s.")
-        time.sleep(0.05)
-
-
-def _is_open(port: int) -> bool:
+def _wait_open(ssh: subprocess.Popen[str], path: str | Path, head: Login) -> None:
+    """Wait until ssh says that the tunnel is there; that a port answers could be somebody else's doing."""
+    assert ssh.stdout is not None
+    timer = threading.Timer(TUNNEL_S, _end, (ssh,))
+    timer.start()
     try:
-        socket.create_connection(("127.0.0.1", port), 1.0).close()
-    except OSError:
-        return False
-    return True
+        if any(line.rstrip() == OPEN for line in ssh.stdout):
+            return
+        code = ssh.wait()
+    finally:
+        timer.cancel()
+    if code == 1:
+        raise _no_ray(path, head)
+    words = f"it has not answered by SSH within {TUNNEL_S:g} s" if code < 0 else _last_words(ssh)
+    raise CloudError(
+        f"{path}: there is no way to the head, {head.host}: {words}. Look whether it runs: `raypool cluster status`."
+    )
 
 
 def _free_port(wanted: int) -> int:

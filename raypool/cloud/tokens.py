@@ -13,11 +13,16 @@ def token_path() -> Path:
     return Path(os.environ.get("RAY_AUTH_TOKEN_PATH", Path.home() / ".ray" / "auth_token"))
 
 
-def make_token() -> None:
-    """Create the token file, readable by its owner only; Ray would create it readable by all."""
-    if "RAY_AUTH_TOKEN" in os.environ:
-        return
-    path = token_path()
+def make_token(path: Path | None = None) -> None:
+    """Create a token file, readable by its owner only; Ray would create it readable by all.
+
+    Args:
+        path: The file. None: where Ray on this machine looks for it, if the token is not in the environment.
+    """
+    if path is None:
+        if "RAY_AUTH_TOKEN" in os.environ:
+            return
+        path = token_path()
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     if path.exists() and path.stat().st_size > 0:
         path.chmod(0o600)

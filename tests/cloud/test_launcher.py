@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from click.testing import CliRunner
 
 from raypool.cli import main
@@ -19,7 +25,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Keep the token, and what Ray's launcher notes down of a cluster, out of the home of whoever runs the tests."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
-    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / ".ray" / "auth_token"))
+    monkeypatch.delenv("RAY_AUTH_TOKEN_PATH", raising=False)
     monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
     return tmp_path
 
@@ -40,13 +46,125 @@ def test_a_bad_file_is_refused_before_anything_is_made(file: Path, home: Path) -
     assert not (home / ".ray").exists()
 
 
-@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")  # Ray leaves files open
-@pytest.mark.parametrize("command", ["status", "connect"])
-def test_of_a_cluster_that_does_not_run(file: Path, command: str) -> None:
-    done = CliRunner().invoke(main, ["cluster", command, str(file)])
+@pytest.mark.parametrize("variable", [None, "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"])
+@pytest.mark.parametrize("name", ["auth_token", "lab_token"])
+def test_the_token_is_there_that_the_file_copies(
+    file: Path, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], variable: str | None, name: str
+) -> None:
+    """Whatever the token is with which this machine's own Ray is reached."""
+    from ray.autoscaler import sdk
+
+    token = home / ".ray" / name
+    if name != "auth_token":
+        file.write_text(file.read_text().replace(": ~/.ray/auth_token", f": ~/.ray/{name}"))
+        token.parent.mkdir()
+        token.write_text("b" * 64)
+    if variable:
+        monkeypatch.setenv(variable, str(home / "elsewhere"))
+    modes: list[int] = []
+    monkeypatch.setattr(sdk, "create_or_update_cluster", lambda *_, **__: modes.append(token.stat().st_mode & 0o777))
+    launcher.up(file)
+    assert modes == [0o600]
+    assert len(token.read_text()) == 64
+    assert not (home / "elsewhere").exists()
+    assert (f"RAY_AUTH_TOKEN is not taken: the token of the cluster is the one in {token}" in capsys.readouterr().err) == (
+        variable == "RAY_AUTH_TOKEN"
+    )
+
+
+def lead(file: Path, proxy: str) -> Path:
+    """Let ssh reach the head by a command."""
+    content = yaml.safe_load(file.read_text())
+    content["auth"]["ssh_proxy_command"] = proxy
+    file.write_text(yaml.safe_dump(content))
+    return file
+
+
+@pytest.mark.parametrize("command", ["up", "status", "connect"])
+def test_a_head_that_cannot_be_reached(file: Path, command: str) -> None:
+    done = CliRunner().invoke(main, ["cluster", command, str(lead(file, "false"))])
     assert done.exit_code == 1
-    assert "Ray's launcher has failed" in done.output
-    assert "not found" in done.output
+    assert "the head, 192.0.2.1" in done.output
+
+
+def test_an_end_that_reaches_nobody_has_failed(file: Path) -> None:
+    done = CliRunner().invoke(main, ["cluster", "down", "--yes", str(lead(file, "false"))])
+    assert done.exit_code == 1
+    assert "could not be stopped on 192.0.2.1, 192.0.2.2, and may run on there" in done.output
+
+
+# A machine for as long as a connection: its own processes, and an SSH server that knows the key.
+MACHINE = """
+mount -t tmpfs tmpfs /run && mkdir /run/sshd && mkdir -p /tmp/ray && mount -t tmpfs tmpfs /tmp/ray && {begin}
+exec {sshd} -i -f {home}/sshd_config
+"""
+
+SSHD = shutil.which("sshd", path="/usr/sbin:/usr/bin")
+
+with_sshd = pytest.mark.skipif(os.geteuid() != 0 or not SSHD, reason="wants root and sshd: apt-get install openssh-server")
+
+
+def machine(file: Path, home: Path, begin: str = "true") -> Path:
+    """Let the head of a file be a machine that is there."""
+    for name in ("id", "host"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(home / name)], check=True)
+    (home / ".bash_profile").write_text(f"export PATH={Path(sys.executable).parent}:$PATH PYTHONWARNINGS=ignore\n")
+    config = ["HostKey {0}/host", "AuthorizedKeysFile {0}/id.pub", "StrictModes no", "UsePAM no", "SetEnv HOME={0}"]
+    (home / "sshd_config").write_text("\n".join(config).format(home) + "\n")
+    (home / "machine").write_text(MACHINE.format(begin=begin, sshd=SSHD, home=home))
+    content = yaml.safe_load(
+        lead(file, f"unshare --mount --pid --fork --mount-proc --kill-child sh -e {home}/machine").read_text()
+    )
+    content["auth"] |= {"ssh_user": "root", "ssh_private_key": str(home / "id")}
+    file.write_text(yaml.safe_dump(content))
+    return file
+
+
+@with_sshd
+@pytest.mark.parametrize("command", ["status", "connect"])
+def test_a_head_on_which_no_ray_runs(file: Path, home: Path, command: str) -> None:
+    done = CliRunner().invoke(main, ["cluster", command, str(machine(file, home))])
+    assert done.exit_code == 1
+    assert f"no Ray runs on the head, 192.0.2.1. `raypool cluster up {file}` starts it" in done.output
+
+
+@with_sshd
+@pytest.mark.slow
+def test_whom_an_end_has_not_reached_is_said(file: Path, home: Path) -> None:
+    """Nothing on this machine says that the cluster was ever started: the addresses are those in the file."""
+    done = CliRunner().invoke(main, ["cluster", "down", "--yes", str(machine(file, home))])
+    assert done.exit_code == 1
+    assert "Ray could not be stopped on 192.0.2.2, and may run on there" in done.output
+
+
+RUNS = "cp $(command -v sleep) {0}/gcs_server && {{ {0}/gcs_server 60 >/dev/null 2>&1 </dev/null & }}"
+"""A process that is called as Ray's on a head is."""
+
+
+@with_sshd
+def test_a_cluster_that_runs_is_not_started_anew_unasked(file: Path, home: Path) -> None:
+    done = CliRunner().invoke(main, ["cluster", "up", str(machine(file, home, RUNS.format(home)))], input="n\n")
+    assert done.exit_code == 1
+    assert "runs already. Start its Ray anew, and end all that runs there?" in done.output
+    assert not (home / ".ray").exists()
+
+
+@with_sshd
+def test_a_tunnel_shows_the_token_that_the_file_copies(file: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(home / "elsewhere"))
+    with launcher.tunnel(machine(file, home, RUNS.format(home))) as profile:
+        assert profile.token_file == str(home / ".ray" / "auth_token")
+        host, port = str(profile.jobs_address).removeprefix("http://").split(":")
+        socket.create_connection((host, int(port)), 5).close()
+
+
+def test_a_stranger_at_the_port_is_not_taken_for_the_tunnel(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """He would be shown the token."""
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        monkeypatch.setattr(launcher, "_free_port", lambda _: stranger.getsockname()[1])
+        monkeypatch.setattr(launcher, "TUNNEL_S", 1.0)
+        with pytest.raises(CloudError, match="has not answered by SSH within 1 s"), launcher.tunnel(lead(file, "sleep 60")):
+            pass
 
 
 @pytest.mark.parametrize("function", [launcher.up, launcher.down, launcher.status])
