@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple, Protocol
 
-from raypool.core.messages import PlaceLeaving, PlaceLost, ResizeRequested
+from raypool.core.messages import PlaceLeaving, PlaceLost, ResizeRequested, WorkerLost
 from raypool.engine.backend import Post
 from raypool.errors import LossReason, RaypoolError
 
@@ -204,6 +204,23 @@ class NodeWatch:
         reason = LossReason.PREEMPTED if node in self._preempted else LossReason.NODE
         name = self._names.get(node, node[:8])
         self._post(PlaceLost(place, reason), f"its node {name} is {'gone' if reason is LossReason.PREEMPTED else 'lost'}")
+
+    def tell_lost(self, lost: WorkerLost, words: str, node: str | None) -> None:
+        """Tell the driver that a worker on a node is lost; to be called where Ray may be asked.
+
+        What it dies of is often known before the end of its node is, and that was announced: it is nobody's fault.
+        """
+        if node in self._preempted and (
+            lost.reason is LossReason.NODE or (lost.reason is LossReason.EXIT and self._is_gone(node))
+        ):
+            lost = lost._replace(reason=LossReason.PREEMPTED)
+        self._post(lost, words)
+
+    def _is_gone(self, node: str | None) -> bool:
+        try:
+            return node not in self._ground.look().alive
+        except Exception:  # Ray is at its end
+            return False
 
     def lose_all(self, words: str) -> None:
         """Tell the driver that nothing is left to stand on."""

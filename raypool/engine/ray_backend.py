@@ -272,7 +272,8 @@ class RayBackend:
         if seat is None or seat.is_ending:
             return
         seat.is_ending = True
-        tell = functools.partial(self._post, WorkerLost(worker_id, reason, was_idle), words)
+        lost = WorkerLost(worker_id, reason, was_idle)
+        tell = functools.partial(self._nodes.tell_lost, lost, words, seat.claim.node_id)
         self._agents.later(lambda: self._agents.end(worker_id, seat.actor, tell))
 
     def _note_process(self, worker_id: int, info: WorkerInfo) -> None:

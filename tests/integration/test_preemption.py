@@ -218,6 +218,37 @@ def test_fit_on_a_single_machine_goes_on_when_there_is_another(on_cluster: Any, 
     assert facts["watcher"] == 0
 
 
+@pytest.mark.long
+def test_fit_on_machines_that_have_gone_already_is_charged_nothing(on_cluster: Any) -> None:
+    """Nobody knows yet that they have when it begins; that they would was said before."""
+    facts, _ = on_cluster(
+        FIT
+        + textwrap.dedent("""
+    def hear():
+        mark("hears")
+        eventually(lambda: marked("heard") or current_task().should_stop, 60)
+        mark("heard")
+
+    node = add(num_cpus=2)
+    with parpool(2, address=cluster.address, quiet=True, retries=0) as pool:
+        fit(pool, 0).result(100)
+        heard = pool.options(retries=1).parfeval(hear)
+        eventually(lambda: marked("hears"))
+        drain(node, 60)
+        mark("taken back")
+        heard.result(60)
+        run = fit(pool, 0.02)
+        kill(node)
+        add(num_cpus=2)
+        facts["epochs"] = run.result(100).metrics_frame["epoch"].max().item()
+        facts["attempts"] = run.attempts
+    end()
+    """),
+        cores=0,
+    )
+    assert facts == {"epochs": 1, "attempts": 2}
+
+
 LOOP = """
 def loop():
     import ray.train
@@ -233,6 +264,7 @@ def loop():
                 ray.train.report({"step": step - 1}, checkpoint=kept)
             return [info.preempted_ranks, info.preempted_node_ids, info.deadline_ms]
         time.sleep(0.05)
+        mark(f"step {step}")
         if marked("moved"):
             return [first, size, node_of()]
 """
@@ -248,7 +280,7 @@ def test_a_loop_asks_ray_train_whose_machine_is_about_to_go(on_cluster: Any, tmp
     node = add(num_cpus=1)
     with parpool(2, address=cluster.address, quiet=True, retries=0) as pool:
         run = pool.train(loop, options=RunOptions(run_dir={str(tmp_path / "run")!r}, min_workers=1))
-        eventually(lambda: run.running(), 60)
+        eventually(lambda: marked("step 3"), 60)
         watched(2)
         watcher = take_back(node)
         eventually(lambda: run.attempts == 2, 60)

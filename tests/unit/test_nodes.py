@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from raypool.core.messages import PlaceLeaving, PlaceLost, ResizeRequested
+from raypool.core.messages import PlaceLeaving, PlaceLost, ResizeRequested, WorkerLost
 from raypool.engine.nodes import LAST_S, MARGIN_S, Nodes, NodeWatch
 from raypool.errors import LossReason, ResourceError
 
@@ -234,3 +234,35 @@ def test_silence_is_counted_by_who_asks() -> None:
     assert [watch.silent_s(1.0) for _ in range(3)] == [1.0, 2.0, 3.0]
     watch.check()
     assert watch.silent_s(1.0) == 1.0
+
+
+@pytest.mark.parametrize("reason", [LossReason.EXIT, LossReason.NODE])
+def test_a_worker_that_dies_with_a_node_that_had_given_notice_is_preempted(reason: LossReason) -> None:
+    """Ray tells of the worker first, and of the node when somebody asks."""
+    land = Land("a", "b")
+    watch, told = watch_over(land)
+    land.draining["b"] = time.monotonic() + 60
+    watch.check()
+    told.clear()
+    for node in "ab":
+        del land.alive[node]
+
+    watch.tell_lost(WorkerLost(0, reason), "it has died", "a")
+    watch.tell_lost(WorkerLost(1, reason), "it has died", "b")
+
+    assert told.news() == [WorkerLost(0, reason), WorkerLost(1, LossReason.PREEMPTED)]
+
+
+def test_a_worker_that_dies_by_itself_on_a_node_that_is_about_to_go_has_died_by_itself() -> None:
+    land = Land("a")
+    watch, told = watch_over(land)
+    land.draining["a"] = math.inf
+    watch.check()
+
+    watch.tell_lost(WorkerLost(0, LossReason.EXIT, was_idle=True), "exit code 1", "a")
+    watch.tell_lost(WorkerLost(1, LossReason.OUT_OF_MEMORY), "killed", None)
+
+    assert told == [
+        (WorkerLost(0, LossReason.EXIT, was_idle=True), "exit code 1"),
+        (WorkerLost(1, LossReason.OUT_OF_MEMORY), "killed"),
+    ]
