@@ -18,6 +18,8 @@ from raypool.cloud import files, kubernetes, launcher
 from raypool.cloud.drafts import Draft
 from raypool.cloud.tokens import make_token, token_path
 from raypool.errors import CloudError
+from tests.cloud import fake_gce
+from tests.cloud.ray_provider import Cluster
 
 
 @pytest.fixture(autouse=True)
@@ -91,6 +93,24 @@ def test_an_end_that_reaches_nobody_has_failed(file: Path) -> None:
     done = CliRunner().invoke(main, ["cluster", "down", "--yes", str(lead(file, "false"))])
     assert done.exit_code == 1
     assert "could not be stopped on 192.0.2.1, 192.0.2.2, and may run on there" in done.output
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")  # Ray leaves files open
+def test_a_cluster_in_a_cloud_is_there_when_its_head_is(
+    home: Path, monkeypatch: pytest.MonkeyPatch, shell: object, providers: None
+) -> None:
+    gce = fake_gce.install(monkeypatch, home)
+    file = home / "cluster.yaml"
+    plan = Draft(provider="gcp", project=fake_gce.PROJECT, zone="us-central1-a", gpu="T4").plan()
+    file.write_text(files.text_of(plan, "raypool", file.name))
+    assert not launcher.is_running(file)
+    with pytest.raises(CloudError, match=f"`raypool cluster up {file}` starts it"):
+        launcher.status(file)
+    make_token()
+    Cluster(yaml.safe_load(file.read_text())).up(file, shell)
+    assert len(gce.instances) == 1
+    assert launcher.is_running(file)
 
 
 # A machine for as long as a connection: its own processes, and an SSH server that knows the key.
