@@ -57,7 +57,8 @@ class TrainingVerbs:
             workers: Those that train: how many, or which, by number or as they stand in `pool.workers`, rank 0 first. None: all.
             lane: "warm": the pool's workers run the loop, by Ray Train's local mode; it begins at once. "managed": Ray Train's
                 controller runs it in workers of its own, on the pool's GPUs, while the pool's workers wait; it takes some
-                seconds to begin, and has Ray Data (`datasets`) and other frameworks (`trainer`).
+                seconds to begin, and has Ray Data (`datasets`) and other frameworks (`trainer`). What is done where a machine
+                is about to go was tried with "warm" only.
             options: Where checkpoints are kept, how many, and from which one to begin.
             trainer: A trainer of Ray's instead of `TorchTrainer`, `TensorflowTrainer` for one; needs the managed lane.
             datasets: Ray Data datasets by name, for `ray.train.get_dataset_shard`; needs the managed lane.
