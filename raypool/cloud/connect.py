@@ -26,8 +26,13 @@ ANSWER_S = 4.0
 TLS_VARIABLES = {"certificate": "RAY_TLS_SERVER_CERT", "key": "RAY_TLS_SERVER_KEY", "authority": "RAY_TLS_CA_CERT"}
 
 
+_replaced: dict[str, tuple[str | None, str | None]] = {}  # variables that the last profile has set: what was there, and is now
+
+
 def prepare(profile: Profile) -> None:
     """Put a profile's token and certificates where Ray looks for them: in the environment, which it reads when it is imported.
+
+    What an earlier profile has put there goes, and what was there before it comes back.
 
     Raises:
         StartupError: There is no such file, or nothing in it.
@@ -35,14 +40,35 @@ def prepare(profile: Profile) -> None:
     Source:
         Ray, Token authentication: RAY_AUTH_TOKEN counts before RAY_AUTH_TOKEN_PATH. Ray, TLS Authentication.
     """
+    wanted = _variables(profile)
+    for name, (before, since) in _replaced.items():
+        if os.environ.get(name) == since:  # else somebody has set it meanwhile
+            _set(name, before)
+    _replaced.clear()
+    for name, value in wanted.items():
+        _replaced[name] = os.environ.get(name), value
+        _set(name, value)
+
+
+def _variables(profile: Profile) -> dict[str, str | None]:
+    """Return what a profile needs in the environment; None: not to be there."""
+    variables: dict[str, str | None] = {}
     if profile.token_file is not None:
-        os.environ["RAY_AUTH_TOKEN_PATH"] = _readable(profile.token_file, "token_file")
-        os.environ["RAY_AUTH_MODE"] = "token"
-        os.environ.pop("RAY_AUTH_TOKEN", None)
+        variables["RAY_AUTH_TOKEN_PATH"] = _readable(profile.token_file, "token_file")
+        variables["RAY_AUTH_MODE"] = "token"
+        variables["RAY_AUTH_TOKEN"] = None
     if profile.tls is not None:
         for name, variable in TLS_VARIABLES.items():
-            os.environ[variable] = _readable(getattr(profile.tls, name), f"tls.{name}")
-        os.environ["RAY_USE_TLS"] = "1"
+            variables[variable] = _readable(getattr(profile.tls, name), f"tls.{name}")
+        variables["RAY_USE_TLS"] = "1"
+    return variables
+
+
+def _set(name: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
 
 
 def _readable(entry: str | os.PathLike[str], name: str) -> str:
@@ -93,7 +119,7 @@ def check(address: str) -> None:
 
 
 def _check_encryption(host: str, port: int, address: str) -> None:
-    wants_tls = os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
+    wants_tls = _wants_tls()
     if wants_tls and not speaks_tls(host, port):
         raise StartupError(
             f"The connection is to be encrypted (tls), but what answers at {address} does not encrypt. "
@@ -104,6 +130,10 @@ def _check_encryption(host: str, port: int, address: str) -> None:
             f"What answers at {address} encrypts its connections, and this process has no certificate. "
             "Give the profile one: tls=Tls(certificate=..., key=..., authority=...)."
         )
+
+
+def _wants_tls() -> bool:
+    return os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
 
 
 def speaks_tls(host: str, port: int) -> bool:
@@ -144,7 +174,7 @@ def _refusal(address: str, error: Any) -> StartupError:
     code, details = error.code(), str(error.details())
     if code is grpc.StatusCode.UNAUTHENTICATED:
         return _bad_token(address)
-    if "SSL" in details or "handshake" in details.lower():
+    if _wants_tls() and code is grpc.StatusCode.UNAVAILABLE:  # what listens there encrypts, and yet lets nobody in
         return StartupError(
             f"{address} does not accept the certificate of this machine, or this machine not the one shown there ({details}). "
             "Both have to be signed by the same authority, and the one there has to name the host of this address."

@@ -62,7 +62,7 @@ class Dashboard:
         profile: `jobs_address` says where it is, `token_file` and `tls` how to be let in.
 
     Raises:
-        CloudError: Nobody answers there, or not to this token.
+        CloudError: Nobody answers there, or not to this token; or the token would travel there for all to read.
         InvalidValueError: The profile does not say where it is.
     """
 
@@ -71,6 +71,8 @@ class Dashboard:
         self.url = (own or profile.jobs_url).rstrip("/")
         self._token_file = profile.token_file
         self._authority = None if profile.tls is None else str(Path(profile.tls.authority).expanduser())
+        if own is None:  # that of this process's Ray is in a network that Ray itself trusts
+            self._check_is_secret()
         self.version: dict[str, Any] = self.get("/api/version")
         if "ray_version" not in self.version:
             raise self._stranger()
@@ -198,8 +200,18 @@ class Dashboard:
             ) from error
         return answer  # type: ignore[no-any-return]
 
+    def _check_is_secret(self) -> None:
+        """Show the token to nobody on the way: without encryption it goes to this machine only, where tunnels end."""
+        if urllib.parse.urlsplit(self.url).scheme == "http" and not self._is_here() and self._token():
+            raise CloudError(
+                f"The token would travel to {self.url} unencrypted, for all on the way to read. "
+                "Open a tunnel (raypool cluster connect, kubectl port-forward) and name its end here as jobs_address "
+                "(http://127.0.0.1:8265), or an address with https.",
+                status=None,
+            )
+
     def _opener(self) -> urllib.request.OpenerDirector:
-        handlers: list[urllib.request.BaseHandler] = []
+        handlers: list[urllib.request.BaseHandler] = [_NoRedirects()]
         if self._is_here():
             handlers.append(urllib.request.ProxyHandler({}))  # a tunnel's end is on this machine, where no proxy gets to
         if self._authority is not None:
@@ -210,6 +222,12 @@ class Dashboard:
         return urllib.parse.urlsplit(self.url).hostname in LOOPBACK
 
     def _refused(self, status: int, text: str) -> CloudError:
+        if 300 <= status < 400:
+            return CloudError(
+                f"{self.url} sends on to another address ({status}), and the token goes nowhere else. "
+                "Name the dashboard itself as jobs_address.",
+                status=status,
+            )
         if status == 401:
             said = f"The cluster at {self.url} asks for a token, and there is none in {self._token_path()}."
         elif status == 403:
@@ -221,6 +239,13 @@ class Dashboard:
 
     def _stranger(self) -> CloudError:
         return CloudError(f"What answers at {self.url} is no dashboard of Ray. Check jobs_address, and the tunnel.", status=None)
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Goes nowhere else: the headers, and so the token, would go along."""
+
+    def redirect_request(self, *args: object) -> None:
+        """Follow none."""
 
 
 def _own_dashboard() -> str | None:

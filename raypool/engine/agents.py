@@ -194,7 +194,7 @@ class Agents:
 
     def _agent_on(self, node_id: str) -> Any:
         with self._making:
-            if self._is_closed:
+            if self._is_closed or not ray.is_initialized():  # asking anything of it would start a new one
                 raise PoolClosedError(POOL_ENDED)
             agent = self._agents.get(node_id)
             if agent is None:

@@ -23,8 +23,9 @@ from ray.util.client.common import ClientActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import raypool
+from raypool.engine.exchange import POOL_ENDED
 from raypool.engine.ray_failures import loss_text
-from raypool.errors import StartupError
+from raypool.errors import PoolClosedError, StartupError
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -91,7 +92,12 @@ def check_raypool(address: str) -> None:
 
 
 def ask_inside(question: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Return the answer to a question that only those who are inside can answer: a function that workers can import."""
+    """Return the answer to a question that only those who are inside can answer: a function that workers can import.
+
+    Raises:
+        PoolClosedError: There is no connection any more.
+    """
+    _check_connected()
     if not is_outside():
         return question(*args, **kwargs)
     answer: T = ray.get(_settled().scout.answer.remote(question, *args, **kwargs))
@@ -99,13 +105,29 @@ def ask_inside(question: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T
 
 
 def home_node() -> str:
-    """Return the node of this process, or else that of its server."""
+    """Return the node of this process, or else that of its server.
+
+    Raises:
+        PoolClosedError: There is no connection any more.
+    """
+    _check_connected()
     return _settled().node_id if is_outside() else str(ray.get_runtime_context().get_node_id())
+
+
+def _check_connected() -> None:
+    """Keep Ray from starting a new one here, as it does when it is asked anything after its connection has ended."""
+    if not ray.is_initialized():
+        raise PoolClosedError(POOL_ENDED)
 
 
 def is_far() -> bool:
     """Whether this process is outside, and on another machine than its server."""
-    return is_outside() and ask_inside(platform.node) != platform.node()
+    return is_outside() and ask_inside(_name_of_machine) != _name_of_machine()
+
+
+def _name_of_machine() -> str:
+    """Return the name of the machine where this runs."""
+    return platform.node()
 
 
 def driver_process() -> tuple[int, float]:
