@@ -242,7 +242,7 @@ def test_what_is_unusual_and_right_passes(change: Change) -> None:
 
 def test_a_key_needs_the_name_that_amazon_knows_it_by(tmp_path: Path) -> None:
     key = tmp_path / "key.pem"
-    key.touch()
+    key.touch(mode=0o600)
     content = filled_in(aws.write(a_plan()))
     content["auth"]["ssh_private_key"] = str(key)
     with pytest.raises(CloudError) as caught:
