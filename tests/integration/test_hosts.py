@@ -301,7 +301,10 @@ def listeners(lab: Lab, name: str) -> dict[str, str]:
 
 
 def test_a_stranger_is_refused_at_every_port(lab: Lab, drive: Any, marks: Marks, eventually: Any) -> None:
-    """Without the token, or with a wrong one. Only how busy a machine is can be read; the dashboard cannot even be reached."""
+    """Without the token, or with a wrong one. Only how busy a machine is can be read; the dashboard cannot even be reached.
+
+    The last one: with the right token, to see that it opens the ports, come empty messages too, at which a raylet of Ray ends.
+    """
     finish = drive("""
 with parpool((1, 4), address="10.88.0.1:6379", quiet=True) as pool:
     mark("open")
