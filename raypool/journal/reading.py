@@ -196,7 +196,8 @@ def read_contents(folder: Path) -> Contents:
 
 def _read(path: Path) -> Contents:
     failure: Exception | None = None
-    for pause_s in (0.05, 0.2, None):  # a run that just begins or ends moves files under the reader's hands
+    is_still = False  # whether nobody had it when it was last read
+    for pause_s in (0.05, 0.2, 1.0, None):  # a run that just begins or ends moves files under the reader's hands
         with bare(path) as is_bare:
             try:
                 return _read_once(path) if is_bare else _read_own(path)
@@ -204,9 +205,10 @@ def _read(path: Path) -> Contents:
                 failure = error
             if not is_damage(failure) or not is_bare:
                 raise failure
-            if pause_s is None or not is_in_use(path.parent):
+            if pause_s is None or is_still:
                 return _left(path)
-        time.sleep(pause_s)
+            is_still = not is_in_use(path.parent)
+        time.sleep(0 if is_still else pause_s)
     raise AssertionError
 
 
