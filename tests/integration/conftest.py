@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -22,7 +23,9 @@ import psutil
 import pytest
 
 from raypool import CloudError, Profile
+from raypool.cloud.connect import host_and_port
 from raypool.cloud.dashboard import Dashboard
+from raypool.engine.ray_session import LOOPBACK_ONLY
 
 ROOT = Path(__file__).parents[2]
 
@@ -129,23 +132,64 @@ def running(options: Mapping[str, Any], environment: Mapping[str, str] | None = 
         wait_until_up(head)
         yield head
     finally:
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                if process.environ().get("RAYPOOL_TEST_PROCESS") == mark:
-                    process.kill()
+        kill_all(mark)
         ray.wait(20)
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def kill_all(mark: str) -> None:
+    """Kill the processes of a node."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("RAYPOOL_TEST_PROCESS") == mark:
+                process.kill()
+
+
+OPEN = {LOOPBACK_ONLY: "1"}
+"""What a cluster has to be started with that other nodes may join."""
+
+
+@pytest.fixture
+def second_node() -> Iterator[Callable[..., str]]:
+    """Give a way to start another node of a head that is `OPEN`: `second_node(head, options of ray start)`.
+
+    It returns the mark of its processes.
+    """
+    started = []
+
+    def start(head: Head, options: Mapping[str, Any]) -> str:
+        mark = uuid.uuid4().hex
+        env = {**os.environ, **OPEN, "RAYPOOL_TEST_PROCESS": mark, "RAY_AUTH_TOKEN_PATH": str(head.token_file)}
+        options = {**options, "address": head.address, "object-store-memory": 100_000_000}
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
+        ray = subprocess.Popen(
+            [*command, *(f"--{name}={value}" for name, value in options.items())],
+            env=env,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        started.append((mark, ray))
+        deadline = time.monotonic() + 60
+        while len(Dashboard(head.profile).nodes()) <= len(started):
+            assert time.monotonic() < deadline, "the node has not joined"
+            time.sleep(0.1)
+        return mark
+
+    yield start
+    for mark, ray in started:
+        kill_all(mark)
+        ray.wait(20)
+
+
 def free_ports(number: int) -> list[int]:
-    """Return ports that nobody listens at, none of those that Ray gives to workers."""
+    """Return ports that nobody listens at: none of those that Ray gives to workers, or this system to whoever connects."""
     ports: list[int] = []
     while len(ports) < number:
+        port = random.randrange(3000, 10_000)
         with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        if port > 20_000 and port not in ports:
-            ports.append(port)
+            if port not in ports and probe.connect_ex(("127.0.0.1", port)) != 0:
+                ports.append(port)
     return ports
 
 
@@ -154,8 +198,9 @@ def wait_until_up(head: Head, timeout_s: float = 60.0) -> None:
     while True:
         try:
             if Dashboard(head.profile).nodes():
+                socket.create_connection(host_and_port(head.client)).close()
                 return
-        except CloudError:
+        except (CloudError, ConnectionRefusedError):
             if time.monotonic() > deadline:
                 raise
         time.sleep(0.1)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
@@ -23,10 +24,16 @@ Laptop = Callable[..., Any]
 
 
 @pytest.fixture
-def laptop(head: Any, run_python: Any, tmp_path: Path) -> Laptop:
+def laptop(head: Any, laptop_at: Laptop) -> Laptop:
     """Run code in a process that knows the cluster by its address only; return what it puts into `said`."""
+    return lambda code, **env: laptop_at(head, code, **env)
 
-    def run(code: str, **env: str) -> Any:
+
+@pytest.fixture
+def laptop_at(run_python: Any, tmp_path: Path) -> Laptop:
+    """The same for any head."""
+
+    def run(head: Any, code: str, **env: str) -> Any:
         given = {"HEAD": head.client, "TOKEN": str(head.token_file), "TMP_OF_TEST": str(tmp_path), "HOME": str(tmp_path)}
         done = run_python(f"{LAPTOP}\n{code}\nprint('SAID', json.dumps(said))", **{**given, **env})
         line = next(line for line in done.stdout.splitlines() if line.startswith("SAID "))
@@ -143,6 +150,7 @@ with pool_of(2) as pool:
 """
 
 
+@pytest.mark.long
 def test_a_laptop_is_another_machine(laptop: Laptop) -> None:
     said = laptop(FAR)
     assert said["saved"] == 5
@@ -212,6 +220,7 @@ with pool_of(1, working_dir=str(folder)) as pool:
 """
 
 
+@pytest.mark.long
 def test_a_folder_travels_with_the_connection(laptop: Laptop) -> None:
     said = laptop(SHIPPED)
     assert said["seen"][0] == said["again"] == 42
@@ -255,6 +264,7 @@ with pool_of(1) as pool:
 """
 
 
+@pytest.mark.long
 def test_what_is_in_the_way_is_said_within_seconds(laptop: Laptop, head: Any) -> None:
     said = laptop(REFUSED, GCS=head.address)
     expected = {
@@ -276,8 +286,10 @@ def test_what_is_in_the_way_is_said_within_seconds(laptop: Laptop, head: Any) ->
 
 BROKEN = """
 import psutil
-said = {}
+import ray, traceback
+said = {"begun": []}
 with pool_of(2) as pool:
+    ray.init = lambda *args, **options: said["begun"].append(traceback.format_stack())
     pids = [info.pid for info in pool.workers]
     future = pool.parfeval(time.sleep, 600)
     while future.state != "running":
@@ -293,14 +305,25 @@ with pool_of(2) as pool:
         future.result(60)
     except RaypoolError as error:
         said["error"] = type(error).__name__, str(error), time.monotonic() - began
+    from raypool.engine import outside, ray_nodes
+    said["asked"] = []
+    for ask in (ray_nodes.look, outside.home_node):
+        try:
+            ask()
+        except RaypoolError as error:
+            said["asked"].append(type(error).__name__)
 """
 
 
 @pytest.mark.long
 def test_a_connection_that_breaks_ends_the_pool(laptop: Laptop) -> None:
-    name, words, _ = laptop(BROKEN)["error"]
+    said = laptop(BROKEN)
+    name, words, took_s = said["error"]
     assert name == "PoolBrokenError"
+    assert took_s < 45
     assert "The connection to the cluster has ended" in words or "The cluster has not answered for" in words
+    assert not said["begun"], "".join(said["begun"][0])  # Ray starts a new one on this machine if it is asked anything afterwards
+    assert said["asked"] == ["PoolClosedError"] * 2
 
 
 LEFT = """
@@ -315,11 +338,10 @@ with pool_of(2) as pool:
 """
 
 
+@pytest.mark.long
 def test_a_laptop_that_is_gone_leaves_nothing_running(
     head: Any, start_python: Any, tmp_path: Path, eventually: Callable[..., bool]
 ) -> None:
-    import psutil
-
     env = {"HEAD": head.client, "TOKEN": str(head.token_file), "TMP_OF_TEST": str(tmp_path), "HOME": str(tmp_path)}
     process = start_python(LAPTOP + LEFT, **env, RAY_CLIENT_RECONNECT_GRACE_PERIOD="1")
     assert eventually(lambda: len(list(tmp_path.glob("*-*"))) == 2, 60)
