@@ -243,7 +243,9 @@ def _launching(path: str | Path) -> Iterator[None]:
             raise _NotThereError(
                 f"{path}: the cluster has no head that is ready. `raypool cluster up {path}` starts it."
             ) from error
-        raise CloudError(f"{path}: Ray's launcher has failed: {words.rstrip('.')}. What it has done until then stands above.") from error
+        raise CloudError(
+            f"{path}: Ray's launcher has failed: {words.rstrip('.')}. What it has done until then stands above."
+        ) from error
 
 
 # --- the way there ------------------------------------------------------------------------------------------------------
