@@ -206,11 +206,11 @@ def down(file: Path, yes: bool) -> None:
 
 @cluster.command()
 @FILE
-@click.option("--name", default="cluster", show_default=True, help="What to call the profile.")
+@click.option("--name", default="raypool", show_default=True, help="What to call the profile.")
 def connect(file: Path, name: str) -> None:
     """Keep a tunnel to the cluster of FILE (cluster.yaml) open until Ctrl-C, for pools and jobs from this machine.
 
-    Prints the profile that goes into raypool.toml; then parpool(profile="cluster") runs there.
+    Prints the profile that goes into raypool.toml; then parpool(profile="raypool") runs there.
     """
     from raypool.cloud import launcher
 

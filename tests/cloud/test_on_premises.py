@@ -106,7 +106,7 @@ import json, os, platform
 from raypool import parpool
 
 os.chdir(os.environ["HOME"])
-with parpool(6, profile="cluster", quiet=True) as pool:
+with parpool(6, profile="raypool", quiet=True) as pool:
     print(json.dumps(sorted(pool.parfeval_on_all(lambda: (platform.node(), os.environ["CUDA_VISIBLE_DEVICES"])).result(60))))
     assert list(pool.parfor(lambda i: i * i, range(30))) == [i * i for i in range(30)]
 """
@@ -172,7 +172,7 @@ def use_from_laptop(lab: Lab, file: Path) -> None:
     try:
         assert connect.stdout is not None
         profile = [connect.stdout.readline() for _ in range(4)]
-        assert profile[0] == '[profiles."cluster"]\n'
+        assert profile[0] == '[profiles."raypool"]\n'
         (lab["laptop"].home / "raypool.toml").write_text("".join(profile))
         try:
             out = lab.run("laptop", sys.executable, "-c", POOL, timeout_s=120, PYTHONWARNINGS="ignore")
