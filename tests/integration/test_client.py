@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import datetime
+import ipaddress
 import json
 from collections.abc import Callable
 from pathlib import Path
+from socket import AF_INET
 from typing import Any
 
 import psutil
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from raypool.engine.ray_session import LOOPBACK_ONLY
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -348,3 +357,141 @@ def test_a_laptop_that_is_gone_leaves_nothing_running(
     pids = [int(pid) for path in tmp_path.glob("*-*") for pid in path.name.split("-")]
     process.process.kill()
     assert eventually(lambda: not any(map(psutil.pid_exists, pids)), 30)
+
+
+# --- encrypted ----------------------------------------------------------------------------------------------------------
+
+TLS = """
+def tls(name, authority="ours"):
+    return Tls(certificate=f"{TMP}/{name}.pem", key=f"{TMP}/{name}.key", authority=f"{TMP}/{authority}.pem")
+said = {}
+def try_it(name, **changes):
+    began = time.monotonic()
+    try:
+        pool_of(1, **changes)
+    except StartupError as error:
+        said[name] = str(error), time.monotonic() - began
+before = {name: value for name, value in os.environ.items() if name.startswith("RAY_")}
+try_it("none")
+try_it("their certificate", tls=tls("theirs-node"))
+try_it("their authority", tls=tls("node", "theirs"))
+with pool_of(1, tls=tls("node")) as pool:
+    said["values"] = list(pool.parfor(abs, [-1, -2, -3])), pool.parfeval(len, bytes(3_000_000)).result()
+try_it("not to that one", tls=tls("node"), address=os.environ["PLAIN"], token_file=os.environ["PLAIN_TOKEN"])
+with pool_of(1, address=os.environ["PLAIN"], token_file=os.environ["PLAIN_TOKEN"]) as pool:
+    said["plain"] = list(pool.parfor(abs, [-4]))
+with parpool(1, quiet=True, resources=WorkerResources(gpus=0)) as pool:
+    said["own"] = list(pool.parfor(abs, [-5]))
+said["left"] = [name for name in os.environ if "TLS" in name]
+"""
+
+
+@pytest.mark.long
+def test_an_encrypted_cluster(head: Any, run_head: Callable[..., Any], laptop_at: Laptop, tmp_path: Path) -> None:
+    for authority, node in (("ours", "node"), ("theirs", "theirs-node")):
+        make_certificates(tmp_path, authority, node)
+    env = {
+        "RAY_USE_TLS": "1",
+        "RAY_TLS_SERVER_CERT": str(tmp_path / "node.pem"),
+        "RAY_TLS_SERVER_KEY": str(tmp_path / "node.key"),
+        "RAY_TLS_CA_CERT": str(tmp_path / "ours.pem"),
+    }
+    with run_head({"num-cpus": 2, "num-gpus": 1}, env) as encrypted:
+        said = laptop_at(encrypted, TLS, PLAIN=head.client, PLAIN_TOKEN=str(head.token_file))
+    assert said["values"] == [[1, 2, 3], 3_000_000]
+    expected = {
+        "none": "encrypts its connections, and this process has no certificate.",
+        "their certificate": "does not accept the certificate of this machine, or this machine not the one shown there",
+        "their authority": "does not accept the certificate of this machine, or this machine not the one shown there",
+        "not to that one": "does not encrypt. Leave tls (and RAY_USE_TLS) out",
+    }
+    for name, words in expected.items():
+        assert words in said[name][0], (name, said[name])
+        assert said[name][1] < 10, (name, said[name])
+    assert said["plain"] == [4]
+    assert said["own"] == [5]  # a Ray on this machine, after all that
+    assert said["left"] == []
+
+
+def make_certificates(folder: Path, authority: str, node: str) -> None:
+    """Write an authority's certificate, and a certificate with its key for this machine that it has signed."""
+    signer, root = new_key(), subject(f"{authority} authority")
+    extension = x509.BasicConstraints(ca=True, path_length=None)
+    write_certificate(folder / f"{authority}.pem", root, root, signer, signer, extension)
+    key = new_key()
+    addresses = {entry.address for entries in psutil.net_if_addrs().values() for entry in entries if entry.family == AF_INET}
+    names = x509.SubjectAlternativeName(
+        [x509.DNSName("localhost"), *(x509.IPAddress(ipaddress.ip_address(address)) for address in sorted(addresses))]
+    )
+    write_certificate(folder / f"{node}.pem", subject(node), root, key, signer, names)
+    text = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.TraditionalOpenSSL, serialization.NoEncryption()
+    )
+    (folder / f"{node}.key").write_bytes(text)
+
+
+def new_key() -> ec.EllipticCurvePrivateKey:
+    return ec.generate_private_key(ec.SECP256R1())
+
+
+def subject(name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+
+
+def write_certificate(
+    path: Path,
+    name: x509.Name,
+    issuer: x509.Name,
+    key: ec.EllipticCurvePrivateKey,
+    signer: ec.EllipticCurvePrivateKey,
+    extension: x509.ExtensionType,
+) -> None:
+    now = datetime.datetime.now(datetime.UTC)
+    builder = x509.CertificateBuilder(
+        issuer_name=issuer,
+        subject_name=name,
+        public_key=key.public_key(),
+        serial_number=x509.random_serial_number(),
+        not_valid_before=now - datetime.timedelta(hours=1),
+        not_valid_after=now + datetime.timedelta(days=1),
+    )
+    certificate = builder.add_extension(extension, critical=True).sign(signer, hashes.SHA256())
+    path.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+
+
+# --- a machine of the cluster goes --------------------------------------------------------------------------------------
+
+LOSS = """
+import psutil
+def where(x):
+    import ray
+    time.sleep(0.3)
+    return x, ray.get_runtime_context().get_node_id()
+said = {}
+with pool_of(4, retries=3, resources=WorkerResources(gpus=0)) as pool:
+    futures = [pool.parfeval(where, x) for x in range(40)]
+    while sum(future.state == "finished" for future in futures) < 8:
+        time.sleep(0.01)
+    began = time.monotonic()
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("RAYPOOL_TEST_PROCESS") == os.environ["SECOND"]:
+                process.kill()
+        except psutil.Error:
+            pass
+    answers = [future.result(60) for future in futures]
+    said["items"], said["nodes"] = [item for item, _ in answers], len({node for _, node in answers})
+    said["took_s"] = time.monotonic() - began
+    said["nodes after"] = len({node for _, node in pool.parfor(where, range(8))})
+"""
+
+
+@pytest.mark.long
+def test_a_machine_that_is_lost(run_head: Callable[..., Any], second_node: Callable[..., str], laptop_at: Laptop) -> None:
+    health = {"RAY_health_check_period_ms": "500", "RAY_health_check_failure_threshold": "4"}
+    with run_head({"num-cpus": 2, "num-gpus": 0}, {**health, LOOPBACK_ONLY: "1"}) as head:
+        said = laptop_at(head, LOSS, SECOND=second_node(head, {"num-cpus": 2, "num-gpus": 0}))
+    assert said["items"] == list(range(40))
+    assert said["nodes"] == 2
+    assert said["nodes after"] == 1
+    assert said["took_s"] < 45
