@@ -246,7 +246,8 @@ def test_fsdp_equals_one_process(pool: ParallelPool, data: Any, make: Any, chang
     ).result(WAIT_S)
     how = {"accumulate": changes.get("accumulate_steps", 1), "clip": changes.get("clip_gradient_norm")}
     alone, losses = train_alone(model, data, lambda params: torch.optim.Adam(params, lr=0.02), **how)
-    assert_same_model(result.model, alone, 1e-11)
+    # Attention's biases of keys have no gradient but what is rounded, which differs between processors; Adam makes it larger.
+    assert_same_model(result.model, alone, 1e-9)
     assert result.metrics_frame["loss"].tolist() == pytest.approx(losses, rel=1e-9)
     with torch.no_grad():
         assert result.metrics["validation_loss"] == pytest.approx(mse_loss(alone(data[0][:4]), data[1][:4]).item(), rel=1e-9)
