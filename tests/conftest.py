@@ -25,10 +25,15 @@ from typing import Any
 
 import psutil
 import pytest
+from hypothesis import HealthCheck, settings
 
 from raypool.engine.ray_session import ENVIRONMENT, make_token
 
 os.environ.update(ENVIRONMENT)  # before anything imports Ray, which reads its settings then
+
+# A machine that has other things to do makes examples slowly: that is no failure.
+settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy")
 
 # A shell that runs the tests in the background lets them, and what they start, ignore Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -184,7 +184,7 @@ def test_a_gpu_that_does_not_exist_is_not_waited_for(gpus: SimulatedGpus) -> Non
             parpool(gpus=[0, 5], inventory=gpus, quiet=True)
         assert time.monotonic() - started < 20
         with pytest.raises(ResourceError, match=r"GPU 1 is in use: requested 2, available 1 \(free: 0, 2\)\. Held by: "):
-            parpool(gpus=[0, 1], inventory=gpus, start_timeout_s=0.5, quiet=True)
+            parpool(gpus=[0, 1], inventory=gpus, start_timeout_s=3, quiet=True)
 
 
 def test_more_workers_on_a_card_than_it_can_hold(gpus: SimulatedGpus) -> None:
