@@ -19,10 +19,9 @@ TOKEN = "0123456789abcdef"
 
 
 @pytest.fixture(autouse=True)
-def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def environment() -> Iterator[None]:
     """Have an environment of a test's own, with a token in it."""
-    monkeypatch.setattr(connect, "_replaced", {})
-    with mock.patch.dict(os.environ):
+    with mock.patch.object(connect, "_replaced", {}), mock.patch.dict(os.environ):
         for name in [name for name in os.environ if name.startswith("RAY_") and ("TLS" in name or "AUTH" in name)]:
             del os.environ[name]
         os.environ["RAY_AUTH_TOKEN"] = "the user's own"
@@ -62,9 +61,9 @@ def test_what_a_profile_put_there_goes_with_the_next(profile: Profile, token_fil
     assert dict(os.environ) == before
 
 
-def test_what_the_user_has_set_meanwhile_stays(profile: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_user_has_set_meanwhile_stays(profile: Profile) -> None:
     connect.prepare(profile)
-    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "/another/token")
+    os.environ["RAY_AUTH_TOKEN_PATH"] = "/another/token"
     connect.prepare(Profile())
     assert os.environ["RAY_AUTH_TOKEN_PATH"] == "/another/token"
 
@@ -86,9 +85,9 @@ def test_the_token_does_not_travel_unencrypted(token_file: Path) -> None:
     assert TOKEN not in str(refused.value)
 
 
-def test_who_has_no_token_may_ask_anywhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv("RAY_AUTH_TOKEN")
-    monkeypatch.setenv("HOME", str(tmp_path))
+def test_who_has_no_token_may_ask_anywhere(tmp_path: Path) -> None:
+    del os.environ["RAY_AUTH_TOKEN"]
+    os.environ["HOME"] = str(tmp_path)
     with pytest.raises(CloudError, match=r"No dashboard of Ray answers at http://127.0.0.2:1"):
         Dashboard(Profile(jobs_address="http://127.0.0.2:1"))
 
