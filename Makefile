@@ -22,11 +22,12 @@ SEEDS ?= 200
 chaos: $(INSTALLED)  ## kills at random moments; make chaos SEEDS=1 FIRST=1234 repeats one of them
 	$(BIN)/pytest tests/chaos -m "" --seeds $(SEEDS) $(if $(FIRST),--first-seed $(FIRST))
 
-check: $(INSTALLED)  ## formatting, lint, types, layers
+check: $(INSTALLED)  ## formatting, lint, types, layers, the documentation's site
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/pytest -q tests/unit/test_layers.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: $(INSTALLED)  ## how fast, as ratios against Ray and the standard library
 	$(BIN)/python -m benchmarks
@@ -44,5 +45,5 @@ clean:  ## remove what was installed and made
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c "import sys; assert sys.version_info >= (3, 11), 'raypool needs Python 3.11 or newer; run: make PYTHON=python3.11 ...'"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[demo,plots,cluster,dev]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[demo,plots,joblib,cluster,docs,dev]"
 	touch $@

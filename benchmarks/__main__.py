@@ -19,8 +19,17 @@ from benchmarks.measuring import ROOT
 from benchmarks.session import WORKERS, prepare_environment, session
 
 HERE = ROOT / "benchmarks"
-ALONE = ("start", "scheduler", "kinds", "devices", "telemetry", "cloud")  # in processes of their own, before Ray runs here
-ON_RAY = ("parfor", "futures", "gap", "skew", "cancel", "closure", "report", "queue", "spmd", "train", "durable")
+ALONE = (
+    "start",
+    "scheduler",
+    "kinds",
+    "devices",
+    "telemetry",
+    "live_view",
+    "cloud",
+    "report_page",
+)  # in processes of their own, before Ray
+ON_RAY = ("parfor", "futures", "gap", "skew", "cancel", "closure", "report", "queue", "spmd", "train", "durable", "joblib")
 ON_GPU = "gpu"  # by itself, on a machine that has one
 HEADINGS = ("What", "measured", "against", "measured", "ratio", "target", "")
 DIGITS = 3

@@ -55,6 +55,7 @@ if typing.TYPE_CHECKING:
     from raypool.checkpoint import load_checkpoint, save_checkpoint
     from raypool.devices.hand import as_device, copy_to, cpu, gpu
     from raypool.engine.machine import gpu_device_count, gpu_device_table
+    from raypool.interop.joblib import register_joblib
     from raypool.job import Job
     from raypool.journal.reading import load_results
     from raypool.metric_buffer import MetricBuffer
@@ -132,6 +133,7 @@ __all__ = [
     "load_checkpoint",
     "load_results",
     "parpool",
+    "register_joblib",
     "report",
     "save_checkpoint",
     "scaling_report",
@@ -159,6 +161,7 @@ _LAZY = {
     "gpu_device_table": "raypool.engine.machine",
     "load_checkpoint": "raypool.checkpoint",
     "load_results": "raypool.journal.reading",
+    "register_joblib": "raypool.interop.joblib",
     "save_checkpoint": "raypool.checkpoint",
     "scaling_report": "raypool.train.scaling",
 }

@@ -1,4 +1,4 @@
-"""The command line: `raypool demo`, `raypool gpus`, `raypool replay`; for clusters see `cli_cluster` and `cli_jobs`."""
+"""The command line: `raypool demo`, `raypool gpus`, `raypool replay`; the other commands stand in modules of their own."""
 
 from __future__ import annotations
 
@@ -6,21 +6,41 @@ import bdb
 import os
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from raypool.cli_cluster import cluster
+from raypool.cli_doctor import doctor
+from raypool.cli_errors import INTERRUPTED, errors_said
 from raypool.cli_jobs import job
+from raypool.cli_pipes import readers_may_go
 from raypool.cli_submit import submit
-from raypool.errors import RaypoolError
+from raypool.cli_sweep import report, sweep
 
 if TYPE_CHECKING:
     from raypool.devices.gpus import Inventory
     from raypool.journal.replaying import Replay
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class Commands(click.Group):
+    """Commands that Ctrl-C ends as it ends others, and a reader who has gone does not; by themselves they would seem to fail."""
+
+    def main(self, *args: Any, **options: Any) -> Any:
+        """Run as a program."""
+        with readers_may_go():
+            return super().main(*args, **options)
+
+    def invoke(self, context: click.Context) -> Any:
+        """Run the command that is asked for."""
+        try:
+            return super().invoke(context)
+        except KeyboardInterrupt:
+            click.echo("Interrupted.", err=True)
+            raise SystemExit(INTERRUPTED) from None
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="raypool")
 def main() -> None:
     """Many models at once, one on each GPU."""
@@ -29,6 +49,9 @@ def main() -> None:
 main.add_command(cluster)
 main.add_command(job)
 main.add_command(submit)
+main.add_command(sweep)
+main.add_command(report)
+main.add_command(doctor)
 
 
 @main.command()
@@ -45,10 +68,9 @@ def demo(workers: int | None, profile: str, out: Path) -> None:
     """Train a dozen models at once on real images of digits."""
     from raypool.demo import run
 
-    try:
-        run(num_workers=workers, profile=profile, out=out)
-    except RaypoolError as error:
-        raise click.ClickException(str(error)) from error
+    with errors_said():
+        is_as_meant = run(num_workers=workers, profile=profile, out=out)
+    raise SystemExit(0 if is_as_meant else 1)
 
 
 @main.command()
@@ -85,11 +107,8 @@ def replay(run_dir: Path, item: str, debug: bool) -> None:
     """
     from raypool.journal.replaying import replaying
 
-    try:
-        with replaying(run_dir, item) as again:
-            status = _shown(again, debug)
-    except RaypoolError as error:
-        raise click.UsageError(str(error)) from error
+    with errors_said(), replaying(run_dir, item) as again:
+        status = _shown(again, debug)
     raise SystemExit(status)
 
 

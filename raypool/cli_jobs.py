@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from raypool.errors import InvalidTypeError, InvalidValueError, RaypoolError
+from raypool.cli_errors import INTERRUPTED, errors_said
+from raypool.cli_pipes import READER_GONE, has_reader
 
 if TYPE_CHECKING:
     from raypool.cloud.jobs import JobInfo, Jobs
@@ -53,7 +53,7 @@ def submit(command: tuple[str, ...], profile: str, **options: Any) -> None:
     connection = {"jobs_address": options.pop("address"), "token_file": options.pop("token_file")}
     variables = _variables(options.pop("env"))
     follow = options.pop("follow")
-    with _errors_said():
+    with errors_said():
         jobs = _jobs(profile, **connection, **shipped)
         job_id = jobs.submit(command, env=variables, **options)
         click.echo(job_id, err=follow)
@@ -67,7 +67,7 @@ def submit(command: tuple[str, ...], profile: str, **options: Any) -> None:
 @click.argument("job_id", required=False)
 def status(job_id: str | None, profile: str, address: str | None, token_file: str | None, is_json: bool) -> None:
     """Say how the job JOB_ID is doing; without one, how all are that the cluster knows."""
-    with _errors_said():
+    with errors_said():
         jobs = _jobs(profile, jobs_address=address, token_file=token_file)
         infos = [jobs.look(job_id)] if job_id is not None else jobs.all()
     if is_json:
@@ -87,7 +87,7 @@ def status(job_id: str | None, profile: str, address: str | None, token_file: st
 @click.argument("job_id")
 def logs(job_id: str, profile: str, address: str | None, token_file: str | None, follow: bool) -> None:
     """Print what the job JOB_ID has printed."""
-    with _errors_said():
+    with errors_said():
         jobs = _jobs(profile, jobs_address=address, token_file=token_file)
         if follow:
             _follow_to_end(jobs, job_id)
@@ -100,7 +100,7 @@ def logs(job_id: str, profile: str, address: str | None, token_file: str | None,
 @click.argument("job_id")
 def stop(job_id: str, profile: str, address: str | None, token_file: str | None) -> None:
     """End the job JOB_ID, whether it waits or runs; return when it has ended."""
-    with _errors_said():
+    with errors_said():
         jobs = _jobs(profile, jobs_address=address, token_file=token_file)
         info = jobs.look(job_id)
         info = info if info.has_ended else jobs.stop(job_id)
@@ -119,13 +119,15 @@ def _follow_to_end(jobs: Jobs, job_id: str) -> None:
     try:
         for piece in jobs.follow(job_id):
             click.echo(piece, nl=False)
+            if not has_reader():
+                raise SystemExit(READER_GONE)
         info = jobs.wait(job_id)
     except KeyboardInterrupt:
         click.echo(
             f"\nJob {job_id} goes on. `raypool job logs --follow {job_id}` shows it, `raypool job stop {job_id}` ends it.",
             err=True,
         )
-        raise SystemExit(130) from None
+        raise SystemExit(INTERRUPTED) from None
     if info.state != "finished":
         why = f"exit code {info.exit_code}" if info.exit_code is not None else info.message.strip()
         click.echo(f"Job {job_id}: {info.state}, {why}", err=True)
@@ -147,14 +149,3 @@ def _as_json(infos: list[JobInfo]) -> str:
     import json
 
     return json.dumps([dataclasses.asdict(info) for info in infos], default=str, indent=2)
-
-
-@contextlib.contextmanager
-def _errors_said() -> Iterator[None]:
-    """End with what an error says: 2 for wrong use, 1 for what has failed."""
-    try:
-        yield
-    except (InvalidValueError, InvalidTypeError) as error:
-        raise click.UsageError(str(error)) from error
-    except RaypoolError as error:
-        raise click.ClickException(str(error)) from error

@@ -6,7 +6,7 @@
     ├── InvalidValueError (+ ValueError)    an argument with a value that cannot work
     ├── InvalidTypeError  (+ TypeError)     an argument of a kind that cannot work
     ├── ResourceError        asked for more than there is
-    ├── StartupError         a worker did not come up
+    ├── StartupError         (+ BrokenExecutor)  a worker did not come up
     ├── PoolClosedError      (+ RuntimeError)    used after shutdown
     ├── PoolBrokenError      (+ BrokenExecutor)  no worker is left that can come back
     ├── QueueClosedError     (+ RuntimeError)    put into a queue that was closed, or read to its end
@@ -112,7 +112,7 @@ class ResourceError(RaypoolError):
     holders: tuple[str, ...]
 
 
-class StartupError(RaypoolError):
+class StartupError(RaypoolError, BrokenExecutor):
     """A worker did not come up in time, or failed its check at the start; nothing of the pool is left behind."""
 
 

@@ -6,6 +6,7 @@ A feed keeps little in memory, however much is said: what is older lies in a fil
 from __future__ import annotations
 
 import io
+import math
 import os
 import pickle
 import tempfile
@@ -14,6 +15,8 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
+
+from raypool.tables import column_name, table
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -261,7 +264,11 @@ class Feed:
         seconds = pd.to_datetime(np.array(times, float), unit="s", utc=True).as_unit("ns")
         numbers = {} if column is None else {column: np.array(items, int)}
         head = pd.DataFrame({"time": seconds, **numbers, "attempt": np.array(attempts, int)})
-        values = pd.DataFrame(list(metrics), index=head.index)
+        try:
+            values = pd.DataFrame(list(metrics), index=head.index)
+        except UnicodeEncodeError:  # there are halves of characters
+            names = dict.fromkeys(name for row in metrics for name in row)
+            values = table({column_name(name): [row.get(name, math.nan) for row in metrics] for name in names}, head.index)
         return head.join(values.rename(columns={name: f"reported_{name}" for name in head}))
 
     def text(self) -> str:

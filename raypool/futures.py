@@ -1,4 +1,4 @@
-"""A future that knows where its task is, and one of several."""
+"""A future that knows where its task is."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import concurrent.futures
 import functools
 import logging
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures._base import CANCELLED_AND_NOTIFIED, RUNNING  # the states have no public names
+from collections.abc import Callable, Iterable
+from concurrent.futures._base import CANCELLED as IS_CANCELLED  # the states have no public names
+from concurrent.futures._base import CANCELLED_AND_NOTIFIED, FINISHED, RUNNING
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
-from raypool.errors import InvalidTypeError
+from raypool.errors import InvalidTypeError, InvalidValueError
 from raypool.feed import Feed
 from raypool.reasons import CANCELLED, reason_of
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 T = TypeVar("T")
+
+ENDED = frozenset({IS_CANCELLED, CANCELLED_AND_NOTIFIED, FINISHED})
 
 logger = logging.getLogger("raypool")
 
@@ -37,27 +40,46 @@ class Missing(NamedTuple):
 
 
 class Deferred:
-    """One of these values, brought here when somebody asks for it."""
+    """One of these values, brought here when somebody asks for it, and from then on nowhere else: who drops it, frees it."""
 
-    __slots__ = ("_position", "_values")
+    __slots__ = ("_position", "_value", "_values")
+
+    _taking = threading.Lock()  # one for all: it is held for an instant
 
     def __init__(self, values: Values, position: int) -> None:
-        self._values = values
+        self._values: Values | None = values
         self._position = position
+        self._value: Any = None
 
     def fetch(self) -> Any:
         """Return it."""
-        value = self._values.get()[self._position]
-        if type(value) is Missing:
-            raise value.error
-        return value
+        values = self._values
+        if values is not None:
+            whole = values.get()
+            with self._taking:
+                if self._values is not None:  # nobody was quicker
+                    self._value, whole[self._position] = whole[self._position], None
+                    self._values = None
+        if type(self._value) is Missing:
+            raise self._value.error
+        return self._value
+
+
+class Owner(Protocol):
+    """Who brings a future to its end."""
+
+    @property
+    def is_own_thread(self) -> bool:
+        """Whether this code runs in the thread that does it: waiting here would be for ever."""
 
 
 class Future(concurrent.futures.Future[T], Generic[T]):
     """The handle of one task: a `concurrent.futures.Future` with the task's own story beside its result.
 
     `concurrent.futures.wait` and `as_completed`, `asyncio.wrap_future` and `add_done_callback` take it as it is. Its callbacks
-    run in the pool's own thread, in which nothing else runs meanwhile: keep them short.
+    run in the pool's own thread, in which nothing else runs meanwhile: keep them short. Futures of the same pool that have not
+    ended cannot be waited for there: `result`, `fetch_next` and the like raise an error, but `concurrent.futures.wait` and
+    `as_completed` would wait for ever. The functions of `after_each` and `after_all` may wait for them.
 
     Attributes:
         name: What the caller named the work, or the function's name.
@@ -90,6 +112,7 @@ class Future(concurrent.futures.Future[T], Generic[T]):
         self.stop_requested = False
         self.worker_replaced: bool | None = None
         self.on_ask = on_ask  # the pool's own: told of a cancellation, and of a wish for an early end
+        self.owners: tuple[Owner, ...] = ()  # likewise: who must not wait for it
         self.task_id = -1  # likewise
         self.feed: Feed | None = None  # likewise: made when the task says something
         self.catch_up: Callable[[], Feed | None] | None = None  # likewise: waits for what it said before it ended
@@ -103,14 +126,14 @@ class Future(concurrent.futures.Future[T], Generic[T]):
             return "cancelled"
         if not self.done():
             return "running" if self.running() else "queued"
-        return "failed" if super().exception() is not None or self._unopened else "finished"
+        return "finished" if self._either(super().exception()) is None else "failed"
 
     @property
     def error(self) -> BaseException | None:
         """The exception that it ended with, None if it has not ended or ended well. Never waits."""
         if not self.done() or self.cancelled():
             return None
-        return super().exception() or self._unopened or None
+        return self._either(super().exception())
 
     @property
     def reason(self) -> str | None:
@@ -177,20 +200,52 @@ class Future(concurrent.futures.Future[T], Generic[T]):
         Raises:
             TimeoutError: It has not ended by then; it goes on.
             concurrent.futures.CancelledError: It was cancelled.
+            InvalidValueError: It has not ended, and this is a callback of its own pool, which would wait for itself.
             Exception: What the task raised, as itself.
         """
-        value: Any = super().result(timeout)
-        return value.fetch() if type(value) is Deferred else value  # type: ignore[no-any-return]
+        error = None
+        try:
+            # Not the base's `result`, which before Python 3.14 takes an error that is false for none.
+            error = self.exception(timeout)
+            if error is not None:
+                raise error
+            value: Any = self._result
+            return value.fetch() if type(value) is Deferred else value  # type: ignore[no-any-return]
+        finally:
+            del self, error  # which the error, by its traceback, would hold, and they it
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Return the exception that the task ended with, None if it ended well, waiting at most `timeout` seconds.
 
         A value that has arrived and cannot be unpickled here counts as a `SerializationError`.
         """
+        if self._state not in ENDED:
+            self.check_wait(timeout)
         error = super().exception(timeout)
         if error is None and self._unopened is None:
-            self._unopened = _error_of(super().result())
-        return error or self._unopened or None
+            self._unopened = _error_of(self._result)
+        return self._either(error)
+
+    def check_wait(self, timeout: float | None) -> None:
+        """Make sure that this thread does not wait for what only it can bring to an end. For the pool, while that is to come.
+
+        Raises:
+            InvalidValueError: It would, for ever or until the time is up.
+        """
+        if timeout is not None and timeout <= 0:
+            return
+        for owner in self.owners:
+            if owner.is_own_thread:
+                raise InvalidValueError(
+                    f"{self.name!r} cannot be waited for here: this is the thread of its own pool (the callback of a future runs "
+                    "in it, say), which would wait for itself. Use raypool.after_each, or another thread."
+                )
+
+    def _either(self, error: BaseException | None) -> BaseException | None:
+        """Return the error of the task, or why its value cannot be opened; an error may be false, one of `len` 0, say."""
+        if error is not None or self._unopened is False:
+            return error
+        return self._unopened
 
     def start(self) -> bool:
         """Mark it as running; False if it was cancelled first. For the pool."""
@@ -290,59 +345,6 @@ def _error_of(value: Any) -> BaseException | Literal[False]:
     return False
 
 
-def _joined_feed(futures: Sequence[Future[Any]]) -> Feed:
-    feed = Feed()
-    for future in futures:
-        feed.add_all_of(future._caught_up())
-    return feed
-
-
-class _Whole(Future[list[Any]]):
-    """A future of the results of others, its parts; it runs when one of them does, and until the last has ended."""
-
-    parts: Sequence[Future[Any]] = ()
-
-    def running(self) -> bool:
-        """Whether something of it runs, or has run, and it has not ended."""
-        return not self.done() and any(part.running() or part.done() for part in self.parts)
-
-
-def gather(futures: Sequence[Future[Any]], name: str) -> Future[list[Any]]:
-    """Return a future of all their results, in this order; it fails with the first of their errors when all have ended.
-
-    Its metrics and its diary are theirs, those of one after those of the other.
-    """
-
-    def ask_parts(whole: Future[list[Any]]) -> None:
-        for future in futures:
-            future.cancel() if whole.cancelled() else future.request_stop()
-        if whole.cancelled():
-            whole.notify_cancelled()
-
-    whole = _Whole(name, on_ask=ask_parts)
-    whole.parts = futures
-    whole.catch_up = functools.partial(_joined_feed, futures)
-    lock = threading.Lock()
-    missing = len(futures)
-
-    def note(_: Any) -> None:
-        nonlocal missing
-        with lock:
-            missing -= 1
-            if missing:
-                return
-        if not whole.start():
-            return
-        whole.started_at = min((future.started_at for future in futures if future.started_at is not None), default=None)
-        whole.finished_at = datetime.now(UTC)
-        whole.attempts = max(future.attempts for future in futures)
-        try:
-            whole.set_result([future.result() for future in futures])
-        except BaseException as error:
-            whole.set_exception(error)
-
-    if not futures:
-        whole.set_result([])
-    for future in futures:
-        future.add_done_callback(note)
-    return whole
+def owners_of(futures: Iterable[Future[Any]]) -> tuple[Owner, ...]:
+    """Return who must not wait for what comes after these, each once."""
+    return tuple(dict.fromkeys(owner for future in futures for owner in future.owners))

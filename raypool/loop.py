@@ -8,16 +8,15 @@ import functools
 import itertools
 import math
 import numbers
-import sys
 import time
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from raypool.core.messages import CancelRequested, ItemsAdded
-from raypool.core.model import Slice, TaskSpec, TaskState
-from raypool.engine.driver import Driver
-from raypool.engine.loop_work import LoopWork, Segment
-from raypool.errors import InvalidTypeError, InvalidValueError, TaskError
+from raypool.core.model import TaskSpec, TaskState
+from raypool.engine.engine import Engine
+from raypool.engine.loop_work import LoopWork, Lost, Segment
+from raypool.errors import InvalidTypeError, InvalidValueError
 from raypool.futures import Missing
 from raypool.results import Results, Row
 from raypool.task import in_task
@@ -143,11 +142,13 @@ def check_travels(items: Sequence[Any], backend: Backend, label: str, first: int
 class LoopRun:
     """One `parfor` in progress."""
 
-    def __init__(self, driver: Driver, backend: Backend, work: LoopWork, watcher: Watcher | None) -> None:
-        self._driver = driver
-        self._backend = backend
+    def __init__(self, engine: Engine, work: LoopWork, watcher: Watcher | None) -> None:
+        self._driver = engine.driver
+        self._backend = engine.backend
         self._work = work
         self._watcher = watcher
+        if watcher is not None and is_serial(engine):
+            work.on_settled = self._show_in_time
         self._task_id = -1
         self._show_at = 0.0
         self._total: int | None = None  # not known before a generator has ended
@@ -155,8 +156,8 @@ class LoopRun:
     def run(self, items: Sequence[Any] | Iterator[Any], make_spec: Callable[[int, int, bool], TaskSpec]) -> Results:
         """Run all items and return their results; a first failure is not raised here.
 
-        Interrupted (Ctrl-C, or an error in the generator), it cancels what is queued and raises; what had finished is in the
-        exception's `results`.
+        Interrupted (Ctrl-C, here or in an item that runs inline, or an error in the generator), it cancels what is queued and
+        raises; what had finished is in the exception's `results`.
         """
         work = self._work
         if self._driver.is_own_thread:
@@ -173,6 +174,9 @@ class LoopRun:
                 self._task_id = self._driver.submit(work, lambda task_id: make_spec(task_id, size, False))
             self._wait(lambda: work.is_done)
             self._show()
+            for error in work.errors.values():
+                if isinstance(error, KeyboardInterrupt):  # Ctrl-C, inline: it means the loop, not the item
+                    raise error
         except BaseException as error:
             self.cancel()
             if work.run_dir is not None:
@@ -181,6 +185,8 @@ class LoopRun:
             if isinstance(error, KeyboardInterrupt):
                 self._note_rest(error)
             raise
+        finally:
+            work.on_settled = None  # the results hold the work for as long as they live, and need none of what showed it
         return self.results()
 
     def _write_rest(self, error: BaseException) -> None:
@@ -218,8 +224,11 @@ class LoopRun:
         while not is_over():
             with work.changed:
                 work.changed.wait_for(is_over, None if self._watcher is None else TICK_S)
-            if time.monotonic() >= self._show_at:
-                self._show()
+            self._show_in_time()
+
+    def _show_in_time(self) -> None:
+        if time.monotonic() >= self._show_at:
+            self._show()
 
     def _show(self) -> None:
         if self._watcher is not None:
@@ -233,12 +242,13 @@ class LoopRun:
 
     def _note_rest(self, error: KeyboardInterrupt) -> None:
         """Say where what had finished can be found: nobody expects it in the exception."""
-        count = self._work.num_settled
+        work = self._work
+        count = work.num_settled - sum(isinstance(each, KeyboardInterrupt) for each in list(work.errors.values()))
         of = f"of {self._total} items" if self._total is not None else "items"
-        is_kept = self._work.run_dir is not None and self._work.trouble is None
-        kept = f", and in {self._work.run_dir}: the same call goes on from there" if is_kept else ""
+        is_kept = work.run_dir is not None and work.trouble is None
+        kept = f", and in {work.run_dir}: the same call goes on from there" if is_kept else ""
         error.add_note(
-            f"raypool: {count} {of} of {self._work.label} had finished; they are in the exception's .results "
+            f"raypool: {count} {of} of {work.label} had finished; they are in the exception's .results "
             f"(at a prompt: sys.last_value.results){kept}."
         )
 
@@ -261,7 +271,8 @@ class LoopRun:
                     values[index] = value
         if any(type(value) is Missing for value in values):
             _move_missing(values, errors)
-        return Results(items, values, lambda: _rows(work, segments, lost, errors), errors, work.caught_up)
+        rows = functools.partial(_rows, work, segments, lost, errors)
+        return Results(items, values, rows, errors, work.caught_up, lambda: [*work.misses])
 
 
 def _move_missing(values: list[Any], errors: dict[int, BaseException]) -> None:
@@ -271,7 +282,7 @@ def _move_missing(values: list[Any], errors: dict[int, BaseException]) -> None:
             errors[index] = value.error
 
 
-def _rows(work: LoopWork, segments: list[Segment], lost: list[tuple[Slice, TaskError]], errors: Container[int]) -> list[Row]:
+def _rows(work: LoopWork, segments: list[Segment], lost: list[Lost], errors: Container[int]) -> list[Row]:
     """Tell what is known of each item. Made only when somebody looks: for short items it costs more than they do."""
     rows = [Row() if index not in work.restored else work.restored[index].row for index in range(len(work.items))]
     for piece, result, worker in segments:
@@ -282,10 +293,11 @@ def _rows(work: LoopWork, segments: list[Segment], lost: list[tuple[Slice, TaskE
             row.duration_s, row.started_at = result.durations_s[position], starts[position]
             row.worker, row.gpu, row.attempts = worker.index, worker.gpu, piece.attempt
             row.peak_memory_bytes = result.peak_memory_bytes
-    for piece, _ in lost:
+            row.host, row.run = worker.host, work.run
+    for piece, _, span in lost:
+        where = {} if span is None else span._asdict()
         for index in work.numbers(piece):
-            row = rows[index]
-            row.status, row.attempts = "failed", piece.attempt
+            rows[index] = Row("failed", attempts=piece.attempt, run=work.run, **where)
     return rows
 
 
@@ -297,16 +309,33 @@ def attach(error: BaseException, results: Results) -> None:
         return
 
 
-@contextlib.contextmanager
-def watched(progress: bool | None, label: str) -> Iterator[Watcher | None]:
-    """Show how a loop goes on, if that is wanted (None: on a terminal)."""
-    if in_task() or not (sys.stderr.isatty() if progress is None else progress):
-        yield None
-        return
-    from raypool.views.progress import LiveProgress
+def is_serial(engine: Engine) -> bool:
+    """Whether a loop runs in the thread that waits for it."""
+    return engine.profile.backend == "inline"
 
-    with LiveProgress(label) as view:
-        yield view
+
+def watched(
+    progress: bool | Callable[..., Any] | None, label: str, engine: Engine
+) -> contextlib.AbstractContextManager[Watcher | None]:
+    """Show how a loop goes on while the context lasts, if that is wanted; in a task nobody would see it."""
+    if progress is False or in_task():
+        return contextlib.nullcontext()
+    from raypool.views.progress import watched as watched_by_somebody
+
+    return watched_by_somebody(progress, label, engine.backend, is_serial(engine))
+
+
+def check_progress(progress: Any) -> None:
+    """Make sure that `progress` is one of those things that it may be.
+
+    Raises:
+        InvalidTypeError: It is none of them.
+    """
+    if not (progress is None or isinstance(progress, bool) or callable(progress)):
+        raise InvalidTypeError(
+            f"progress={progress!r} is neither True, False nor None, nor something that makes a progress bar. Give tqdm, say: "
+            "progress=tqdm."
+        )
 
 
 def raise_if_failed(work: LoopWork, results: Results, on_error: str) -> None:
@@ -314,8 +343,9 @@ def raise_if_failed(work: LoopWork, results: Results, on_error: str) -> None:
     is_complete = work.state is TaskState.FINISHED
     if is_complete and (on_error == "collect" or not results.errors):
         return
-    error = work.first_error if on_error == "raise" or isinstance(work.first_error, KeyboardInterrupt) else None
-    error = error or work.broken_by
+    error = work.first_error if on_error == "raise" else None
+    if error is None:  # not `or`: an error may be false
+        error = work.broken_by
     if error is None and is_complete:
         error = next(iter(results.errors.values()))
     if error is None:

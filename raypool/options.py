@@ -37,8 +37,7 @@ class Options:
             raise InvalidTypeError(f"fresh_process={self.fresh_process!r} is neither True nor False.")
         if not isinstance(self.priority, int):
             raise InvalidTypeError(f"priority={self.priority!r} is not a whole number.")
-        if self.name is not None and not isinstance(self.name, str):
-            raise InvalidTypeError(f"name={self.name!r} is not a text.")
+        check_name(self.name)
         kinds = self.retry_on if isinstance(self.retry_on, tuple) else (self.retry_on,)
         if not all(isinstance(kind, type) and issubclass(kind, BaseException) for kind in kinds):
             raise InvalidTypeError(f"retry_on={self.retry_on!r} is not an exception type, or a tuple of them.")
@@ -79,6 +78,12 @@ def check_callable(fn: Any) -> None:
     """Raise the error for something that is to be called and cannot be."""
     if not callable(fn):
         raise InvalidTypeError(f"{fn!r} is not callable. Give the function itself, and its arguments after it.")
+
+
+def check_name(name: Any) -> None:
+    """Raise InvalidTypeError unless this is what something can be called, or None."""
+    if name is not None and not isinstance(name, str):
+        raise InvalidTypeError(f"name={name!r} is not a text.")
 
 
 def check_seconds(name: str, value: Any) -> None:

@@ -13,8 +13,8 @@ from raypool.engine.backend import Function
 from raypool.engine.engine import Engine, serial_engine
 from raypool.engine.loop_work import LoopOptions, LoopWork
 from raypool.errors import InvalidTypeError, InvalidValueError
-from raypool.loop import LoopRun, folded, listed, longest_first, raise_if_failed, watched
-from raypool.options import Options, check_callable, check_count
+from raypool.loop import LoopRun, check_progress, folded, listed, longest_first, raise_if_failed, watched
+from raypool.options import Options, check_callable, check_count, check_name
 
 if TYPE_CHECKING:
     from raypool.engine.calls import Where
@@ -40,7 +40,7 @@ class LoopVerbs:
         max_workers: int | None = None,
         chunk_size: int | None = None,
         seed: int | None = None,
-        progress: bool | None = None,
+        progress: bool | Callable[..., Any] | None = None,
         name: str | None = None,
         run_dir: str | os.PathLike[str] | None = None,
         rerun: Literal["failed", "missing", "all"] = "failed",
@@ -68,7 +68,10 @@ class LoopVerbs:
             chunk_size: Send so many items in a call, whatever they take. None: by measured time.
             seed: Give every item its own random numbers (Python's, NumPy's and torch's global generators, and
                 `current_task().seed`), which depend on the seed and the item's number only.
-            progress: Show a live display. None: on a terminal.
+            progress: Show how the loop goes on, on standard error. None: in a notebook as a picture below the cell; on a terminal
+                as a picture there; else as lines in a log file, the first after ten seconds. True: lines from the beginning, too.
+                False: nothing. Or `tqdm`, or what else makes a progress bar: it is called as `progress(total=..., desc=...)`,
+                and what it returns has `update(n)` and, if it likes, `set_postfix(failed=...)` and `close()`.
             name: What to call the loop in messages and displays.
             run_dir: Keep what becomes of each item in this folder, before anybody hears of it. The same call later, with the same
                 items in any order, more of them or fewer, goes on from there: also after the machine went down. An item is known
@@ -107,6 +110,8 @@ class LoopVerbs:
         check_callable(fn)
         if on_error not in ("raise", "collect"):
             raise InvalidValueError(f"on_error={on_error!r} is neither 'raise' nor 'collect'.")
+        check_progress(progress)
+        check_name(name)
         check_count("max_workers", max_workers, least=0)
         check_count("chunk_size", chunk_size, least=1)
         check_count("seed", seed, least=0)
@@ -148,8 +153,8 @@ class LoopVerbs:
             )
 
         work = LoopWork(function, (), how) if run_dir is None else durable_loop(fn, function, how, run_dir, rerun)
-        with contextlib.closing(work), watched(progress, label) as watcher:
-            results = LoopRun(engine.driver, engine.backend, work, watcher).run(sequence, make_spec)
+        with contextlib.closing(work), watched(progress, label, engine) as watcher:
+            results = LoopRun(engine, work, watcher).run(sequence, make_spec)
         raise_if_failed(work, results, on_error)
         return results if reduce is None else folded(results, reduce, init)
 

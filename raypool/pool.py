@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from raypool.engine.engine import Engine, open_engine, serial_engine
 from raypool.errors import InvalidTypeError, InvalidValueError
-from raypool.options import Options, check_count
+from raypool.options import Options, check_callable, check_count
 from raypool.partition import StaffedView
 from raypool.profile_files import resolve_profile
 from raypool.profiles import Profile
@@ -115,7 +116,12 @@ class ParallelPool(StaffedView):
 
 
 def parpool(
-    num_workers: int | tuple[int, int] | None = None, *, profile: str | Profile = "local", **changes: Any
+    num_workers: int | tuple[int, int] | None = None,
+    *,
+    profile: str | Profile = "local",
+    initializer: Callable[..., object] | None = None,
+    initargs: Iterable[Any] = (),
+    **changes: Any,
 ) -> ParallelPool:
     """Open a pool of workers, each with a GPU of its own (or a core), and print one line that says what was started.
 
@@ -126,15 +132,18 @@ def parpool(
         profile: "local" (Ray: the one that runs in this process, else a new one on this machine), "threads" or "inline" (in this
             process, without Ray); the name of one in a file raypool.toml (`[profiles.NAME]`) or pyproject.toml
             (`[tool.raypool.profiles.NAME]`) of this folder or the nearest one above; or a `Profile`.
+        initializer: A function that runs once in each worker before anything else, with `initargs`: the standard library's way to
+            say `setup=functools.partial(initializer, *initargs)`.
+        initargs: What to call it with.
         **changes: Single fields of the profile, such as `gpus=[0, 2]` or `resources=WorkerResources(gpus=0.5)`.
 
     Raises:
         ResourceError: There is less than was asked for; it says what was requested, what is available and who holds the rest.
-        StartupError: A worker did not come up.
+        StartupError: A worker did not come up, or its `setup` or `initializer` failed; it is a `BrokenExecutor` too.
         InvalidValueError, InvalidTypeError: An argument cannot work.
 
     Source:
-        MATLAB R2025b, parpool.
+        MATLAB R2025b, parpool; concurrent.futures.ProcessPoolExecutor for `initializer` and `initargs`.
 
     Example:
         >>> with parpool(2, profile="threads") as pool:
@@ -143,6 +152,8 @@ def parpool(
         2
     """
     asked = checked_range(num_workers)
+    if initializer is not None:
+        changes = _with_setup(initializer, initargs, changes)
     if in_task():
         return _serial_pool()  # whatever the profile says, which may stand in a file that is not here
     settings = resolve_profile(profile, changes)
@@ -160,6 +171,16 @@ def parpool(
         sys.stdout.write(f"raypool: {_described(engine)}{_duration(settings, started)}\n")
         sys.stdout.flush()
     return pool
+
+
+def _with_setup(initializer: Any, initargs: Any, changes: dict[str, Any]) -> dict[str, Any]:
+    """Return the changes of a profile with `setup` in the words of the standard library."""
+    check_callable(initializer)
+    if "setup" in changes:
+        raise InvalidValueError("setup and initializer are two names of one thing. Give one function that calls both.")
+    if not isinstance(initargs, Iterable):
+        raise InvalidTypeError(f"initargs={initargs!r} is not a list or tuple of arguments. Of one argument it is (argument,).")
+    return {**changes, "setup": functools.partial(initializer, *initargs)}
 
 
 def gcp(create: bool = True) -> ParallelPool | None:

@@ -63,7 +63,9 @@ class Profile:
             reached. What `env` says counts first, and so does an NCCL_SOCKET_IFNAME of the machine's. It changes nothing on
             machines without InfiniBand; see docs/several_gpus.md.
         setup: A function without arguments that runs once in each worker process, before its first task; also in one that
-            replaces another. If it raises, the worker does not start.
+            replaces another. If it raises, the worker does not start. What it leaves in global variables is there for tasks that
+            travel by value (of a script or a notebook) too, but for a variable that has changed in this process since: of that
+            they see the new value.
         teardown: A function without arguments that runs once in each worker process at its orderly end: not in one that was
             killed.
         start_timeout_s: Longest wait for resources, and for a worker to come up [s].

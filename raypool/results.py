@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, overload
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
-from raypool.errors import InvalidValueError
+from raypool.errors import InvalidValueError, WorkerLostError
+from raypool.extras import check_installed
 from raypool.feed import Feed
 from raypool.reasons import CANCELLED, reason_of
+from raypool.tables import column_name, table
 
 if TYPE_CHECKING:
     import pandas as pd
+    from matplotlib.figure import Figure
 
 RUN_COLUMNS = ("status", "duration_s", "started_at", "worker", "gpu", "attempts", "peak_memory_bytes", "reason", "error")
 """Columns of `Results.to_frame` that raypool adds."""
@@ -35,6 +40,31 @@ class Row:
     gpu: int | None = None
     attempts: int = 0
     peak_memory_bytes: int | None = None
+    host: str | None = None
+    run: int = 1  # of a durable run: with which call
+
+    def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
+        """Take what was pickled, perhaps by a version that knew less of an item."""
+        for field in dataclasses.fields(self):
+            setattr(self, field.name, state[1].get(field.name, field.default))
+
+
+class Span(NamedTuple):
+    """Where and when a call ran, or was on its way: from `started_at` (Unix time [s]) for `duration_s`."""
+
+    worker: int
+    gpu: int | None
+    host: str
+    started_at: float
+    duration_s: float
+
+
+class Miss(NamedTuple):
+    """An attempt at an item that did not give its outcome: it was "lost" with its worker, "retried", or "cancelled"."""
+
+    item: int
+    row: Row
+    why: str | None = None
 
 
 class Results(Sequence[Any]):
@@ -61,12 +91,14 @@ class Results(Sequence[Any]):
         make_rows: Callable[[], list[Row]],
         errors: dict[int, BaseException],
         get_feed: Callable[[], Feed] = Feed,
+        get_misses: Callable[[], list[Miss]] = list,
     ) -> None:
         self._items = items
         self._values = values
         self._make_rows = make_rows
         self._errors = errors
         self._get_feed = get_feed
+        self._get_misses = get_misses
 
     @functools.cached_property
     def _rows(self) -> list[Row]:
@@ -90,7 +122,7 @@ class Results(Sequence[Any]):
     __hash__ = None  # type: ignore[assignment]
 
     def __reduce__(self) -> Any:
-        return _restored, (list(self._items), self._values, self._rows, self._errors, self._get_feed())
+        return _restored, (list(self._items), self._values, self._rows, self._errors, self._get_feed(), self._get_misses())
 
     def __repr__(self) -> str:
         counts = {status: sum(row.status == status for row in self._rows) for status in STATUSES}
@@ -142,7 +174,7 @@ class Results(Sequence[Any]):
             run[name] = pd.array(run[name], dtype="Int64")
         run["reason"] = [self._reason(index) for index in range(len(self))]
         run["error"] = [self._described(index) for index in range(len(self))]
-        return pd.DataFrame({**configs, **values, **run}, index=pd.RangeIndex(len(self), name="index"))
+        return table({**configs, **values, **run}, pd.RangeIndex(len(self), name="index"))
 
     def _reason(self, index: int) -> str | None:
         error = self._errors.get(index)
@@ -152,12 +184,123 @@ class Results(Sequence[Any]):
 
     def _described(self, index: int) -> str | None:
         error = self._errors.get(index)
-        if error is None:
-            return None
-        try:
-            return f"{type(error).__name__}: {error}"
-        except Exception:  # the user's own __str__
-            return type(error).__name__
+        return None if error is None else told(error)
+
+    @property
+    def attempts(self) -> pd.DataFrame:
+        """When and where each item ran, each time that it did.
+
+        A row for each attempt, in the order of the items and then of time: `item` (its number), `attempt`, `status` ("finished",
+        "failed"; "lost" with its worker; "retried", since it raised what `retry_on` names; "cancelled" while it ran),
+        `started_at` (Unix time [s]), `duration_s` [s], `worker`, `gpu`, `host`, `run` (with which call it ran, of those that
+        had the same `run_dir`) and `error`. Of an attempt without an outcome the driver knows when it was sent and when it had
+        ended: items that shared a call all have the time of the whole call. `started_at` is NaN where it is not known.
+
+        Example:
+            >>> from raypool import parpool
+            >>> with parpool(profile="inline", quiet=True) as pool:
+            ...     results = pool.parfor(lambda x: 1 / x, [1, 0], on_error="collect")
+            >>> results.attempts[["item", "attempt", "status", "error"]].values.tolist()
+            [[0, 1, 'finished', None], [1, 1, 'failed', 'ZeroDivisionError: division by zero']]
+        """
+        import pandas as pd
+
+        entries = sorted(self._all_attempts(), key=lambda entry: (entry.item, entry.row.run, entry.row.attempts))
+        columns: dict[str, Any] = {"item": [entry.item for entry in entries]}
+        columns["attempt"] = [entry.row.attempts for entry in entries]
+        columns["status"] = [entry.row.status for entry in entries]
+        for name in ("started_at", "duration_s"):
+            columns[name] = pd.array([getattr(entry.row, name) for entry in entries], dtype="float64")
+        for name in ("worker", "gpu"):
+            columns[name] = pd.array([getattr(entry.row, name) for entry in entries], dtype="Int64")
+        columns["host"] = [entry.row.host for entry in entries]
+        columns["run"] = [entry.row.run for entry in entries]
+        columns["error"] = pd.Series([entry.why for entry in entries], dtype=object)
+        return table(columns, pd.RangeIndex(len(entries)))
+
+    def _all_attempts(self) -> Iterator[Miss]:
+        """Yield those that gave an outcome, then the others."""
+        for index, row in enumerate(self._rows):
+            if row.attempts and row.status in ("finished", "failed"):
+                is_lost = isinstance(self._errors.get(index), WorkerLostError)
+                yield Miss(index, dataclasses.replace(row, status="lost") if is_lost else row, self._described(index))
+        yield from self._get_misses()
+
+    def timeline(self, path: str | os.PathLike[str] | None = None, *, title: str | None = None) -> Figure:
+        """Draw what ran when: a bar for each attempt at an item, in the line of its worker. What is not covered was idle.
+
+        Args:
+            path: Write it there too: a picture by its suffix (".png", ".svg", ".pdf" and what else matplotlib writes); ".json":
+                as a Chrome trace, for https://ui.perfetto.dev or chrome://tracing (a process for each host, a thread for each
+                worker, times in microseconds).
+            title: What stands above it.
+
+        Returns:
+            The matplotlib figure.
+
+        Raises:
+            ModuleNotFoundError: matplotlib is missing; it comes with `raypool[plots]`.
+            InvalidValueError: Nothing is known that writes files with this suffix.
+            OSError: The file cannot be written.
+
+        Example:
+            >>> from raypool import parpool
+            >>> with parpool(profile="inline", quiet=True) as pool:
+            ...     results = pool.parfor(abs, range(3))
+            >>> results.timeline().axes[0].get_xlabel()
+            'time since the start [ms]'
+        """
+        check_installed("plots", "A timeline", "matplotlib")
+        from raypool.views import timeline
+
+        if path is not None:
+            timeline.check_suffix(Path(path))
+        attempts = self.attempts
+        figure = timeline.draw(attempts, title)
+        timeline.let_notebooks_show_it()
+        if path is not None:
+            timeline.write(figure, attempts, self._configs(), Path(path))
+        return figure
+
+    def report(self, path: str | os.PathLike[str], *, title: str | None = None) -> Path:
+        """Write all of this as a page that any browser opens, also offline: one file, which loads nothing from anywhere.
+
+        It has a summary, the table of the items (to sort, filter and search), the failures with their tracebacks, learning curves
+        of what was reported, parallel coordinates of the configurations, what ran when on each worker with its idle time, and
+        how well the workers were used. Where there is too much to draw, it says what was left out. What was in the file before
+        stays until the new page is complete. Like the files of a `run_dir` it is for its owner only (mode 0600).
+
+        Args:
+            path: Where to; it ends in ".html" or ".htm".
+            title: What stands above it; None: how many items there are.
+
+        Returns:
+            Where it is.
+
+        Raises:
+            ModuleNotFoundError: plotly, itables or Jinja2 is missing; they come with `raypool[plots]`.
+            InvalidValueError: The path does not end in ".html" or ".htm".
+            OSError: The file cannot be written.
+
+        Example:
+            >>> from raypool import parpool
+            >>> with parpool(profile="inline", quiet=True) as pool:
+            ...     results = pool.parfor(lambda config: {"score": config["x"]}, [{"x": 1}, {"x": 2}])
+            >>> results.report("sweep.html")  # doctest: +SKIP
+            PosixPath('/home/me/sweep.html')
+        """
+        check_installed("plots", "A report", "plotly", "itables", "jinja2")
+        from raypool.views import report
+
+        target = Path(path).expanduser().absolute()
+        report.check_suffix(target)
+        story = report.Story(self.to_frame(), self.attempts, self.metrics, list(self._configs()), RUN_COLUMNS, self.errors)
+        report.write(story, target, title)
+        return target
+
+    def _configs(self) -> dict[str, list[Any]]:
+        """Return the items by columns, as `to_frame` calls them."""
+        return _columns(self._items, "item", set(RUN_COLUMNS), "item_")
 
     def best(self, column: str, mode: Literal["min", "max"] = "max") -> pd.Series[Any]:
         """Return the row of the finished item with the largest (or smallest) value in a column; its `name` is the item's number.
@@ -178,8 +321,23 @@ class Results(Sequence[Any]):
         return frame.iloc[int(scores.index[position])]
 
 
-def _restored(items: list[Any], values: list[Any], rows: list[Row], errors: dict[int, BaseException], feed: Feed) -> Results:
-    return Results(items, values, lambda: rows, errors, lambda: feed)
+def told(error: BaseException) -> str:
+    """Return the type and text of an exception, as the table has them."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # the user's own __str__
+        return type(error).__name__
+
+
+def _restored(
+    items: list[Any],
+    values: list[Any],
+    rows: list[Row],
+    errors: dict[int, BaseException],
+    feed: Feed,
+    misses: Sequence[Miss] = (),  # unknown to older versions
+) -> Results:
+    return Results(items, values, lambda: rows, errors, lambda: feed, lambda: list(misses))
 
 
 def _columns(
@@ -190,8 +348,9 @@ def _columns(
     if any(row is None for row in rows):
         name = single if single not in taken else prefix + single
         return {name: [entry if wanted is None or wanted[i] else None for i, entry in enumerate(entries)]}
-    keys = dict.fromkeys(str(key) for row in rows for key in row or {})
-    cells = [{str(key): value for key, value in (row or {}).items()} for row in rows]
+    names = {key: column_name(key) for key in dict.fromkeys(key for row in rows for key in row or {})}
+    keys = dict.fromkeys(names.values())
+    cells = [{names[key]: value for key, value in (row or {}).items()} for row in rows]
     return {(prefix + key if key in taken else key): [row.get(key) for row in cells] for key in keys}
 
 

@@ -11,6 +11,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from raypool.devices.kept import kept
 from raypool.errors import InvalidTypeError
+from raypool.left_globals import call_setup
 from raypool.task import current_task
 
 T = TypeVar("T")
@@ -114,5 +115,5 @@ def call_once(key: str, fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     results: dict[tuple[str, int], T] = _called.__dict__.setdefault("results", {})
     place = (key, current_task().worker)  # "inline", several workers share a thread
     if place not in results:
-        results[place] = fn(*args, **kwargs)
+        results[place] = call_setup(fn, *args, **kwargs)
     return results[place]

@@ -367,6 +367,25 @@ def mark_worker_process() -> None:
     _is_worker_process = True
 
 
+def in_worker_process() -> bool:
+    """Whether this whole process is a worker."""
+    return _is_worker_process
+
+
+_is_retired = False
+
+
+def retire_process() -> None:
+    """Let the worker process that this code runs in be replaced before the next task; elsewhere this does nothing."""
+    global _is_retired
+    _is_retired = _is_worker_process
+
+
+def is_retired() -> bool:
+    """Whether this process is a worker that begins nothing more."""
+    return _is_retired
+
+
 def in_task() -> bool:
     """Whether this code runs inside a task (or in a thread of a worker process)."""
     return _is_worker_process or running.get() is not None

@@ -138,6 +138,9 @@ class SimBackend:
     def vacate(self, place: int, *, keep: bool = False) -> None:
         """Nothing has to be given back."""
 
+    def gpu_memory(self, take: object) -> None:
+        """Say nothing: it has no cards."""
+
     def find_way(self) -> Way:
         """Return the way to the exchange, which is a real one."""
         return self._exchange

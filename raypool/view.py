@@ -10,11 +10,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from raypool.engine.backend import WorkerInfo, function_name
-from raypool.engine.calls import Where, submit_call
+from raypool.engine.calls import Where, submit_call, submit_function
 from raypool.engine.engine import Engine, serial_engine
 from raypool.engine.overview import device_table, running
 from raypool.errors import InvalidTypeError, InvalidValueError, ResourceError
-from raypool.futures import Future, gather
+from raypool.futures import Future
+from raypool.gathered import gather
+from raypool.loop import is_serial
+from raypool.mapping import MapResults, check_sizes, unless_interrupted
 from raypool.options import Options, check_callable
 from raypool.parfor import LoopVerbs
 from raypool.shared import call_once
@@ -178,6 +181,65 @@ class PoolView(LoopVerbs, TrainingVerbs, concurrent.futures.Executor):
         """Do as `parfeval` does; the name that `concurrent.futures` gives it."""
         return self.parfeval(fn, *args, **kwargs)
 
+    def map(
+        self,
+        fn: Callable[..., T],
+        *iterables: Iterable[Any],
+        timeout: float | None = None,
+        chunksize: int = 1,
+        buffersize: int | None = None,
+    ) -> MapResults[T]:
+        """Call `fn` with the first of each iterable, the second of each, and so on; return the results in this order, lazily.
+
+        A call that fails raises its error where its result would be; the next result follows. When nobody holds the results any
+        more after the first, at `close()`, or when the time is up, what is left of the calls is cancelled, what runs included.
+
+        Args:
+            fn: Any function; it is shipped to each worker once.
+            *iterables: What to call it with. The shortest says how many calls there are.
+            timeout: From now on, so long a result is waited for [s]; then `TimeoutError` is raised. None: as long as it takes.
+            chunksize: Changes nothing: short calls travel together by measured time.
+            buffersize: At most so many calls are ahead of the results that were taken, so the iterables may be without end.
+                None: all are handed in now.
+
+        Returns:
+            An iterator over the values, with a method `close`.
+
+        Raises:
+            InvalidValueError, InvalidTypeError: `chunksize` or `buffersize` is not a number above 0.
+            SerializationError: The function or an argument cannot be sent; it names the variable.
+            PoolClosedError: The pool was shut down.
+
+        Source:
+            concurrent.futures.Executor.map of Python 3.14; it goes on after an error, as the built-in `map` does.
+
+        Example:
+            >>> from raypool import parpool
+            >>> with parpool(2, profile="threads", quiet=True) as pool:
+            ...     list(pool.map(pow, [2, 3, 4], [5, 2, 3]))
+            [32, 9, 64]
+        """
+        check_sizes(chunksize, buffersize)
+        check_callable(fn)
+        engine = self._engine_here()
+        where = self._where(engine)
+        function = engine.function(fn)
+
+        def submit(args: tuple[Any, ...]) -> Future[T]:
+            if engine is self._engine:
+                self._check_open()
+            if self._options.checkpoints is not None:  # what is kept is known by the function itself
+                return submit_call(engine, fn, args, {}, self._options, where)
+            return submit_function(engine, function, args, {}, self._options, where)
+
+        hand_in = unless_interrupted(submit) if is_serial(engine) else submit
+        return MapResults(hand_in, zip(*iterables, strict=False), timeout, buffersize)
+
+    @property
+    def _max_workers(self) -> int:
+        """How many workers there are; dask and others read it of an executor."""
+        return len(self._numbers())
+
     def parfeval_on_all(self, fn: Callable[..., T], /, *args: Any, sticky: bool = False, **kwargs: Any) -> Future[list[T]]:
         """Call `fn(*args, **kwargs)` once on every worker; return a future of the values in the order of the workers.
 
@@ -202,9 +264,7 @@ class PoolView(LoopVerbs, TrainingVerbs, concurrent.futures.Executor):
         name = self._options.name or function_name(fn)
         if sticky:
             fn = functools.partial(call_once, uuid.uuid4().hex, fn)
-            there = fn if self._places is None else functools.partial(_call_in, self._places, fn)
-            setup = engine.function(functools.partial(there, *args, **kwargs))
-            engine.driver.setups.append(setup)  # before the calls: a worker that starts in between gets both, and makes one
+            self._begin_with(functools.partial(fn, *args, **kwargs))  # first: a worker that starts now gets both, and makes one
         # Bound to the place, not to the worker that is there now: one that replaces it will do as well.
         options = replace(self._options, worker=None, name=name, checkpoints=None)
         futures = [
@@ -212,6 +272,13 @@ class PoolView(LoopVerbs, TrainingVerbs, concurrent.futures.Executor):
             for number in (self._numbers() if engine is self._engine else [0])
         ]
         return gather(futures, name)
+
+    def _begin_with(self, fn: Callable[[], object]) -> Callable[[], None]:
+        """Let every worker that comes later call a function before anything else; return what takes that back."""
+        engine = self._engine_here()
+        setup = engine.function(fn if self._places is None else functools.partial(_call_in, self._places, fn))
+        engine.driver.setups.append(setup)
+        return functools.partial(engine.driver.setups.remove, setup)
 
     # --- every worker at once -----------------------------------------------------------------------------------------
 

@@ -8,18 +8,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures._base import CANCELLED, CANCELLED_AND_NOTIFIED, FINISHED
 from datetime import UTC, datetime
 from operator import attrgetter
 from typing import Any, TypeVar
 
 from raypool.errors import InvalidTypeError, InvalidValueError
-from raypool.futures import Future
+from raypool.futures import ENDED, Future, owners_of
 from raypool.queues import check_timeout
 
 T = TypeVar("T")
-
-ENDED = frozenset({CANCELLED, CANCELLED_AND_NOTIFIED, FINISHED})
 
 _reading = threading.Lock()
 """Held while `fetch_next` chooses: no result is delivered twice, to two threads either."""
@@ -35,6 +32,7 @@ def fetch_next(futures: Sequence[Future[T]], timeout_s: float | None = None) -> 
     Raises:
         ValueError: All have been read.
         TimeoutError: None has ended in time; nothing is marked as read.
+        InvalidValueError: This is a callback of a pool that one of them waits for, and none has ended.
         Exception: The task's own exception, or `CancelledError`; the future counts as read.
 
     Source:
@@ -114,6 +112,9 @@ def wait(futures: Sequence[Future[Any]], timeout_s: float | None = None) -> bool
 
     What became of them raises nothing here.
 
+    Raises:
+        InvalidValueError: This is a callback of a pool that one of them waits for: it would wait for itself.
+
     Source:
         MATLAB R2025b, wait.
 
@@ -191,6 +192,7 @@ def after_all(futures: Sequence[Future[Any]] | Future[Any], fn: Callable[[Any], 
         return fn(checked if pass_future else [future.result() for future in checked if _has_value(future)])
 
     follower: _Follower[T] = _Follower(_name_of(fn))
+    follower.owners = owners_of(checked)
     missing = len(checked) or 1
     counting = threading.Lock()
 
@@ -211,6 +213,7 @@ def after_all(futures: Sequence[Future[Any]] | Future[Any], fn: Callable[[Any], 
 
 def _after_one(future: Future[Any], fn: Callable[[Any], T], pass_future: bool) -> Future[T]:
     follower: _Follower[T] = _Follower(f"{_name_of(fn)} of {future.name}")
+    follower.owners = future.owners
 
     def run() -> None:
         if future.cancelled() and not pass_future:
@@ -258,15 +261,18 @@ class _Follower(Future[T]):
         else:
             self.set_exception(error)
 
-    def result(self, timeout: float | None = None) -> T:
-        """Return what the call has returned, as `Future.result` does."""
-        _check_elsewhere([self], timeout)
-        return super().result(timeout)
+    def check_wait(self, timeout: float | None) -> None:
+        """Make sure that neither the thread of the calls waits for it, nor that of a pool whose future it comes after.
 
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Return what the call has raised, as `Future.exception` does."""
-        _check_elsewhere([self], timeout)
-        return super().exception(timeout)
+        Raises:
+            InvalidValueError: It would, for ever.
+        """
+        if timeout is None and _dispatcher.is_here:
+            raise InvalidValueError(
+                f"The function of an after_each or after_all waits for {self.name!r}, which can only run after it. "
+                "Chain them instead: give its future to after_all."
+            )
+        super().check_wait(timeout)
 
 
 class _Dispatcher:
@@ -313,23 +319,10 @@ class _Dispatcher:
 _dispatcher = _Dispatcher()
 
 
-def _check_elsewhere(futures: Iterable[Future[Any]], timeout_s: float | None) -> None:
-    """Make sure that the thread of the calls does not wait for a call that it has yet to make.
-
-    Raises:
-        InvalidValueError: It would, for ever.
-    """
-    if timeout_s is None and _dispatcher.is_here:
-        for future in futures:
-            if isinstance(future, _Follower) and not future.done():
-                raise InvalidValueError(
-                    f"The function of an after_each or after_all waits for {future.name!r}, which can only run after it. "
-                    "Chain them instead: give its future to after_all."
-                )
-
-
 def _wait(futures: Sequence[Future[Any]], timeout_s: float | None, until: str = concurrent.futures.ALL_COMPLETED) -> Any:
-    _check_elsewhere(futures, timeout_s)
+    for future in futures:
+        if future._state not in ENDED:
+            future.check_wait(timeout_s)
     return concurrent.futures.wait(futures, timeout_s, until)
 
 

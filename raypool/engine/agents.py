@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raypool.core.messages import Signal
 from raypool.devices.gpus import Inventory
 from raypool.engine import mps, outside
-from raypool.engine.backend import NodeDevices, WorkerInfo
+from raypool.engine.backend import GpuMemory, NodeDevices, WorkerInfo
 from raypool.engine.claims import Claim, locate
 from raypool.engine.exchange import POOL_ENDED
 from raypool.engine.hub import Hub
@@ -26,7 +26,7 @@ from raypool.engine.node_agent import OFFERED, NodeAgent
 from raypool.engine.nodes import LOOK_S
 from raypool.engine.packing import snapshot
 from raypool.engine.ray_calls import answered, ask, when_done
-from raypool.engine.telemetry import Usage
+from raypool.engine.telemetry import Usage, sum_of
 from raypool.engine.worker import Introduction
 from raypool.errors import PoolClosedError
 from raypool.queues import offer
@@ -98,6 +98,7 @@ class Agents:
         self._workers: dict[int, tuple[Introduction, Any, MemoryLimit | None]] = {}  # with their actors
         self._introductions: dict[int, Introduction] = {}  # the last one of each place
         self._warned: set[str] = set()
+        self._asked_memory: set[str] = set()  # nodes that have not answered
         self._making = threading.Lock()
         self._is_closed = False
         self._pid = os.getpid()  # a forked child has neither Ray's threads nor the one below
@@ -191,6 +192,28 @@ class Agents:
             ray.wait(list(asked.values()), num_returns=len(asked), timeout=ANSWER_S)
         found = {node_id: answered(ref) for node_id, ref in asked.items()}
         return [NodeDevices(infos[0].host, found.get(node_id), infos) for node_id, infos in workers.items()]
+
+    def gpu_memory(self, take: Callable[[dict[int, GpuMemory]], object]) -> None:
+        """Let `take` have, by worker, how much memory of its GPUs is in use; in the agents' thread, once for each node."""
+        nodes: dict[str, dict[int, Sequence[int]]] = {}
+        for introduction in list(self._introductions.values()):
+            if introduction.info.gpus:
+                nodes.setdefault(introduction.node_id, {})[introduction.info.index] = introduction.info.gpus
+        for node_id, gpus in nodes.items():
+            self.later(functools.partial(self._ask_memory, node_id, gpus, take))
+
+    def _ask_memory(self, node_id: str, gpus: dict[int, Sequence[int]], take: Callable[[dict[int, GpuMemory]], object]) -> None:
+        agent = self._agents.get(node_id)
+        if agent is None or node_id in self._asked_memory or not ray.is_initialized():
+            return
+        self._asked_memory.add(node_id)
+
+        def pass_on(answer: Any) -> None:
+            self._asked_memory.discard(node_id)
+            if isinstance(answer, dict):  # else the agent has gone
+                take({worker: sum_of([answer[gpu] for gpu in on]) for worker, on in gpus.items() if answer.keys() >= set(on)})
+
+        self._answered(agent.gpu_memory.remote(), pass_on)
 
     def _agent_on(self, node_id: str) -> Any:
         with self._making:

@@ -1,4 +1,4 @@
-"""What stands between the driver and the places where user code runs: a protocol of ten methods, and what passes through it."""
+"""What stands between the driver and the places where user code runs: a protocol of eleven methods, and what passes there."""
 
 from __future__ import annotations
 
@@ -87,6 +87,13 @@ class NodeDevices(NamedTuple):
     host: str
     cards: Sequence[GpuDevice] | None
     workers: Sequence[WorkerInfo]
+
+
+class GpuMemory(NamedTuple):
+    """How much memory of some GPUs is in use, by whomever, and how much they have (None: that is not known) [bytes]."""
+
+    used_bytes: int
+    total_bytes: int | None
 
 
 class Function:
@@ -247,6 +254,12 @@ class Backend(Protocol):
 
     def devices(self) -> list[NodeDevices]:
         """Return the GPUs of the machines that there are workers on, within seconds; from any thread."""
+
+    def gpu_memory(self, take: Callable[[dict[int, GpuMemory]], object]) -> None:
+        """Let `take` have, by worker, how much memory of its GPUs is in use: what the machines have seen last.
+
+        It is called once for each machine with GPUs that answers, in another thread. From any thread.
+        """
 
     def find_way(self) -> Way:
         """Return the way to the exchange that the processes of the pool share; from any thread."""

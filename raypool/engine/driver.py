@@ -219,6 +219,7 @@ class Driver:
         for command in commands:
             self._carry_out(command)
         self._casualties.tell_misses(self.works, commands, self._speaker)
+        self._answer = {}  # what came is now the user's, who may want it freed
 
     def _note_submitted(self, event: m.TaskSubmitted, work: Work) -> None:
         self.works[event.spec.task_id] = work
@@ -279,7 +280,6 @@ class Driver:
         if self._stopping:
             self._note_stopped(event.attempt_id, is_replaced=False)
         answers = iter(results)
-        self._answer = {}
         self._speaker = self._info_of(event.worker_id)
         reports = []
         for piece, known in sent:

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from raypool.core.model import Slice, TaskState
 from raypool.engine.backend import Function, LocalValues, SliceResult, WorkerInfo
-from raypool.engine.loop_work import LoopOptions, LoopWork, Restored, Segment
+from raypool.engine.loop_work import LoopOptions, LoopWork, Lost, Restored, Segment
 from raypool.engine.recorder import Recorder, Step
 from raypool.engine.sayings import METRICS, ItemFiles, SayingFeed, rows_of
 from raypool.errors import InternalError, JournalError, TaskError
@@ -22,8 +22,9 @@ from raypool.feed import Feed
 from raypool.futures import Missing
 from raypool.journal.files import Damaged, make_folder
 from raypool.journal.journal import Journal, Outcome, Stored
+from raypool.journal.outcomes import row_of
 from raypool.journal.source import Source
-from raypool.results import Row
+from raypool.results import Span
 
 UNCHANGEABLE = frozenset({int, float, bool, str, bytes, type(None)})
 """Types whose values stay what they are."""
@@ -54,6 +55,7 @@ class DurableLoop(LoopWork):
     def __init__(self, function: Function, options: LoopOptions, journal: Journal, rerun: str) -> None:
         super().__init__(function, (), options)
         self.run_dir = journal.run_dir
+        self.run = journal.run
         feed = self.feed = SayingFeed()
         self._journal = journal
         self._home = self._home or str(journal.run_dir)
@@ -142,7 +144,7 @@ class DurableLoop(LoopWork):
         except Damaged as damage:
             logger.warning("%s Item %d of %s runs again.", damage, index, self.label)
             return False
-        row = Row(stored.status, stored.duration_s, stored.started_at, stored.worker, stored.gpu, stored.attempt)
+        row = row_of(stored)
         self.restored[index] = Restored(value, error, row)
         self._runs[index] = stored.run
         if error is not None:
@@ -176,12 +178,14 @@ class DurableLoop(LoopWork):
 
     def fail(self, piece: Slice, error: TaskError) -> None:
         """Have the error written for each of these items."""
+        span = self._span(piece)
         self._note_stopped(piece)
-        self._recorder.put(partial(self._failed, piece, error))
+        self._recorder.put(partial(self._failed, Lost(piece, error, span)))
 
     def miss(self, piece: Slice, worker: WorkerInfo, why: str | BaseException) -> None:
         """Have it written that these items run again."""
-        self._recorder.put(partial(self._missed, piece, worker, why))
+        super().miss(piece, worker, why)
+        self._recorder.put(partial(self._missed, piece, worker, why, self._span(piece, worker)))
 
     def end(self, state: TaskState, error: BaseException | None) -> None:
         """Wake whoever waits, when all is written."""
@@ -234,15 +238,16 @@ class DurableLoop(LoopWork):
                 values[position], errors[index] = None, error
         return outcome._replace(status="failed", value=None, error=error)
 
-    def _failed(self, piece: Slice, error: TaskError) -> Step:
-        outcomes = [Outcome(self.keys[index], piece.attempt, "failed", error=error) for index in self.numbers(piece)]
-        return Step(outcomes, partial(self._keep_failed, piece, error))
+    def _failed(self, lost: Lost) -> Step:
+        how = Outcome("", lost.items.attempt, "failed", error=lost.error, **({} if lost.span is None else lost.span._asdict()))
+        return Step([how._replace(key=self.keys[index]) for index in self.numbers(lost.items)], partial(self._keep_failed, lost))
 
-    def _missed(self, piece: Slice, worker: WorkerInfo, why: str | BaseException) -> Step:
+    def _missed(self, piece: Slice, worker: WorkerInfo, why: str | BaseException, span: Span | None) -> Step:
+        where = {"worker": worker.index, "gpu": worker.gpu, "host": worker.host} if span is None else span._asdict()
         if isinstance(why, str):
-            how = Outcome("", piece.attempt, "lost", words=why, worker=worker.index, gpu=worker.gpu, host=worker.host)
+            how = Outcome("", piece.attempt, "lost", words=why, **where)
         else:
-            how = Outcome("", piece.attempt, "retried", error=why, worker=worker.index, gpu=worker.gpu, host=worker.host)
+            how = Outcome("", piece.attempt, "retried", error=why, **where)
         return Step([how._replace(key=self.keys[index]) for index in self.numbers(piece)])
 
     def _ended(self, state: TaskState, error: BaseException | None, trouble: JournalError | None) -> None:

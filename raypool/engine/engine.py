@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 import threading
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
@@ -34,6 +35,9 @@ from raypool.task import in_task
 
 KEPT_FUNCTIONS = 128
 """So many small functions stay known on the workers between calls; larger ones only while something calls them."""
+
+EXIT_GRACE_S = 5.0
+"""So long what has not ended has left when the interpreter ends by itself [s]."""
 
 EXIT_TIMEOUT_S = 10.0
 
@@ -249,8 +253,19 @@ os.register_at_fork(after_in_child=_forget_all)
 
 @atexit.register
 def _end_all() -> None:
-    """End what is left when the interpreter ends; nothing may stay on a GPU."""
-    for engine in list(_engines):
+    """End what is left when the interpreter ends; nothing may stay on a GPU.
+
+    The standard library's executors wait here for what has been handed in, however long it takes. Here it has a few seconds; and
+    none after an error or Ctrl-C.
+    """
+    engines = list(_engines)
+    deadline = time.monotonic() + EXIT_GRACE_S
+    if not hasattr(sys, "last_type"):  # what the interpreter itself notes of an exception that nobody has caught
+        for engine in engines:
+            engine.shutdown(wait=False)
+        for engine in engines:
+            engine.driver.closed.wait(deadline - time.monotonic())
+    for engine in engines:
         engine.shutdown(wait=False, cancel_queued=True, cancel_running=True)
         engine.driver.closed.wait(EXIT_TIMEOUT_S)
 

@@ -117,6 +117,7 @@ class Guard:
         """Note that code of the user's has ended."""
         self._is_armed = False
         self._at_hand = NOTHING
+        self._note = self._limit = None  # with what the task has returned
 
     def take(self, wish: Signal, attempt_id: int, task_id: int) -> bool:
         """Note a wish; return whether the slice at hand has to be interrupted for it, which happens once only."""

@@ -17,12 +17,23 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from raypool.core.messages import AttemptFinished, CancelRequested, Signal, WorkerLost, WorkerReady
-from raypool.engine.backend import Failure, Function, LocalValues, NodeDevices, Part, Post, Refusal, SliceResult, WorkerInfo
+from raypool.engine.backend import (
+    Failure,
+    Function,
+    GpuMemory,
+    LocalValues,
+    NodeDevices,
+    Part,
+    Post,
+    Refusal,
+    SliceResult,
+    WorkerInfo,
+)
 from raypool.engine.diary import listening
 from raypool.engine.guard import ThreadGuard
 from raypool.engine.machine import gpus_here
 from raypool.engine.mirrors import ItemFolders, home_here, temporary_here
-from raypool.engine.runner import Surroundings, run_parts, set_up
+from raypool.engine.runner import RawResult, Surroundings, run_parts, set_up
 from raypool.errors import LossReason
 from raypool.folders import TemporaryFolder
 from raypool.profiles import Profile
@@ -68,6 +79,7 @@ class InlineBackend:
         self._set_ups: set[int] = set()  # workers whose setup has succeeded, so that they have something to tear down
         self._ranks: dict[int, list[Rank]] = {}  # of gangs whose first rank has not come back, by task
         self._broken_up: set[int] = set()  # those of them of which a rank has failed
+        self._interrupted: set[int] = set()  # tasks that Ctrl-C has ended in an item: the driver says so when this call is over
         self._exchange: LocalExchange | None = None  # made when somebody asks for the store
         self._making = threading.Lock()
         self._is_closed = False
@@ -82,6 +94,9 @@ class InlineBackend:
     def devices(self) -> list[NodeDevices]:
         """Return the GPUs of this machine; which of them a worker uses is up to the functions that it runs."""
         return [NodeDevices(platform.node(), gpus_here(self._profile.inventory)[0], list(self._workers.values()))]
+
+    def gpu_memory(self, take: Callable[[dict[int, GpuMemory]], object]) -> None:
+        """Say nothing: which GPU a worker uses, if any, nobody knows here."""
 
     def _way_of_own(self) -> Way:
         from raypool.engine.exchange import LocalExchange  # which imports asyncio, for the few who need it
@@ -208,7 +223,7 @@ class InlineBackend:
                 worker, stopper = self._workers[worker_id], self._guards[worker_id]
                 here = Surroundings(worker, known.__getitem__, _as_is, stopper, self._say, None, self.find_way, self._folders)
                 with listening():
-                    raw = run_parts(attempt_id, parts, here)
+                    raw = self._run_parts(attempt_id, parts, here)
         except SystemExit as error:
             self._post(WorkerLost(worker_id, LossReason.EXIT), f"the function called sys.exit({error.code!r})")
             self._break_up(parts[0].task_id)
@@ -217,22 +232,21 @@ class InlineBackend:
             self._post(WorkerLost(worker_id, LossReason.UNKNOWN), f"raypool failed in it, {type(error).__name__}: {error}")
             self._break_up(parts[0].task_id)
             return False
-        results = [
-            SliceResult(
-                part.start,
-                part.done,
-                LocalValues(part.values),
-                0,
-                {index: Failure(error, None) for index, error in part.errors.items()},
-                part.durations_s,
-                part.started_at,
-            )
-            for part in raw
-        ]
-        self._post(AttemptFinished(worker_id, attempt_id, ()), results)
-        if parts[0].is_rank and (results[0].failures or not results[0].done):
+        is_broken_up = parts[0].is_rank and (bool(raw[0].errors) or not raw[0].done)
+        self._post(AttemptFinished(worker_id, attempt_id, ()), [_result_of(part) for part in raw])
+        if is_broken_up:
             self._break_up(parts[0].task_id)
         return True
+
+    def _run_parts(self, attempt_id: int, parts: Sequence[Part], here: Surroundings) -> list[RawResult]:
+        """Run slices; of a task that Ctrl-C has ended nothing begins any more, also not what was dealt out with it."""
+        if any(part.task_id in self._interrupted for part in parts):
+            return [RawResult(part.start) for part in parts]
+        raw = run_parts(attempt_id, parts, here)
+        self._interrupted.update(
+            part.task_id for part, result in zip(parts, raw, strict=True) if result.is_interrupted and not part.is_rank
+        )
+        return raw
 
     def signal(self, worker_id: int, attempt_id: int, task_id: int, wish: Signal) -> None:
         """Pass on what somebody wants of a slice; here nobody can want anything while it runs but its own thread."""
@@ -253,6 +267,12 @@ class InlineBackend:
 
 def _as_is(items: Any) -> Any:
     return items
+
+
+def _result_of(raw: RawResult) -> SliceResult:
+    """Return what became of a slice. Its errors go along: their tracebacks hold the frames that hold `raw`."""
+    failures = {index: Failure(raw.errors.pop(index), None) for index in list(raw.errors)}
+    return SliceResult(raw.start, raw.done, LocalValues(raw.values), 0, failures, raw.durations_s, raw.started_at)
 
 
 class ThreadsBackend(InlineBackend):
@@ -332,5 +352,7 @@ class ThreadsBackend(InlineBackend):
 
 def _work(calls: queue.SimpleQueue[Callable[[], bool] | None]) -> None:
     while (call := calls.get()) is not None:
-        if not call():
+        is_alive = call()
+        del call  # while it waits for the next, it holds nothing
+        if not is_alive:
             return

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,7 +16,10 @@ from raypool.engine.backend import Function, Part, SliceResult, WorkerInfo
 from raypool.engine.work import Pack, described
 from raypool.errors import TaskError
 from raypool.feed import Feed
-from raypool.results import Row
+from raypool.results import Miss, Row, Span, told
+
+CALLS_AT_ONCE = 2
+"""So many calls may be on their way to a worker: the one that it is at, and the next one."""
 
 
 class Segment(NamedTuple):
@@ -24,6 +28,27 @@ class Segment(NamedTuple):
     items: Slice
     result: SliceResult
     worker: WorkerInfo
+
+
+class Lost(NamedTuple):
+    """Items that never got an outcome of their own; `span`: of the call that they were in when that was found out, if any."""
+
+    items: Slice
+    error: TaskError
+    span: Span | None
+
+
+class Begun(NamedTuple):
+    """A call that was sent to a worker."""
+
+    items: Slice
+    worker: WorkerInfo
+    sent_at: float
+
+    def span(self) -> Span:
+        """Return where it ran, until now."""
+        now = datetime.now(UTC).timestamp()
+        return Span(self.worker.index, self.worker.gpu, self.worker.host, self.sent_at, max(now - self.sent_at, 0.0))
 
 
 class Restored(NamedTuple):
@@ -74,12 +99,16 @@ class LoopWork:
         self.segments: list[Segment] = []
         self.errors: dict[int, BaseException] = {}
         self.first_error: BaseException | None = None
-        self.lost: list[tuple[Slice, TaskError]] = []
+        self.lost: list[Lost] = []
+        self.misses: list[Miss] = []
+        self.run = 1  # the number of this call, among those with the same folder
+        self._begun: dict[int, deque[Begun]] = {}  # by worker: what was sent there last
         self.running: dict[int, tuple[Slice, float]] = {}  # worker index -> what it runs, since when
         self.state = TaskState.QUEUED
         self.broken_by: BaseException | None = None
         self.num_settled = 0
         self.changed = threading.Condition()
+        self.on_settled: Callable[[], object] | None = None  # called where nobody can wait for `changed`
         self.feed = Feed()
         self._catch_ups: dict[int, Callable[[], None]] = {}  # by worker: waits for what it said before it answered last
 
@@ -130,7 +159,9 @@ class LoopWork:
         """Note what the worker runs now."""
         self.state = TaskState.RUNNING
         self._note_stopped(piece)  # elsewhere, if it runs again because a worker was lost
-        self.running[worker.index] = (piece, datetime.now(UTC).timestamp())
+        now = datetime.now(UTC).timestamp()
+        self.running[worker.index] = (piece, now)
+        self._begun.setdefault(worker.index, deque(maxlen=CALLS_AT_ONCE)).append(Begun(piece, worker, now))
         return True
 
     def part(self, piece: Slice, pack: Pack) -> Part:
@@ -194,20 +225,41 @@ class LoopWork:
 
     def fail(self, piece: Slice, error: TaskError) -> None:
         """Keep the error for each of these items."""
+        span = self._span(piece)
         self._note_stopped(piece)
-        self._keep_failed(piece, error)
+        self._keep_failed(Lost(piece, error, span))
 
-    def _keep_failed(self, piece: Slice, error: TaskError) -> None:
-        for index in self.numbers(piece):
-            self._note_error(index, error)
-        self.lost.append((piece, error))
-        self._note_settled(piece)
+    def _keep_failed(self, lost: Lost) -> None:
+        for index in self.numbers(lost.items):
+            self._note_error(index, lost.error)
+        self.lost.append(lost)
+        self._note_settled(lost.items)
 
     def miss(self, piece: Slice, worker: WorkerInfo, why: str | BaseException) -> None:
-        """Do nothing: the table says how often an item has run."""
+        """Note where the items ran that run again."""
+        status, words = ("lost", why) if isinstance(why, str) else ("retried", told(why))
+        self._note_missed(piece, status, self._span(piece, worker), words)
+
+    def _span(self, piece: Slice, worker: WorkerInfo | None = None) -> Span | None:
+        """Return where and when the newest call ran that had this attempt at the items; None if none is known."""
+        calls = self._begun.values() if worker is None else [self._begun.get(worker.index, ())]
+        fitting = [
+            call
+            for call in itertools.chain.from_iterable(calls)
+            if call.items.attempt == piece.attempt and call.items.start <= piece.start < call.items.stop
+        ]
+        return max(fitting, key=lambda call: call.sent_at).span() if fitting else None
+
+    def _note_missed(self, piece: Slice, status: str, span: Span | None, words: str | None) -> None:
+        where = {} if span is None else span._asdict()
+        row = Row(status, attempts=piece.attempt, run=self.run, **where)
+        self.misses += (Miss(index, row, words) for index in self.numbers(piece))
 
     def end(self, state: TaskState, error: BaseException | None) -> None:
-        """Wake whoever waits."""
+        """Wake whoever waits; what still runs then runs for nobody."""
+        if state is not TaskState.FINISHED:
+            for piece, _ in list(self.running.values()):
+                self._note_missed(piece, "cancelled", self._span(piece), None)
         with self.changed:
             self.broken_by = error
             self.state = state
@@ -227,6 +279,8 @@ class LoopWork:
         with self.changed:
             self.num_settled += piece.stop - piece.start
             self.changed.notify_all()
+        if self.on_settled is not None:
+            self.on_settled()
 
 
 class ItemNames:

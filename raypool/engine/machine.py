@@ -10,6 +10,7 @@ from raypool.devices.gpus import GpuDevice, Inventory
 from raypool.devices.nvml import NvmlInventory
 from raypool.devices.table import COLUMNS, frame_of, row_of
 from raypool.devices.visible import visible_amd, visible_gpus
+from raypool.engine.quiet_import import import_ray
 from raypool.errors import InvalidValueError
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ def gpus_here(inventory: Inventory) -> tuple[list[GpuDevice], Sequence[int | Non
 def manager_of_gpus() -> Any:
     """Return who knows this machine's GPUs for Ray; None if Ray cannot be asked."""
     try:
+        import_ray()
         from ray._private.accelerators import get_accelerator_manager_for_resource
 
         return get_accelerator_manager_for_resource("GPU")

@@ -21,6 +21,7 @@ import ray
 
 from raypool.core.messages import Signal
 from raypool.devices.gpus import GpuDevice, Inventory
+from raypool.engine.backend import GpuMemory
 from raypool.engine.exchange import Exchange
 from raypool.engine.guard import AT_HAND, NOTHING, SIGNALS, STOP_SIGNAL, WISH
 from raypool.engine.homes import FolderHome
@@ -280,6 +281,10 @@ class NodeAgent:
     async def devices(self) -> list[GpuDevice]:
         """Return all GPUs of this node, whoever may use them."""
         return await self._telemetry.devices()
+
+    async def gpu_memory(self) -> dict[int, GpuMemory]:
+        """Return how much memory of the GPUs that workers have is in use, as was seen last."""
+        return self._telemetry.newest()
 
     async def usage(self, gpu: int, since: float, until: float) -> Usage | None:
         """Return how a GPU was used between two times [s since the epoch]; None if nobody has looked."""

@@ -131,7 +131,7 @@ def load(parcel: Parcel) -> Any:
 class Unloadable(NamedTuple):
     """Stands for a value that could not be unpickled here."""
 
-    error: Exception
+    error: BaseException
 
 
 def keep(value: Any, is_last: bool) -> Parcel:
@@ -178,7 +178,7 @@ def load_each(parcel: Parcel) -> list[Any]:
         first_ref += num_refs
         try:
             values[position] = load(Parcel(header, buffers, refs))
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # it runs code of the user's, which may not end this process
             values[position] = Unloadable(error)
     return values
 

@@ -74,6 +74,7 @@ class RayBackend:
         self._nodes = NodeWatch(self, post, profile.cancel_grace_s)
         self._agents = Agents(hub, profile.cancel_grace_s, self._nodes.stays, profile.inventory)
         add_source(self._agents)
+        self.gpu_memory = self._agents.gpu_memory
         self._cards: Cards | None = None
         if profile.workers_per_gpu == "auto":
             self._cards = Cards(self._seating, self.take_in, post, None if profile.mps else self._ask_usage)
@@ -365,7 +366,7 @@ class RayBackend:
         is_spent = leftover is not None and leftover.is_spent
         if seat is not None:
             seat.is_spent = is_spent
-        if leftover is not None:
+        if leftover is not None and leftover.words is not None:
             self._note_leftover(leftover)
         self._post(AttemptFinished(worker_id, attempt_id, (), is_spent), results)
 

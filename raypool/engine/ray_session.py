@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import logging
 import os
 import signal
 import sys
@@ -18,6 +17,7 @@ from raypool.cloud.tokens import make_token, token_path
 from raypool.devices.cores import usable_cpus
 from raypool.devices.gpus import Inventory
 from raypool.devices.visible import visible_gpus
+from raypool.engine.quiet_import import import_ray
 from raypool.errors import StartupError
 from raypool.profiles import CLIENT, LOOPBACK, Profile
 
@@ -63,7 +63,7 @@ def join_ray(profile: Profile | None = None, inventory: Inventory | None = None)
     with _lock:
         if not _is_initialized():
             _prepare(profile, address)
-        logging.getLogger("ray.widgets.util").setLevel(logging.WARNING)  # in notebooks it asks for a package that nobody needs
+        import_ray()
         import ray
 
         if ray.is_initialized():

@@ -19,7 +19,7 @@ from raypool.engine.guard import Guard
 from raypool.engine.sharing import Turns
 from raypool.engine.upkeep import Upkeep, note_shortage
 from raypool.errors import TaskCancelled
-from raypool.task import Folders, Running, Say, item_seed, running, unbroken
+from raypool.task import Folders, Running, Say, is_retired, item_seed, running, unbroken
 
 UNCHANGEABLE = frozenset({int, float, bool, str, bytes, type(None)})
 """Types whose values stay what they are."""
@@ -42,6 +42,11 @@ class RawResult:
         self.started_at = 0.0
         self.deadline = inf
         self.peak_memory_bytes: int | None = None
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether an item was ended by Ctrl-C, which means all that would come after it."""
+        return any(isinstance(error, KeyboardInterrupt) for error in self.errors.values())
 
     def take_back_last(self) -> None:
         """Let it be as if the last item that was begun had not been."""
@@ -94,7 +99,7 @@ def run_parts(attempt_id: int, parts: Sequence[Part], here: Surroundings) -> lis
     for part in parts:
         result = RawResult(part.start)
         results.append(result)
-        if perf_counter() < deadline or len(results) == 1:
+        if (perf_counter() < deadline and not is_retired()) or len(results) == 1:
             if not part.is_fixed:
                 result.deadline = deadline
             if here.upkeep is None:
@@ -103,6 +108,8 @@ def run_parts(attempt_id: int, parts: Sequence[Part], here: Surroundings) -> lis
                 here.upkeep.begin()
                 _run_part(part, here, result)
                 result.peak_memory_bytes = here.upkeep.peak()
+            if result.is_interrupted:
+                deadline = -inf
     return results
 
 
@@ -206,7 +213,7 @@ def _run_items(fn: Callable[[Any], Any], items: list[Any], part: Part, here: Sur
             note_shortage(error, here.upkeep)
             result.errors[part.start + len(values)] = error
             values.append(None)
-            if part.stops_on_error:
+            if part.stops_on_error or isinstance(error, KeyboardInterrupt):
                 result.deadline = -inf
         now = perf_counter()
         durations_s.append(now - before)

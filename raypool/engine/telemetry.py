@@ -15,6 +15,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from raypool.devices.gpus import GpuDevice, Inventory
+from raypool.engine.backend import GpuMemory
 from raypool.engine.machine import gpus_here
 
 LOOK_S = 1.0
@@ -22,6 +23,9 @@ LOOK_S = 1.0
 
 ANSWER_S = 3.0
 """What is known of a GPU's memory is waited for so long [s]."""
+
+STALE_S = 5.0
+"""What was seen before this is not how it is now: the driver of the GPUs has not answered since [s]."""
 
 KEPT = 3600
 """So many readings of each GPU are kept: an hour."""
@@ -33,6 +37,19 @@ class Reading(NamedTuple):
     taken_at: float
     utilisation: float | None
     used_bytes: int | None
+    total_bytes: int | None = None
+
+
+def sum_of(memories: Sequence[GpuMemory]) -> GpuMemory:
+    """Return the memory of several GPUs together.
+
+    Example:
+        >>> sum_of([GpuMemory(1, 8), GpuMemory(2, 8)]), sum_of([GpuMemory(1, None)])
+        (GpuMemory(used_bytes=3, total_bytes=16), GpuMemory(used_bytes=1, total_bytes=None))
+    """
+    totals = [memory.total_bytes for memory in memories]
+    total = None if None in totals else sum(filter(None, totals))
+    return GpuMemory(sum(memory.used_bytes for memory in memories), total)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,11 +122,21 @@ class Telemetry:
     def _read(self, gpus: Sequence[int]) -> list[tuple[int, Reading]]:
         cards = self._inventory.load(gpus)
         now = time.time()
-        return [(card.index, Reading(now, card.utilisation, card.used_bytes)) for card in cards]
+        return [(card.index, Reading(now, card.utilisation, card.used_bytes, card.total_bytes)) for card in cards]
 
     def note(self, gpu: int, reading: Reading) -> None:
         """Take note of what a GPU was like."""
         self._readings.setdefault(gpu, deque(maxlen=KEPT)).append(reading)
+
+    def newest(self) -> dict[int, GpuMemory]:
+        """Return the memory of each GPU as it was seen last, if that was lately; nobody is asked for it."""
+        since = time.time() - STALE_S
+        newest = {gpu: readings[-1] for gpu, readings in self._readings.items()}
+        return {
+            gpu: GpuMemory(reading.used_bytes, reading.total_bytes)
+            for gpu, reading in newest.items()
+            if reading.taken_at >= since and reading.used_bytes is not None
+        }
 
     def usage(self, gpu: int, since: float, until: float) -> Usage | None:
         """Return how a GPU was used between two times [s since the epoch], None if it was not looked at between them."""

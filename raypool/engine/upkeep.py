@@ -29,11 +29,11 @@ class Leftover(NamedTuple):
     """What a process has left over on its GPU is too much.
 
     `words` say so, once for each `name`: of the function that has left most, by what was there after calls that began with it.
-    `is_spent`: the process is to be replaced.
+    None: it has left nothing, and is to be replaced since a task has wished for that. `is_spent`: the process is to be replaced.
     """
 
     name: str
-    words: str
+    words: str | None
     is_spent: bool
 
 

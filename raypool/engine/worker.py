@@ -34,8 +34,9 @@ from raypool.engine.sharing import Sharing, Turns, settle
 from raypool.engine.upkeep import Leftover, Upkeep
 from raypool.errors import InvalidValueError
 from raypool.folders import hold
+from raypool.left_globals import call_setup, share_left
 from raypool.shared import discard_all
-from raypool.task import let_notes_travel, mark_worker_process, set_link
+from raypool.task import is_retired, let_notes_travel, mark_worker_process, set_link
 
 DRAIN_TIMEOUT_S = 2.0
 """How long a worker that ends waits until what it has said last is sent [s]."""
@@ -141,7 +142,7 @@ class PoolWorker:
             if self._sharing.takes_turns:
                 self._turns = Turns(self._inventory, given[0], self._rooms.temporary)
         try:
-            set_up([unpack(setup) for setup in load(Parcel(*setups))], self._info)
+            set_up([functools.partial(call_setup, unpack(setup)) for setup in load(Parcel(*setups))], self._info)
         except (Exception, SystemExit) as error:
             return Refusal(f"its setup failed, {''.join(traceback.format_exception_only(error)).strip()}")
         if self._upkeep is not None:
@@ -206,6 +207,9 @@ class PoolWorker:
 
     def _settle(self, parts: Sequence[Part]) -> Leftover | None:
         """See to what a call has left on the GPU, now that nothing of it is needed any more; say if that is too much."""
+        if is_retired():
+            self._is_spent = True
+            return Leftover("", None, is_spent=True)
         if self._upkeep is None:
             return None
         fn_id, name, turn = parts[0].fn_id, parts[0].name, parts[0].turn
@@ -221,6 +225,7 @@ class PoolWorker:
         if fn is None:
             with kept.on_purpose():
                 fn = self._functions[fn_id] = unpack(self._packed[fn_id])
+                share_left(fn)
             del self._packed[fn_id]
         return fn
 

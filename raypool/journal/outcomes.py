@@ -13,6 +13,7 @@ from raypool.errors import RemoteTraceback, SerializationError, TaskError
 from raypool.journal.files import Damaged, check_owner, digest, dump, load, make_folder, read_file, write_file
 from raypool.journal.plain import decode, encode
 from raypool.journal.schema import MAX_PICKLE_BYTES, MAX_TEXT_BYTES
+from raypool.results import Row
 
 logger = logging.getLogger("raypool")
 
@@ -183,6 +184,28 @@ def error_of(stored: Stored, run_dir: Path) -> BaseException:
         if said.get("traceback") and error.__cause__ is None:
             error.__cause__ = RemoteTraceback(said["traceback"])
     return error
+
+
+def row_of(stored: Stored) -> Row:
+    """Return what a journal knows of an attempt at an item."""
+    return Row(
+        stored.status,
+        stored.duration_s,
+        stored.started_at,
+        stored.worker,
+        stored.gpu,
+        stored.attempt,
+        host=stored.host,
+        run=stored.run,
+    )
+
+
+def words_of(stored: Stored) -> str | None:
+    """Return what was said of an attempt without a value, in a line as the table of a loop has it."""
+    said = _said(stored.body) if stored.status != "finished" else {}
+    kind = str(said.get("type") or "").rpartition(".")[2]
+    text = str(said.get("text") or "")
+    return (f"{kind}: {text}" if kind else text) or None
 
 
 def _said(body: str | None) -> dict[str, Any]:

@@ -35,11 +35,11 @@ from raypool.journal.opening import (
     rescued,
     what_is_lost,
 )
-from raypool.journal.outcomes import DATABASE, Place, Stored, error_of, get_back, logger
+from raypool.journal.outcomes import DATABASE, Place, Stored, error_of, get_back, logger, row_of, words_of
 from raypool.journal.plain import decode
 from raypool.journal.salvage import carve
 from raypool.journal.schema import checksum, numbers_of
-from raypool.results import Results, Row
+from raypool.results import Miss, Results, Row
 
 
 class Entry(NamedTuple):
@@ -92,7 +92,8 @@ def _quiet_collector() -> Iterator[None]:
 
 
 def _load(folder: Path) -> Results:
-    entries = entries_of(read_contents(folder))
+    contents = read_contents(folder)
+    entries = entries_of(contents)
     items = _opened(folder, [(entry.key, entry.item) for entry in entries])
     places = [
         (entry.key, Place(*entry.stored[5:10]) if entry.stored is not None and entry.stored.status == "finished" else None)
@@ -117,16 +118,22 @@ def _load(folder: Path) -> Results:
     return Results(
         [None if type(item) is Damaged else item for item in items],
         [None if type(value) is Damaged else value for value in values],
-        lambda: [_row(entry.stored if index not in unreadable else None) for index, entry in enumerate(entries)],
+        lambda: [
+            row_of(entry.stored) if entry.stored is not None and index not in unreadable else Row("missing")
+            for index, entry in enumerate(entries)
+        ],
         errors,
         functools.cache(lambda: _feed_of(folder, keys)),
+        lambda: _misses(contents, entries),
     )
 
 
-def _row(stored: Stored | None) -> Row:
-    if stored is None:
-        return Row("missing")
-    return Row(stored.status, stored.duration_s, stored.started_at, stored.worker, stored.gpu, stored.attempt)
+def _misses(contents: Contents, entries: Sequence[Entry]) -> list[Miss]:
+    """Return the attempts at the items that did not give the outcome which counts."""
+    numbers = {entry.key: index for index, entry in enumerate(entries)}
+    counted = {entry.stored.n for entry in entries if entry.stored is not None}
+    others = (Stored._make(row) for row in contents["attempts"] if row[0] not in counted)
+    return [Miss(numbers[other.key], row_of(other), words_of(other)) for other in others if other.key in numbers]
 
 
 def _opened(folder: Path, places: Sequence[tuple[str, Place | None]]) -> list[Any]:

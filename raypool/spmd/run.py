@@ -288,7 +288,7 @@ def submit_gang(  # noqa: PLR0913, PLR0917 - a call, and how it is treated
     future = work.future
 
     def make_spec(task_id: int) -> TaskSpec:
-        future.task_id, future.on_ask = task_id, engine.driver.ask_call
+        future.task_id, future.on_ask, future.owners = task_id, engine.driver.ask_call, (engine.driver,)
         return TaskSpec(
             task_id,
             function.fn_id,

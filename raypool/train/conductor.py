@@ -308,6 +308,7 @@ def start_run(run: TrainingRun, conductor: Conductor, engine: Engine) -> Trainin
     Raises:
         InvalidValueError: Another training has its folder, here or in another process.
     """
+    run.owners = (engine.driver,)
     take_folder(run, conductor.has_named_folder)
     try:
         first = conductor.begin()  # here: what cannot begin at all fails at the call

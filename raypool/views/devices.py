@@ -31,13 +31,13 @@ NO_GPU = (
 
 UNKNOWN = "unknown"
 
-WIDTH_OF_FILES = 200
+WIDTH_OF_FILES = 1000
 """Columns of a table that does not go to a terminal."""
 
 
 def as_json(frame: pd.DataFrame) -> str:
     """Return a table of GPUs as JSON: a list of what `raypool.gpu_device_table` says of each, null for what is not known."""
-    rows = [{name: None if _is_missing(value) else value for name, value in row.items()} for row in _rows(frame)]
+    rows = [{name: None if is_missing(value) else value for name, value in row.items()} for row in _rows(frame)]
     return json.dumps(rows, indent=2)
 
 
@@ -51,7 +51,7 @@ def as_table(frame: pd.DataFrame) -> Table:
             _said(row, "is_selected", lambda is_selected: "*" if is_selected else "", "?"),
             str(row["index"]),
             _said(row, "name", str) + _said(row, "mig", lambda instances: "".join(f"\n  {name}" for name in instances), ""),
-            f"{_gib(row['used_bytes'])} of {_gib(row['total_bytes'])} GiB" if not _is_missing(row["free_bytes"]) else UNKNOWN,
+            f"{_gib(row['used_bytes'])} of {_gib(row['total_bytes'])} GiB" if not is_missing(row["free_bytes"]) else UNKNOWN,
             _said(row, "utilisation", lambda utilisation: f"{utilisation * 100:.0f} %"),
             _said(row, "temperature_c", lambda degrees: f"{degrees:.0f} °C"),
             _said(row, "processes", lambda used: "\n".join(map(_process, used.items())) or "none"),
@@ -87,14 +87,15 @@ def _rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
     return [{str(name): values[place] for name, values in columns.items()} for place in range(len(frame))]
 
 
-def _is_missing(value: Any) -> bool:
+def is_missing(value: Any) -> bool:
+    """Whether a cell of a table has nothing in it: None, pandas' NA or NaN."""
     import pandas as pd
 
     return value is None or value is pd.NA or (isinstance(value, float) and isnan(value))
 
 
 def _said(row: Mapping[str, Any], name: str, say: Callable[[Any], str], unknown: str = UNKNOWN) -> str:
-    return unknown if _is_missing(row[name]) else say(row[name])
+    return unknown if is_missing(row[name]) else say(row[name])
 
 
 def _gib(num_bytes: int) -> str:

@@ -6,7 +6,6 @@ import re
 import shlex
 from pathlib import Path
 
-import click
 import pytest
 import yaml
 from click.testing import CliRunner
@@ -15,15 +14,17 @@ from raypool.cli import main
 from raypool.cloud import checks
 from raypool.cloud.documents import documents_of
 from raypool.profile_files import resolve_profile
+from tests.documents import blocks_of, commands_of
 
 TEXT = (Path(__file__).parents[2] / "docs" / "clusters.md").read_text()
 
 
+COMMANDS = commands_of("docs/clusters.md")
+
+
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", TEXT, re.DOTALL | re.MULTILINE)
-
-
-COMMANDS = [line for block in blocks("shell") for line in block.splitlines() if line.startswith("raypool ")]
+    """Return what can be tried without a cluster: the rest is for tests/integration/test_guides.py."""
+    return [block.code for block in blocks_of("docs/clusters.md", language) if 'profile="raypool"' not in block.code]
 
 
 def test_the_python_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,17 +35,6 @@ def test_the_python_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path, mon
     for line in re.findall(r"# (cluster\.yaml, line .*|\(1, 2, 4\)|\[3, 5\])$", "\n".join(blocks("python")), re.MULTILINE):
         assert line in printed
     assert "line 2" in printed
-
-
-@pytest.mark.parametrize("line", COMMANDS)
-def test_the_commands_and_their_options_exist(line: str) -> None:
-    words = shlex.split(line, comments=True)[1:]
-    command: click.Command = main
-    while isinstance(command, click.Group):
-        command = command.commands[words.pop(0)]
-    known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
-    ours = words[: words.index("--")] if "--" in words else words
-    assert {word for word in ours if word.startswith("-")} <= known
 
 
 @pytest.mark.parametrize("line", [line for line in COMMANDS if "cluster init" in line or "cluster machines" in line])

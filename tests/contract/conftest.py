@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from raypool import ParallelPool, WorkerResources, parpool
+from raypool import Future, ParallelPool, WorkerResources, parpool
 
 PROFILES = ("inline", "threads", "local")
 
@@ -71,6 +72,28 @@ def pool(make_pool: PoolMaker, by_value: None) -> Iterator[ParallelPool]:
     changes: dict[str, Any] = {"resources": WorkerResources()} if make_pool.is_in_processes else {}
     with make_pool(3, **changes) as pool:
         yield pool
+
+
+@pytest.fixture
+def call_back(pool: ParallelPool, make_gate: Any) -> Callable[[Callable[[Future[Any]], Any]], Any]:
+    """Give a function that calls another in the callback of a future, and returns what that returns, or its error."""
+
+    def call(fn: Callable[[Future[Any]], Any]) -> Any:
+        answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+        def answer(future: Future[Any]) -> None:
+            try:
+                answers.put(fn(future))
+            except BaseException as error:
+                answers.put(error)
+
+        gate = make_gate()
+        job = pool.parfeval(lambda: gate.wait() or 5)
+        job.add_done_callback(answer)
+        gate.open()
+        return answers.get(timeout=30)
+
+    return call
 
 
 @pytest.fixture

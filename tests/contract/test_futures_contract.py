@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import CancelledError
 from typing import Any
 
 import numpy as np
 import pytest
 
-from raypool import Future, ParallelPool, fetch_next, fetch_outputs, wait
+from raypool import Future, InvalidValueError, ParallelPool, after_all, after_each, fetch_next, fetch_outputs, parpool, wait
 
 beside_each_other = pytest.mark.parametrize("make_pool", ["threads", "local"], indirect=True)
 
@@ -134,3 +135,47 @@ def test_a_future_stays_where_it_is(pool: ParallelPool) -> None:
     future: Future[int] = pool.parfeval(abs, 1)
     with pytest.raises(TypeError, match="result"):
         pickle.dumps(future)
+
+
+# --- in a callback, which is in the pool's own thread -----------------------------------------------------------------
+
+
+@beside_each_other
+@pytest.mark.parametrize(
+    "wait_in_vain",
+    [
+        lambda pool: pool.submit(abs, -7).result(),
+        lambda pool: pool.submit(abs, -7).result(timeout=60),
+        lambda pool: pool.submit(abs, -7).exception(),
+        lambda pool: wait([pool.parfeval(abs, -7)]),
+        lambda pool: fetch_next([pool.parfeval(abs, -7)], timeout_s=60),
+        lambda pool: fetch_outputs([pool.parfeval(abs, -7)]),
+        lambda pool: next(pool.map(abs, [-7])),
+        lambda pool: pool.parfeval_on_all(abs, -7).result(),
+        lambda pool: after_all([pool.parfeval(abs, -7)], sum).result(),
+        lambda pool: wait(after_each([pool.parfeval(abs, -7)], float)),
+    ],
+)
+def test_a_callback_is_told_that_its_pool_would_wait_for_itself(
+    pool: ParallelPool, call_back: Any, wait_in_vain: Callable[[ParallelPool], Any]
+) -> None:
+    error = call_back(lambda _: wait_in_vain(pool))
+    assert type(error) is InvalidValueError
+    assert "wait for itself" in str(error)
+    assert pool.submit(abs, -2).result(60) == 2, "the pool goes on"
+
+
+@beside_each_other
+def test_a_callback_may_read_what_has_ended_and_wait_for_other_pools(pool: ParallelPool, call_back: Any) -> None:
+    later: list[Future[int]] = []
+
+    def read(future: Future[int]) -> tuple[Any, ...]:
+        later.append(pool.parfeval(abs, -7))
+        with pytest.raises(TimeoutError):
+            later[0].result(timeout=0)
+        read = future.result(), future.exception(), wait([future]), fetch_next([*later, future])
+        return *read, other.parfeval(abs, -3).result(), fetch_outputs([other.parfeval(abs, -4)])
+
+    with parpool(1, profile="threads", quiet=True) as other:
+        assert call_back(read) == (5, None, True, (1, 5), 3, [4])
+    assert later[0].result(60) == 7

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ import pandas as pd
 import pytest
 
 import raypool
-from raypool import InvalidValueError, ParallelPool, Results, WorkerLostError, current_task
+from raypool import InvalidValueError, ParallelPool, Results, WorkerLostError, current_task, parpool
 
 beside_each_other = pytest.mark.parametrize("make_pool", ["threads", "local"], indirect=True)
 
@@ -228,6 +229,46 @@ def test_an_interrupted_loop_gives_back_what_it_has(
     assert eventually(lambda: not pool.busy and pool.idle_workers == pool.num_workers)
     assert len(marks.all()) <= 1 + 2 * pool.num_workers, "more was started than what had been sent ahead"
     check_pool(pool)
+
+
+@pytest.mark.parametrize("interrupted", [2, 3])
+def test_ctrl_c_in_an_inline_item_ends_the_loop_wherever_it_comes(interrupted: int) -> None:
+    def begin(item: int) -> int:
+        if item == 1:
+            raise ValueError("before it")
+        if item == interrupted:
+            raise KeyboardInterrupt  # as Python does in the main thread, where items run inline
+        return item
+
+    with parpool(profile="inline", quiet=True) as pool, pytest.raises(KeyboardInterrupt) as caught:
+        pool.parfor(begin, range(4), on_error="collect", chunk_size=1)
+    assert caught.value.results[0] == 0
+    assert type(caught.value.results.errors[1]) is ValueError
+
+
+@pytest.mark.parametrize("on_error", ["collect", "raise"])
+@pytest.mark.parametrize("options", [{}, {"chunk_size": 1}, {"chunk_size": 50}])
+@pytest.mark.parametrize("is_durable", [False, True])
+def test_nothing_begins_after_ctrl_c_in_an_inline_item(
+    tmp_path: Path, on_error: Any, options: dict[str, int], is_durable: bool
+) -> None:
+    begun = []
+
+    def begin(item: int) -> int:
+        begun.append(item)
+        if item == 3:
+            raise KeyboardInterrupt
+        return item
+
+    if is_durable:
+        options = {**options, "run_dir": tmp_path}  # type: ignore[dict-item]
+    with parpool(2, profile="inline", quiet=True) as pool:
+        with pytest.raises(KeyboardInterrupt) as caught:
+            pool.parfor(begin, range(200), on_error=on_error, **options)
+        assert begun[-1] == 3
+        assert [caught.value.results[item] for item in begun[:-1]] == begun[:-1]
+        begun.clear()
+        assert list(pool.parfor(begin, range(3))) == [0, 1, 2]
 
 
 def test_an_error_in_the_generator_comes_out_with_what_had_finished(pool: ParallelPool, check_pool: Any) -> None:

@@ -217,6 +217,20 @@ def test_it_is_cancelled(pool: ParallelPool, gate: Any, eventually: Callable[...
 
 
 @beside
+def test_its_future_cannot_be_waited_for_in_a_callback(pool: ParallelPool, call_back: Callable[..., Any]) -> None:
+    begun: list[Any] = []
+
+    def wait(_: Any) -> None:
+        begun.append(pool.spmd_async(lambda context: context.rank))
+        begun[0].result()
+
+    error = call_back(wait)
+    assert type(error) is InvalidValueError
+    assert "wait for itself" in str(error)
+    assert begun[0].exception(60) is None, "it goes on"
+
+
+@beside
 def test_its_time_is_up(pool: ParallelPool) -> None:
     def fn(context: Any) -> None:
         if context.rank == 2:

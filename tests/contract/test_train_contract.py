@@ -434,6 +434,20 @@ def test_a_stop_before_the_first_line(pool: ParallelPool, size: int, make_gate: 
     assert all(blocker.result(60) is None for blocker in blockers)
 
 
+@beside
+def test_its_end_cannot_be_waited_for_in_a_callback(pool: ParallelPool, call_back: Callable[..., Any]) -> None:
+    begun: list[Any] = []
+
+    def wait(_: Any) -> None:
+        begun.append(pool.train(lambda: 1))
+        begun[0].result()
+
+    error = call_back(wait)
+    assert type(error) is InvalidValueError
+    assert "wait for itself" in str(error)
+    assert begun[0].exception(60) is None, "it goes on"
+
+
 # --- what is left -----------------------------------------------------------------------------------------------------
 
 

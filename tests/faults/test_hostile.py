@@ -215,6 +215,22 @@ def test_a_result_that_cannot_be_unpickled_here_fails_its_future_only(pool: Para
     assert [future.result(30) for i, future in enumerate(futures) if i != 50] == [i for i in range(100) if i != 50]
 
 
+class EndsWhoOpensIt:
+    """Ends the process in which it is unpickled, as it would in an orderly way."""
+
+    def __reduce__(self) -> Any:
+        return sys.exit, (3,)
+
+
+def test_a_result_that_would_end_this_process_is_an_error(pool: ParallelPool) -> None:
+    future = pool.parfeval(EndsWhoOpensIt)
+    with pytest.raises(SerializationError, match=r"cannot be unpickled here \(SystemExit: 3"):
+        future.result(30)
+    assert future.state == "failed"
+    results = pool.parfor(lambda i: EndsWhoOpensIt() if i == 1 else i, range(3), on_error="collect")
+    assert list(results.errors) == [1]
+
+
 def test_a_function_that_cannot_be_unpickled_there(pool: ParallelPool) -> None:
     bomb = FailsToOpen(only_away=True)
     with pytest.raises(OSError, match="cannot be opened here"):

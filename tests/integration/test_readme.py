@@ -13,9 +13,13 @@ from typing import Any
 
 import pytest
 
+from tests.documents import blocks_of
+
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-TEN_LINES, SWEEP, DURABLE, SPMD, TRAINING, SHARED, *_ = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+CODE = {block.heading: block.code for block in blocks_of("README.md", "python")}
+TEN_LINES, SWEEP, DURABLE = CODE["Ten lines"], CODE["A sweep that is watched"], CODE["A sweep that survives"]
+SPMD, TRAINING, SHARED = CODE["Every worker at once"], CODE["One model on all workers"], CODE["GPUs, seen and shared"]
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 

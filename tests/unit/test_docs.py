@@ -2,22 +2,89 @@
 
 from __future__ import annotations
 
+import ast
 import re
+import shlex
+import tomllib
 from pathlib import Path
 
+import click
 import pytest
 
 import raypool
+from raypool.cli import main
 from raypool.core import messages, model
 from raypool.errors import InvalidTypeError
+from raypool.interop.multiprocessing import Pool
+from raypool.profile_files import named_profile
+from tests.documents import DOCUMENTS, ROOT, Block, all_blocks, blocks_of, commands_of
 
-ROOT = Path(__file__).parents[2]
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+README = {
+    "Ten lines": "tests/integration/test_readme.py::test_the_ten_lines_at_a_prompt",
+    "A sweep that is watched": "tests/integration/test_readme.py::test_the_sweep_goes_as_it_is_told",
+    "A sweep that survives": "tests/integration/test_readme.py::test_the_sweep_that_survives",
+    "Every worker at once": "tests/integration/test_readme.py::test_every_worker_at_once",
+    "One model on all workers": "tests/integration/test_readme.py::test_one_model_on_all_workers",
+    "GPUs, seen and shared": "tests/integration/test_readme.py::test_gpus_seen_and_shared",
+    "On a cluster": "tests/integration/test_guides.py::test_the_readme",
+    "At home": "tests/unit/test_docs.py::test_the_readme_code_runs",
+    "What else there is": "tests/unit/test_docs.py::test_the_readme_code_runs",
+}
+AT_HOME_RUNS = "tests/integration/test_at_home.py::test_the_code_runs"
+CLUSTERS = {
+    "Google Cloud, from nothing to a pool": "tests/integration/test_guides.py::test_a_pool_from_a_notebook",
+    "Jobs, and work that outlives the laptop": "tests/integration/test_guides.py::test_a_job",
+    "Checked before money is spent": "tests/cloud/test_clusters_doc.py::test_the_python_runs",
+    "Machines": "tests/cloud/test_clusters_doc.py::test_the_python_runs",
+    "Machines that are taken back": "tests/cloud/test_clusters_doc.py::test_the_python_runs",
+}
+AT_HOME = {
+    **dict.fromkeys(["An Executor", "Where a pool is taken", "multiprocessing's Pool", "joblib and scikit-learn"], AT_HOME_RUNS),
+    **dict.fromkeys(["A page of results", "While it runs"], AT_HOME_RUNS),
+    "At the prompt": "tests/integration/test_at_home.py::test_the_prompt",
+}
+RUN_BY: dict[str, dict[str, str] | str] = {
+    "README.md": README,
+    "docs/at_home.md": AT_HOME,
+    "docs/clusters.md": CLUSTERS,
+    "docs/durable.md": "tests/unit/test_docs.py::test_the_code_about_durable_sweeps_runs",
+    "docs/gpus.md": "tests/unit/test_docs.py::test_the_code_about_gpus_runs",
+    "docs/matlab.md": "tests/integration/test_matlab_page.py::test_the_python_side_runs",
+    "docs/several_gpus.md": "tests/integration/test_guides.py::test_whether_several_gpus_pay",
+}
+"""Which test runs the Python of a document: by heading, or all of it."""
+
+
+@pytest.mark.parametrize("block", all_blocks("python"), ids=str)
+def test_a_named_test_runs_it(block: Block) -> None:
+    tests = RUN_BY[block.document]
+    file, name = (tests if isinstance(tests, str) else tests[block.heading]).split("::")
+    tree = ast.parse((ROOT / file).read_text())
+    assert name in {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    assert Path(block.document).name in (ROOT / file).read_text()
+
+
+def test_the_tests_that_are_named_have_blocks() -> None:
+    there = {(block.document, block.heading) for block in all_blocks("python")}
+    named = {(document, heading) for document, tests in RUN_BY.items() if isinstance(tests, dict) for heading in tests}
+    assert named <= there
+    assert set(RUN_BY) == {document for document, _ in there}
+
+
+@pytest.mark.parametrize("block", all_blocks(""), ids=str)
+def test_what_has_no_language_is_no_code(block: Block) -> None:
+    """So that nothing is left out: Python, commands and settings say what they are, and are tried."""
+    assert not re.search(r"^(import |from \w+ import |>>> |\$ |raypool [a-z]|pip |\[[\w.]+\]$)", block.code, re.MULTILINE)
+
+
+@pytest.mark.parametrize("language", sorted({block.language for block in all_blocks()}))
+def test_all_languages_are_known(language: str) -> None:
+    assert language in ("", "matlab", "python", "shell", "toml", "yaml")
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_links_lead_somewhere(path: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", path.read_text()):
         if not target.startswith("http"):
             assert (path.parent / target).exists(), f"{path.name}: {target}"
 
@@ -26,6 +93,45 @@ def test_links_lead_somewhere(path: Path) -> None:
 def test_files_that_are_named_exist(path: Path) -> None:
     for target in re.findall(r"`((?:raypool|tests|benchmarks|notebooks|examples)/[\w/.-]+\.(?:py|md|json))`", path.read_text()):
         assert (ROOT / target).exists(), f"{path.name}: {target}"
+
+
+def commands() -> list[str]:
+    return sorted({line for path in DOCUMENTS for line in commands_of(path.relative_to(ROOT).as_posix())})
+
+
+@pytest.mark.parametrize("line", commands())
+def test_commands_and_their_options_exist(line: str) -> None:
+    words = shlex.split(line.partition(" | ")[0], comments=True)[1:]
+    command: click.Command = main
+    while isinstance(command, click.Group) and not words[0].startswith("-"):
+        found = command.get_command(click.Context(command), words.pop(0))
+        assert found
+        command = found
+    known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+    ours = words[: words.index("--")] if "--" in words else words
+    assert {word for word in ours if word.startswith("-")} <= known | {"--help", "--version"}
+
+
+def test_targets_of_make_exist() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = {name for block in all_blocks() for name in re.findall(r"^make ([a-z-]+)", block.code, re.MULTILINE)}
+    assert {"demo", "test"} <= named <= targets
+
+
+@pytest.mark.parametrize("block", all_blocks("toml"), ids=str)
+def test_profiles_are_taken(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    Path("mylab").mkdir()
+    Path("mylab/workers.py").write_text("def load_cache(): ...\n")
+    Path("raypool.toml").write_text(block.code)
+    for name in tomllib.loads(block.code)["profiles"]:
+        assert named_profile(name)
+
+
+def test_the_examples_are_listed() -> None:
+    listed = re.findall(r"^\| \[(\w+\.py)\]\(\1\) \|", (ROOT / "examples/README.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(path.name for path in ROOT.glob("examples/*.py"))
 
 
 def test_the_design_names_every_event_command_and_state() -> None:
@@ -37,45 +143,48 @@ def test_the_design_names_every_event_command_and_state() -> None:
     assert not missing
 
 
-def python_blocks(path: Path) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL)
+def run_all(blocks: list[Block], name: str) -> None:
+    """Run each as a script of its own, in this process; `name` is their `__name__`."""
+    assert blocks
+    for block in blocks:
+        exec(compile(block.code, block.document, "exec"), {"__name__": name})
 
 
 def test_the_readme_code_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    """The first six run with Ray, by tests of their own (tests/integration/test_readme.py)."""
-    _, _, _, _, _, _, *others = python_blocks(ROOT / "README.md")
-    for block in others:
-        exec(compile(block, "README.md", "exec"), {"__name__": "__main__"})
+    here = {heading for heading, test in README.items() if test.endswith("::test_the_readme_code_runs")}
+    run_all([block for block in blocks_of("README.md", "python") if block.heading in here], "__main__")
     printed = capsys.readouterr().out
     assert "1024" in printed
     assert "ZeroDivisionError" in printed
+    assert "[1. 1.]" in printed
+    assert "[8, 9]" in printed
 
 
 def test_the_code_about_durable_sweeps_runs(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for block in python_blocks(ROOT / "docs/durable.md"):
-        exec(compile(block, "durable.md", "exec"), {"__name__": "durable"})
+    run_all(blocks_of("docs/durable.md", "python"), "durable")
     printed = capsys.readouterr().out
     assert re.search(r"^3 +0.4 +0.216 +finished$", printed, re.MULTILINE)
-    assert len(re.findall(r"^\d+ .* (0|1|2) +0\.\d+$", printed, re.MULTILINE)) == 12, "three steps of each of four"
+    assert len(re.findall(r"^\d+ .* (0|1|2) +0\.\d+$", printed, re.MULTILINE)) == 2 * 12, (
+        "three steps of each of four, shown twice"
+    )
 
 
 def test_the_code_about_gpus_runs(capsys: pytest.CaptureFixture[str]) -> None:
     """Also on a machine without one."""
-    for block in python_blocks(ROOT / "docs/gpus.md"):
-        exec(compile(block, "gpus.md", "exec"), {"__name__": "gpus"})
+    run_all(blocks_of("docs/gpus.md", "python"), "gpus")
     printed = capsys.readouterr().out
     assert len(re.findall(r"^[01] +0\.\d+$", printed, re.MULTILINE)) == 2, "a loss of each training"
     assert f"[{16 * 2**30}, {4 * 2**30}]" in printed
 
 
-def test_names_in_the_readme_exist() -> None:
-    text = (ROOT / "README.md").read_text()
-    pool_names = set(re.findall(r"\bpool\.([a-z_]+)", text))
-    missing = [name for name in pool_names if not hasattr(raypool.ParallelPool, name)]
-    assert not missing
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_verbs_of_pools_exist(path: Path) -> None:
+    """Of ours, and of the one in the shape of multiprocessing's."""
+    verbs = set(re.findall(r"(?<![\w.])pool\.([a-z_]+)", path.read_text()))
+    assert not [verb for verb in verbs if not hasattr(raypool.ParallelPool, verb) and not hasattr(Pool, verb)]
 
 
 def test_a_future_says_that_it_cannot_travel() -> None:

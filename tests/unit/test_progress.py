@@ -1,57 +1,49 @@
-"""The live picture, on a terminal of text: what is on it, in every state of a loop and on terminals of every size."""
+"""The picture on a terminal of text: what is on it, in every state of a loop and on terminals of every size."""
 
 from __future__ import annotations
 
 import io
 import re
 import sys
-from array import array
+import types
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from raypool.core.model import Slice, TaskState
-from raypool.engine.backend import Failure, Function, LocalValues, SliceResult, WorkerInfo
+from raypool.core.model import TaskState
+from raypool.engine.backend import Function, GpuMemory
 from raypool.engine.diary import listening
 from raypool.engine.loop_work import LoopOptions, LoopWork
+from raypool.errors import LossReason, WorkerLostError
 from raypool.task import Running, running
-from raypool.views.progress import MIN_INTERVAL_S, LiveProgress, describe_item
+from raypool.views.progress import watched
+from raypool.views.status import LoopStatus
+from raypool.views.terminal import TerminalView, terminal_view
+from raypool.views.words import describe_error, describe_item
+from tests.unit.fake_loop import FakeLoop
 
 
-class Terminal:
-    """A terminal, a clock and a loop: `at` shows the loop at a time, `lines` is what stands on the terminal then."""
+class Terminal(FakeLoop):
+    """A terminal and a loop: `at` shows the loop at a time, `lines` is what stands on the terminal then."""
 
     def __init__(self, items: Any = range(13), width: int = 100, height: int = 30) -> None:
+        super().__init__(items)
         self.stream = io.StringIO()
         console = Console(file=self.stream, force_terminal=True, color_system=None, width=width, height=height, _environ={})
-        self.now = 1000.0
-        self.view = LiveProgress("train", console, clock=lambda: self.now)
-        self.work = LoopWork(Function(0, None, "train"), items, LoopOptions("train"))
-        self.total: int | None = len(items)
-
-    def run(self, worker: int, start: int, stop: int | None = None, attempt: int = 1) -> Slice:
-        """Let a worker begin some items."""
-        piece = Slice(0, start, stop or start + 1, attempt)
-        self.work.running[worker] = (piece, self.now)
-        return piece
-
-    def finish(self, worker: int, piece: Slice, error: Exception | None = None) -> None:
-        """Let them come back."""
-        count = piece.stop - piece.start
-        failures = {} if error is None else {piece.start: Failure(error, None)}
-        result = SliceResult(piece.start, count, LocalValues([None] * count), 0, failures, array("d", [1.0] * count), self.now)
-        self.work.settle(piece, result, WorkerInfo(worker, "here", 1))
-
-    def report(self, item: int, attempt: int = 1, **metrics: Any) -> None:
-        """Let an item report something."""
-        self.work.feed.add_row((self.now, item, attempt, metrics))
+        self.view = TerminalView(console)
 
     def at(self, seconds: float) -> list[str]:
         """Show the loop so many seconds after its start."""
-        self.now = 1000.0 + seconds
-        self.view.update(self.work, self.total)
+        self.view.show(self.look(seconds))
         return self.lines
+
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.status.end()
+        self.view.end(self.status)
 
     @property
     def lines(self) -> list[str]:
@@ -78,7 +70,7 @@ class Terminal:
 @pytest.fixture
 def terminal() -> Any:
     terminal = Terminal([{"network": "cnn", "lr": 0.01 * i} for i in range(13)])
-    with terminal.view:
+    with terminal:
         yield terminal
 
 
@@ -120,7 +112,7 @@ def test_shows_what_was_reported_last(terminal: Terminal) -> None:
     terminal.report(0, loss=1e-7)
     terminal.report(1, attempt=1, loss=9.0)  # of an attempt that was lost
     assert [" ".join(line.split()[6:]) for line in terminal.at(1)[1:]] == [
-        "item 0 network=cnn, lr=0.0 epoch=3, loss=1e-07, phase=train",
+        "item 0 network=cnn, lr=0 epoch=3, loss=1e-07, phase=train",
         "item 1, attempt 2 network=cnn, lr=0.01",
     ]
     piece = terminal.run(0, 2, 5)
@@ -133,7 +125,7 @@ def test_shows_what_was_reported_last(terminal: Terminal) -> None:
 @pytest.mark.parametrize("width", [30, 60, 80])
 def test_what_was_reported_has_room_before_what_the_item_is(width: int) -> None:
     terminal = Terminal([{"a long name": "x" * 500}], width=width)
-    with terminal.view:
+    with terminal:
         terminal.run(0, 0)
         terminal.report(0, loss=0.5)
         line = terminal.at(1)[1]
@@ -144,12 +136,48 @@ def test_what_was_reported_has_room_before_what_the_item_is(width: int) -> None:
 
 def test_whatever_was_reported_fits_on_a_line() -> None:
     terminal = Terminal(range(2))
-    with terminal.view:
+    with terminal:
         terminal.run(0, 0)
         terminal.report(0, big=10**5000, nan=float("nan"), text="[red]\n\x1b[2J" * 20, flag=True)
         line = terminal.at(1)[1]
     assert len(line) <= 100
     assert "nan=nan" in line
+
+
+def test_shows_the_memory_of_the_gpus_where_there_is_room(terminal: Terminal) -> None:
+    terminal.memory = {0: GpuMemory(33_500_000_000, 80 * 2**30), 1: GpuMemory(0, None)}
+    terminal.run(0, 0)
+    terminal.finish(2, terminal.run(2, 2))
+    terminal.finish(1, terminal.run(1, 1))
+    assert [line.split("  item")[0] for line in terminal.at(1)[1:]] == [
+        "  worker 0    0 done  31.2 of 80.0 GiB    1.0 s",
+        "  worker 1    1 done           0.0 GiB     idle",
+        "  worker 2    1 done                       idle",
+    ]
+    assert terminal.num_asked == 1
+    terminal.at(2)
+    assert terminal.num_asked == 1, "the agents are asked every two seconds"
+    terminal.at(4)
+    assert terminal.num_asked == 2
+    terminal.memory = {}
+    assert "GiB" in terminal.at(13)[1]
+    assert "GiB" not in terminal.at(24)[1], "what nobody says any more is not known"
+
+
+def test_the_memory_makes_way_on_a_narrow_terminal() -> None:
+    terminal = Terminal(width=60)
+    terminal.memory = {0: GpuMemory(1, 2)}
+    with terminal:
+        terminal.run(0, 0)
+        assert "GiB" not in terminal.at(1)[1]
+
+
+def test_says_what_has_failed_last_and_why(terminal: Terminal) -> None:
+    terminal.finish(0, terminal.run(0, 3), ValueError("no such\n\x1b[31mnetwork"))
+    assert terminal.at(1)[-1] == "  item 3 failed: ValueError: no such ?[31mnetwork"
+    lost = terminal.run(0, 4)
+    terminal.work.fail(lost, WorkerLostError("Worker 0 died.", reason=LossReason.EXIT))
+    assert terminal.at(2)[-1] == "  item 4 failed: WorkerLostError: Worker 0 died."
 
 
 def test_a_worker_without_work_is_idle(terminal: Terminal) -> None:
@@ -170,14 +198,14 @@ def test_a_generator_has_no_end_until_it_is_known(terminal: Terminal) -> None:
 
 def test_an_item_that_is_only_its_number_is_not_named_twice() -> None:
     terminal = Terminal(range(3))
-    with terminal.view:
+    with terminal:
         terminal.run(0, 2)
         assert terminal.at(0)[1].endswith("item 2")
 
 
 def test_only_the_first_line_stays() -> None:
     terminal = Terminal()
-    with terminal.view:
+    with terminal:
         terminal.run(0, 0)
         terminal.run(1, 1)
         assert len(terminal.at(1)) == 3
@@ -195,7 +223,7 @@ def test_an_exception_leaves_the_terminal_as_it_was(error: BaseException) -> Non
     terminal = Terminal()
 
     def run_and_fail() -> None:
-        with terminal.view:
+        with terminal:
             piece = terminal.run(0, 0)
             terminal.at(1)
             terminal.finish(0, piece)
@@ -203,20 +231,20 @@ def test_an_exception_leaves_the_terminal_as_it_was(error: BaseException) -> Non
 
     with pytest.raises(type(error)):
         run_and_fail()
-    assert [text_of(line) for line in terminal.lines] == ["train 1 of 13 1 s"], "nothing is left to wait for"
+    assert [text_of(line) for line in terminal.lines] == ["train 1 of 13, stopped 1 s"], "nothing is left to wait for"
     assert terminal.is_cursor_shown
 
 
 def test_a_loop_that_never_begins_shows_nothing() -> None:
     terminal = Terminal()
-    with pytest.raises(ValueError, match="early"), terminal.view:
+    with pytest.raises(ValueError, match="early"), terminal:
         raise ValueError("early")
     assert terminal.stream.getvalue() == ""
 
 
 def test_many_workers_share_the_last_line() -> None:
     terminal = Terminal(range(100))
-    with terminal.view:
+    with terminal:
         for worker in range(40):
             piece = terminal.run(worker, worker)
         terminal.finish(39, piece)
@@ -229,7 +257,7 @@ def test_many_workers_share_the_last_line() -> None:
 @pytest.mark.parametrize("height", [1, 3, 8, 12])
 def test_fits_on_a_low_terminal(height: int) -> None:
     terminal = Terminal(range(100), height=height)
-    with terminal.view:
+    with terminal:
         for worker in range(40):
             terminal.run(worker, worker)
         assert len(terminal.at(1)) <= height
@@ -241,25 +269,15 @@ def test_fits_on_a_low_terminal(height: int) -> None:
 def test_fits_on_a_narrow_terminal(width: int, total: int | None) -> None:
     terminal = Terminal([{"a long name": "x" * 500, "漢字": "漢字" * 50}] * 20, width=width)
     terminal.total = total
-    with terminal.view:
+    with terminal:
         terminal.finish(1, terminal.run(1, 1), ValueError())
         terminal.finish(1, terminal.run(1, 2))
         terminal.run(0, 0)
         lines = terminal.at(3600)
-    assert len(lines) == 3
+    assert len(lines) == 4
     assert all(len(line) <= width for line in lines)
     if width >= 60:
         assert "2 of 1,000,000, 1 failed" in lines[0] or total is None
-
-
-def test_is_drawn_no_more_often_than_eyes_see(terminal: Terminal) -> None:
-    terminal.at(1)
-    written = len(terminal.stream.getvalue())
-    for index in range(1000):
-        terminal.finish(0, terminal.run(0, index % 13))
-        terminal.at(1 + index * MIN_INTERVAL_S / 1001)
-    assert len(terminal.stream.getvalue()) == written
-    assert "1,000 done" in terminal.at(2)[1]
 
 
 def test_goes_on_when_the_clock_is_set_back(terminal: Terminal) -> None:
@@ -275,19 +293,11 @@ def test_a_terminal_that_goes_away_does_not_stop_the_loop() -> None:
     def fail(_: str) -> int:
         raise OSError(5, "Input/output error")
 
-    with terminal.view:
+    with terminal:
         terminal.at(1)
         terminal.stream.write = fail  # type: ignore[method-assign]
         terminal.at(2)
         terminal.at(3)
-
-
-def test_one_terminal_shows_one_loop(terminal: Terminal) -> None:
-    second = Terminal()
-    with second.view:
-        second.at(1)
-    assert second.stream.getvalue() == ""
-    assert terminal.at(1)
 
 
 class Screen(io.StringIO):
@@ -295,20 +305,29 @@ class Screen(io.StringIO):
         return True
 
 
-def test_what_tasks_print_meanwhile_is_theirs_and_the_picture_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    screen = Screen()
+def look_at(screen: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let all that is written go to this terminal."""
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stdout", screen)
     monkeypatch.setattr(sys, "stderr", screen)
+
+
+def test_what_tasks_print_meanwhile_is_theirs_and_the_picture_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Screen()
+    look_at(screen, monkeypatch)
     said: list[str] = []
     token = running.set(Running(0, 1, None, 0, None, None, 7, say=lambda note, kind, text: said.append(text)))
     work = LoopWork(Function(0, None, "train"), range(3), LoopOptions("train"))
     with listening():
         print("before")
-        with LiveProgress("train") as view:
-            view.update(work, 3)
-            print("meanwhile")
-            sys.stderr.write("a warning\n")
+        view = terminal_view()
+        assert view is not None
+        status = LoopStatus("train")
+        status.look(work, 3)
+        view.show(status)
+        print("meanwhile")
+        sys.stderr.write("a warning\n")
+        view.end(status)
         print("after")
     running.reset(token)
     assert (sys.stdout, sys.stderr) == (screen, screen)
@@ -316,6 +335,67 @@ def test_what_tasks_print_meanwhile_is_theirs_and_the_picture_is_not(monkeypatch
     shown = screen.getvalue()
     assert all(shown.count(text) == 1 for text in ("before", "meanwhile", "a warning", "after"))
     assert "0 of 3" in shown
+
+
+def is_free() -> bool:
+    """Whether the next loop would have the terminal."""
+    view = terminal_view()
+    if view is not None:
+        view.end(LoopStatus("next"))
+    return view is not None
+
+
+def test_one_loop_at_a_time_has_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    look_at(Screen(), monkeypatch)
+    view = terminal_view()
+    assert view is not None
+    assert not is_free()
+    view.end(LoopStatus("train"))
+    assert is_free()
+
+
+@pytest.mark.parametrize("name", ["raypool.views.terminal.Live", "raypool.views.progress.LoopStatus"])
+def test_a_picture_that_cannot_be_made_does_not_keep_the_terminal(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise MemoryError("no room")
+
+    look_at(Screen(), monkeypatch)
+    machine: Any = types.SimpleNamespace(gpu_memory=None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(name, fail)
+        with pytest.raises(MemoryError, match="no room"), watched(None, "train", machine, is_serial=False):
+            raise AssertionError("it has begun")
+    assert is_free()
+
+
+class Faulty(Screen):
+    """A terminal that can fail in two ways, each the user's own."""
+
+    fault = ""
+
+    def write(self, text: str) -> int:
+        if self.fault == "write":
+            raise RuntimeError("no more of that")
+        return super().write(text)
+
+    def flush(self) -> None:
+        if self.fault == "flush":
+            raise RuntimeError("no more of that")
+
+
+@pytest.mark.parametrize("fault", ["write", "flush"])
+def test_a_picture_that_cannot_be_ended_does_not_keep_the_terminal(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Faulty()
+    look_at(screen, monkeypatch)
+    view = terminal_view()
+    assert view is not None
+    loop = FakeLoop()
+    view.show(loop.look(0))
+    screen.fault = fault
+    with pytest.raises(RuntimeError, match="no more of that"):
+        view.end(loop.end())
+    screen.fault = ""
+    assert is_free()
 
 
 class Broken:
@@ -344,9 +424,23 @@ def test_describes_whatever_it_is_given(item: Any) -> None:
     assert 0 < len(describe_item(item)) <= 200
 
 
+class Unsayable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [(ValueError("a\nb"), "ValueError: a b"), (KeyError(), "KeyError"), (Unsayable(), "Unsayable")],
+)
+def test_describes_an_error_in_one_line(error: Exception, text: str) -> None:
+    assert describe_error(error) == text
+    assert len(describe_error(ValueError("x" * 10**6))) < 300
+
+
 def test_text_of_the_users_is_no_markup() -> None:
     terminal = Terminal(["[bold]a[/bold]", "[/]"])
-    with terminal.view:
+    with terminal:
         terminal.run(0, 0)
         terminal.run(1, 1)
         assert [line.split("  ")[-1] for line in terminal.at(1)[1:]] == ["'[bold]a[/bold]'", "'[/]'"]

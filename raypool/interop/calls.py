@@ -1,0 +1,171 @@
+"""The calls that the pool of `raypool.interop.multiprocessing` makes on workers."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import uuid
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeVar
+
+from raypool.engine.calls import submit_function
+from raypool.errors import InvalidTypeError, InvalidValueError, SerializationError
+from raypool.futures import Future
+from raypool.interop.async_results import AsyncResult
+from raypool.options import check_callable, check_count
+from raypool.task import retire_process
+from raypool.view import PoolView
+
+T = TypeVar("T")
+
+
+class UnpicklableError(SerializationError, pickle.PicklingError, TypeError, AttributeError, RuntimeError):
+    """Work cannot be sent to a worker; it names the variable. It is of each type of which the standard pool's error may be."""
+
+
+@dataclass(frozen=True)
+class TaskLimit:
+    """After how many tasks of a pool a worker's process is to be replaced; several pools may use the same workers."""
+
+    max_tasks: int
+    pool: str
+
+    def count(self) -> None:
+        """Count a task that has ended."""
+        if next(_tasks[self.pool]) >= self.max_tasks:
+            retire_process()
+
+
+_tasks: defaultdict[str, itertools.count[int]] = defaultdict(lambda: itertools.count(1))  # of this process
+
+
+def task_limit(maxtasksperchild: int | None) -> TaskLimit | None:
+    """Return the limit of a new pool.
+
+    Raises:
+        InvalidValueError: It is no whole number from 1 on; of whatever type it is, as of the standard pool.
+    """
+    if maxtasksperchild is None:
+        return None
+    if not isinstance(maxtasksperchild, int) or maxtasksperchild < 1:
+        raise InvalidValueError(f"maxtasksperchild={maxtasksperchild!r} is neither a whole number from 1 on nor None.")
+    return TaskLimit(maxtasksperchild, uuid.uuid4().hex)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a worker calls: a user's function, and after how many tasks its process is to be replaced."""
+
+    func: Callable[..., Any]
+    limit: TaskLimit | None
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        return self.func
+
+    @property
+    def bare(self) -> Callable[..., Any]:
+        """This, or if it adds nothing the function itself, which may travel by its name alone."""
+        return self
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Do it, and count it."""
+        try:
+            return self.run(*args, **kwargs)
+        finally:
+            if self.limit is not None:
+                self.limit.count()
+
+    def run(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Do it."""
+        raise NotImplementedError
+
+
+class Call(Work):
+    """One call."""
+
+    @property
+    def bare(self) -> Callable[..., Any]:
+        """This, or if it adds nothing the function itself, which may travel by its name alone."""
+        return self if self.limit is not None else self.func
+
+    def run(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Call the function."""
+        return self.func(*args, **kwargs)
+
+
+class Each(Work):
+    """A call for each item of a chunk."""
+
+    def run(self, /, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call the function with each item."""
+        return [self.func(item) for item in args[0]]
+
+
+class EachStarred(Work):
+    """A call for the arguments in each item of a chunk."""
+
+    def run(self, /, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call the function with the arguments in each item."""
+        return [self.func(*arguments) for arguments in args[0]]
+
+
+def chunks(items: Iterator[Any], size: int) -> Iterator[tuple[Any, ...]]:
+    """Draw so many items at a time; the last ones may be fewer."""
+    while chunk := tuple(itertools.islice(items, size)):
+        yield chunk
+
+
+def check_chunksize(chunksize: Any) -> None:
+    """Refuse what is not a whole number from 1 on."""
+    if chunksize is None:
+        raise InvalidTypeError("chunksize=None is not a whole number.")
+    check_count("chunksize", chunksize, least=1)
+
+
+def waited_for(hand_in: Callable[..., AsyncResult[T]], *arguments: Any) -> T:
+    """Return a result that nobody else can get: if handing in or waiting is broken off (Ctrl-C), its calls are cancelled."""
+    futures: list[Future[Any]] = []
+    try:
+        return hand_in(futures, *arguments).get()
+    except BaseException:
+        cancel(futures)
+        raise
+    finally:
+        del futures  # the traceback of the error would hold them
+
+
+def cancel(futures: Iterable[Future[Any]]) -> None:
+    """Cancel those that have not ended."""
+    for future in futures:
+        future.cancel()
+
+
+def ready(view: PoolView, work: Work) -> Callable[..., Future[Any]]:
+    """Return what hands in calls of this work, which is packed once.
+
+    Raises:
+        InvalidTypeError: The function is none.
+        UnpicklableError: It cannot be sent; what is returned raises this for an argument.
+    """
+    check_callable(work.func)
+    engine = view._engine_here()
+    try:
+        function = engine.function(work.bare)
+    except SerializationError as error:
+        _raise_unpicklable(error)
+    where = view._where(engine)
+
+    def submit(*args: Any, **kwargs: Any) -> Future[Any]:
+        try:
+            return submit_function(engine, function, args, kwargs, view._options, where)
+        except SerializationError as error:
+            _raise_unpicklable(error)
+
+    return submit
+
+
+def _raise_unpicklable(error: SerializationError) -> NoReturn:
+    raise UnpicklableError(str(error), what=error.what) from error.__cause__

@@ -1,0 +1,398 @@
+"""The pool of the standard library's `multiprocessing`, on raypool's workers."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import multiprocessing.pool
+import uuid
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, NoReturn, TypeVar
+
+from raypool.engine.backend import WorkerInfo, function_name
+from raypool.errors import InvalidTypeError, InvalidValueError
+from raypool.futures import Future
+from raypool.interop.async_results import AsyncResult, Callback, Collector, joined, only
+from raypool.interop.calls import (
+    Call,
+    Each,
+    EachStarred,
+    UnpicklableError,
+    Work,
+    cancel,
+    check_chunksize,
+    chunks,
+    ready,
+    task_limit,
+    waited_for,
+)
+from raypool.interop.imap_results import Drawing, IMapIterator
+from raypool.options import check_count
+from raypool.pool import ParallelPool, parpool
+from raypool.profile_files import resolve_profile
+from raypool.profiles import Profile
+from raypool.resources import WorkerResources
+from raypool.shared import call_once
+from raypool.task import in_task
+from raypool.view import PoolView
+
+__all__ = ["AsyncResult", "IMapIterator", "Pool", "UnpicklableError"]
+
+T = TypeVar("T")
+
+CHUNKS_PER_WORKER = 32
+"""`map` makes so many calls for each worker if it is not told: the last one to end keeps others waiting for a 32nd at most."""
+
+LOOK_AHEAD = 16
+"""`imap` draws so many items per worker from a generator before their turn."""
+
+SHARED_CPUS = 0.01
+"""What a worker without a GPU of its own takes of a core, for Ray: as processes do, they share the machine's cores."""
+
+
+class Pool:
+    """A `multiprocessing.Pool` whose processes are raypool's workers, each with a GPU of its own where there are any.
+
+    What it does better: a worker that dies is replaced and its calls run again, where the standard pool waits for ever; functions
+    need not be importable; what cannot be sent fails at the call, and the error names the variable; `terminate` and Ctrl-C
+    stop what runs, wherever it is in Python code, and keep the workers' GPUs from being held.
+
+    What is different: a call may run more than once (after its worker was lost; `pool=p.options(retries=0)` prevents it). What
+    was terminated raises `CancelledError` in `get`. Functions of scripts and notebooks travel with their global variables as
+    they are at the call; what `initializer` leaves in these is there, but for those that the script has changed since.
+
+    Args:
+        processes: How many workers. None: one for each GPU that this process may use; without a GPU, one for each physical core.
+        initializer: Called once in each worker before all else, also in one that replaces another.
+        initargs: What it is called with.
+        maxtasksperchild: A worker's process is replaced after so many tasks; a task is one call, or one chunk of a map. It means
+            nothing in pools of this process ("threads", "inline").
+        pool: Use this pool, a part of one, or a view of it; to `close` or `terminate` leaves it open. None: one is opened, which
+            ends with this one.
+        profile: Where the pool runs that is opened; see `parpool`.
+        **changes: Single fields of the profile.
+
+    Raises:
+        ResourceError: There is less than was asked for.
+        InvalidValueError, InvalidTypeError: An argument cannot work.
+        Exception: What the initializer raised.
+
+    Source:
+        Python 3.11 to 3.14, multiprocessing.pool.Pool; `buffersize` of `imap` as of 3.15.
+
+    Example:
+        >>> with Pool(2, profile="threads") as pool:
+        ...     pool.map(abs, [-1, -2, 3])
+        ...     pool.starmap(pow, [(2, 3), (3, 2)])
+        ...     pool.apply(divmod, (7, 2))
+        [1, 2, 3]
+        [8, 9]
+        (3, 1)
+    """
+
+    def __init__(
+        self,
+        processes: int | None = None,
+        initializer: Callable[..., object] | None = None,
+        initargs: Iterable[Any] = (),
+        maxtasksperchild: int | None = None,
+        *,
+        pool: PoolView | None = None,
+        profile: str | Profile = "local",
+        **changes: Any,
+    ) -> None:
+        self._state = multiprocessing.pool.INIT
+        if initializer is not None and not callable(initializer):
+            raise InvalidTypeError(
+                f"initializer={initializer!r} is not callable. Give a function; initargs= is what it is called with."
+            )
+        check_count("processes", processes, least=1)
+        self._limit = task_limit(maxtasksperchild)
+        if pool is not None and not isinstance(pool, PoolView):
+            raise InvalidTypeError(f"pool={pool!r} is not a pool of raypool's. Give what parpool() returns, or leave it out.")
+        if pool is not None and (processes is not None or profile != "local" or changes):
+            raise InvalidValueError(
+                "pool= has its workers: processes=, profile= and what else is said of workers go with a new one."
+            )
+        self._own = _opened(processes, profile, changes) if pool is None else None
+        self._view: PoolView = self._own or pool  # type: ignore[assignment]
+        self._forget = _nothing if initializer is None else self._initialize(initializer, initargs)
+        self._collector = Collector()
+        weakref.finalize(self, self._collector.close, self._forget).atexit = False
+        self._state = multiprocessing.pool.RUN
+
+    def _initialize(self, initializer: Callable[..., object], initargs: Iterable[Any]) -> Callable[[], None]:
+        """Call it on every worker, also on those to come; return what ends that."""
+        begin = functools.partial(call_once, uuid.uuid4().hex, initializer, *initargs)
+        with contextlib.ExitStack() as undo:
+            if self._own is not None:
+                undo.callback(self._own.shutdown, cancel_futures=True)
+            forget = self._view._begin_with(begin)
+            undo.callback(forget)
+            calls = self._view.options(name=function_name(initializer)).parfeval_on_all(begin)
+            undo.callback(calls.cancel)  # also what runs
+            calls.result()
+            undo.pop_all()
+        return forget
+
+    # --- one call -----------------------------------------------------------------------------------------------------
+
+    def apply(self, func: Callable[..., T], args: Iterable[Any] = (), kwds: Mapping[str, Any] = {}) -> T:
+        """Return `func(*args, **kwds)`, called on a worker."""
+        result: T = waited_for(self._apply_async, func, args, kwds)
+        return result
+
+    def apply_async(
+        self,
+        func: Callable[..., T],
+        args: Iterable[Any] = (),
+        kwds: Mapping[str, Any] = {},
+        callback: Callback | None = None,
+        error_callback: Callback | None = None,
+    ) -> AsyncResult[T]:
+        """Call `func(*args, **kwds)` on a worker; return its result before it is there.
+
+        Args:
+            func: Any function.
+            args: What to call it with.
+            kwds: What to call it with, by name.
+            callback: Called here with the value, in a thread that calls all callbacks one after the other.
+            error_callback: Called with the error.
+
+        Raises:
+            UnpicklableError: The function or an argument cannot be sent; it names the variable.
+            ValueError: The pool was closed.
+        """
+        return self._apply_async([], func, args, kwds, callback, error_callback)
+
+    def _apply_async(
+        self,
+        futures: list[Future[Any]],
+        func: Callable[..., T],
+        args: Iterable[Any],
+        kwds: Mapping[str, Any],
+        callback: Callback | None = None,
+        error_callback: Callback | None = None,
+    ) -> AsyncResult[T]:
+        futures.append(self._submitter(Call(func, self._limit))(*args, **kwds))
+        return AsyncResult(self, self._collector, futures, only, callback, error_callback)
+
+    # --- many calls ---------------------------------------------------------------------------------------------------
+
+    def map(self, func: Callable[[Any], T], iterable: Iterable[Any], chunksize: int | None = None) -> list[T]:
+        """Return `[func(item) for item in iterable]`, called on all workers at once."""
+        return waited_for(self._map_async, Each(func, self._limit), iterable, chunksize)
+
+    def map_async(
+        self,
+        func: Callable[[Any], T],
+        iterable: Iterable[Any],
+        chunksize: int | None = None,
+        callback: Callback | None = None,
+        error_callback: Callback | None = None,
+    ) -> AsyncResult[list[T]]:
+        """Do as `map` does; return the result before it is there.
+
+        All items run before it is: only what follows a failed one in its chunk does not. The error is that of the first item.
+
+        Args:
+            func: Any function of one argument; it is shipped to each worker once.
+            iterable: All of it is drawn now.
+            chunksize: So many items make a call. None: so many that each worker gets about 32 calls, if there are so many items.
+            callback: Called with the list.
+            error_callback: Called with the error.
+
+        Raises:
+            UnpicklableError: The function or an item cannot be sent; it names the variable.
+            ValueError: The pool was closed.
+        """
+        return self._map_async([], Each(func, self._limit), iterable, chunksize, callback, error_callback)
+
+    def starmap(self, func: Callable[..., T], iterable: Iterable[Iterable[Any]], chunksize: int | None = None) -> list[T]:
+        """Return `[func(*arguments) for arguments in iterable]`, called on all workers at once."""
+        return waited_for(self._map_async, EachStarred(func, self._limit), iterable, chunksize)
+
+    def starmap_async(
+        self,
+        func: Callable[..., T],
+        iterable: Iterable[Iterable[Any]],
+        chunksize: int | None = None,
+        callback: Callback | None = None,
+        error_callback: Callback | None = None,
+    ) -> AsyncResult[list[T]]:
+        """Do as `map_async` does, for a function of several arguments."""
+        return self._map_async([], EachStarred(func, self._limit), iterable, chunksize, callback, error_callback)
+
+    def _map_async(
+        self,
+        futures: list[Future[Any]],
+        work: Work,
+        iterable: Iterable[Any],
+        chunksize: int | None,
+        callback: Callback | None = None,
+        error_callback: Callback | None = None,
+    ) -> AsyncResult[list[Any]]:
+        submit = self._submitter(work)
+        items = list(iterable)
+        self._check_running()  # the iterable may have taken its time
+        if chunksize is None:
+            chunksize = math.ceil(len(items) / (CHUNKS_PER_WORKER * self._num_workers())) or 1
+        check_chunksize(chunksize)
+        try:
+            futures += (submit(chunk) for chunk in chunks(iter(items), chunksize))
+        except BaseException:
+            cancel(futures)
+            raise
+        return AsyncResult(self, self._collector, futures, joined, callback, error_callback)
+
+    def imap(
+        self, func: Callable[[Any], T], iterable: Iterable[Any], chunksize: int = 1, buffersize: int | None = None
+    ) -> IMapIterator[T]:
+        """Return an iterator over `func(item)` for each item, in their order, while the workers go on.
+
+        The iterable may be without end: a thread draws from it, no more than `buffersize` items ahead of the results that were
+        taken. `join` after `close` waits for all of it, so then it draws the rest; but nothing more is drawn for a loop that was
+        left, so that nobody holds its iterator.
+
+        Args:
+            func: Any function of one argument; it is shipped to each worker once.
+            iterable: What it raises is raised here after the results of what it gave before.
+            chunksize: So many items make a call.
+            buffersize: None: 16 for each worker, and at least two calls; of what has a length, any number.
+
+        Raises:
+            UnpicklableError: The function cannot be sent; it names the variable. That of an item is raised by `next`.
+            ValueError: The pool was closed, or `chunksize` or `buffersize` is less than 1.
+        """
+        return self._imap(func, iterable, chunksize, buffersize, is_ordered=True)
+
+    def imap_unordered(
+        self, func: Callable[[Any], T], iterable: Iterable[Any], chunksize: int = 1, buffersize: int | None = None
+    ) -> IMapIterator[T]:
+        """Do as `imap` does, but return each result as soon as it is there."""
+        return self._imap(func, iterable, chunksize, buffersize, is_ordered=False)
+
+    def _imap(
+        self, func: Callable[[Any], T], iterable: Iterable[Any], chunksize: int, buffersize: int | None, is_ordered: bool
+    ) -> IMapIterator[T]:
+        is_chunked = chunksize != 1
+        submit = self._submitter(Each(func, self._limit) if is_chunked else Call(func, self._limit))
+        check_chunksize(chunksize)
+        check_count("buffersize", buffersize, least=1)
+        items = iter(iterable)
+        if buffersize is not None:
+            most_ahead: int | None = math.ceil(buffersize / chunksize)
+        elif hasattr(iterable, "__len__"):
+            most_ahead = None
+        else:
+            most_ahead = self._num_workers() * max(2, LOOK_AHEAD // chunksize)
+        calls = chunks(items, chunksize) if is_chunked else items
+        drawing: Drawing[T] = Drawing(
+            self, self._collector, submit, calls, is_chunked=is_chunked, is_ordered=is_ordered, most_ahead=most_ahead
+        )
+        return IMapIterator(drawing)
+
+    def _submitter(self, work: Work) -> Callable[..., Future[Any]]:
+        """Return what hands in calls of this work, which is packed once.
+
+        Raises:
+            ValueError: The pool was closed.
+            UnpicklableError: The function cannot be sent; so does what is returned, for an argument.
+        """
+        self._check_running()
+        return ready(self._view, work)
+
+    def _num_workers(self) -> int:
+        return max(len(self._view._numbers()), 1)
+
+    # --- its end ------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Take no more work; the workers end when what there is has ended."""
+        if self._state == multiprocessing.pool.RUN:
+            self._state = multiprocessing.pool.CLOSE
+            self._collector.close(self._forget if self._own is None else functools.partial(self._own.shutdown, wait=False))
+
+    def terminate(self) -> None:
+        """Take no more work, cancel what there is, also what runs, and end the workers; those of `pool=` go on."""
+        if self._state == multiprocessing.pool.INIT:
+            return
+        self._state = multiprocessing.pool.TERMINATE
+        self._collector.close(self._forget)  # first: no job is taken in after those that are stopped here
+        jobs = self._collector.jobs()
+        for job in jobs:
+            job.stop()
+        if self._own is None:
+            for job in jobs:
+                job.cancel()
+        elif not self._own.is_closed:
+            self._own.cancel_all()
+        if self._own is not None:
+            self._own.shutdown(cancel_futures=True)
+
+    def join(self) -> None:
+        """Wait until all has ended; after `close` or `terminate`.
+
+        Raises:
+            ValueError: It was not closed.
+            InvalidValueError: This is a callback of this pool: it would wait for itself.
+        """
+        if self._state == multiprocessing.pool.RUN:
+            raise ValueError("Pool is still running")
+        self._collector.check_thread()
+        for job in self._collector.jobs():
+            job.hurry()
+        self._collector.thread.join()
+        if self._own is not None:
+            self._own.shutdown()
+
+    def __enter__(self) -> Pool:
+        self._check_running()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.terminate()
+
+    def __del__(self, _warn: Callable[..., None] = warnings.warn, _run: str = multiprocessing.pool.RUN) -> None:
+        if getattr(self, "_state", None) == _run:  # at the interpreter's end, modules may be gone
+            _warn(f"unclosed running multiprocessing pool {self!r}", ResourceWarning, source=self, stacklevel=2)
+
+    def _check_running(self) -> None:
+        if self._state != multiprocessing.pool.RUN:
+            raise ValueError("Pool not running")
+
+    @property
+    def _pool(self) -> list[WorkerInfo]:
+        """The workers, under the name that others look for."""
+        return self._view._workers()
+
+    def __repr__(self) -> str:
+        kind = type(self)
+        return f"<{kind.__module__}.{kind.__qualname__} state={self._state} pool_size={len(self._pool)}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise NotImplementedError("pool objects cannot be passed between processes or pickled")
+
+
+def _nothing() -> None:
+    """Leave a pool as it is."""
+
+
+def _opened(processes: int | None, profile: str | Profile, changes: dict[str, Any]) -> ParallelPool:
+    """Open a pool: a quiet one, in which cores are shared if its size is said.
+
+    A standard pool's processes take no core from others, and there may be more of them than cores. On a cluster they have cores
+    of their own, by which it knows where there is room.
+    """
+    if in_task():
+        return parpool(processes)
+    settings = resolve_profile(profile, {"quiet": True, **changes})
+    each = settings.resources
+    if processes is not None and settings.address is None and isinstance(each, WorkerResources) and each.cpus is None:
+        settings = replace(settings, resources=replace(each, cpus=SHARED_CPUS))
+    return parpool(processes, profile=settings)

@@ -1,0 +1,115 @@
+"""What a setup has left in global variables, for the functions that run after it in a worker process.
+
+A function of a script, a notebook or a test travels by value, and so does every lambda: with copies of the global variables that
+it uses, which no other function shares. With a setup something else is meant: after `global model; model = load()` the model is
+there for the tasks. A function keeps its own where that is not what the setup began with: the user has changed it since.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import sys
+import types
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+from raypool.task import in_worker_process
+
+T = TypeVar("T")
+
+CODE = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
+CONSTANTS = (int, float, complex, bool, str, bytes, type(None))
+
+
+class Seen(NamedTuple):
+    """A global variable as it was: what it referred to, and what tells whether that was changed in place."""
+
+    value: Any
+    picture: bytes | None
+
+
+class Left(NamedTuple):
+    """What a setup has left in a global variable, and the digest of what it began with; None: there was no such variable."""
+
+    value: Any
+    began_with: bytes | None
+
+
+_left: dict[str, dict[str, Left]] = {}  # by the name of the module
+
+
+def call_setup(fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """Call a function, and note what it leaves in global variables, if this process is a worker."""
+    function = _function_in(fn) if in_worker_process() else None
+    if function is None:
+        return fn(*args, **kwargs)
+    before = {name: Seen(value, _picture(value, name, function)) for name, value in _variables(function)}
+    try:
+        return fn(*args, **kwargs)
+    finally:
+        for name, value in _variables(function):
+            began = before.get(name)
+            if began is None:
+                _note(function, name, value, None)
+            elif value is not began.value or _picture(value, name, function) != began.picture:
+                _note(function, name, value, began.picture or _digest(began.value))
+
+
+def _note(function: types.FunctionType, name: str, value: Any, began_with: bytes | None) -> None:
+    _left.setdefault(function.__module__, {})[name] = Left(value, began_with)
+
+
+def share_left(fn: Callable[..., Any]) -> None:
+    """Let a function that came by value see what setups of the same module have left, where it brings what they began with."""
+    function = _function_in(fn) if _left else None
+    if function is not None and _is_by_value(function):
+        own = function.__globals__
+        left = _left.get(function.__module__, {}).items()
+        own.update({name: value for name, (value, began_with) in left if name not in own or _digest(own[name]) == began_with})
+
+
+def _function_in(fn: Any) -> types.FunctionType | None:
+    """Return the function in a partial, a bound method, a decorated function or an object that can be called."""
+    while (inner := _inner(fn)) is not None:
+        fn = inner
+    if not isinstance(fn, types.FunctionType):
+        fn = type(fn).__call__
+    return fn if isinstance(fn, types.FunctionType) else None
+
+
+def _inner(fn: Any) -> Any:
+    return fn.func if isinstance(fn, functools.partial) else getattr(fn, "__wrapped__", None) or getattr(fn, "__func__", None)
+
+
+def _is_by_value(function: types.FunctionType) -> bool:
+    """Whether a function has global variables of its own, not those of its module."""
+    module = sys.modules.get(function.__module__)
+    return module is None or function.__globals__ is not vars(module)
+
+
+def _variables(function: types.FunctionType) -> list[tuple[str, Any]]:
+    return [(name, value) for name, value in function.__globals__.items() if not name.startswith("__")]
+
+
+def _picture(value: Any, name: str, function: types.FunctionType) -> bytes | None:
+    """Return a value's digest, if a function may change it in place: of a whole module only what it names itself."""
+    if isinstance(value, CODE + CONSTANTS) or not (_is_by_value(function) or name in function.__code__.co_names):
+        return None
+    return _digest(value)
+
+
+def _digest(value: Any) -> bytes:
+    """Return what is the same for equal values of which each came in a message of its own; empty for what cannot be pickled."""
+    import cloudpickle
+
+    try:
+        digest = hashlib.sha256()
+        pickler = cloudpickle.Pickler(  # into the digest: a model is there once, not twice
+            types.SimpleNamespace(write=digest.update),
+            protocol=4,  # 5 would also tell whether an array is read-only, as those from the object store are
+        )
+        pickler.dump(getattr(value, "__code__", value))
+        return digest.digest()
+    except Exception:  # it runs code of the user's
+        return b""

@@ -1,0 +1,135 @@
+"""The standard `map`: the results of calls in the order of their arguments, each brought here when somebody asks for it."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, NoReturn, TypeVar
+
+from raypool.errors import InvalidTypeError, InvalidValueError
+from raypool.futures import Future
+
+T = TypeVar("T")
+
+
+class MapResults(Iterator[T], Generic[T]):
+    """What `PoolView.map` returns.
+
+    It goes on after a call that has failed. What is left is cancelled by `close`, when the time is up, and when nobody holds it
+    any more after the first result.
+
+    Args:
+        submit: Hands in the call with these arguments.
+        rows: The arguments of each call.
+        timeout: When `next` stops waiting [s], from now; None: never.
+        buffersize: So many calls are handed in ahead of the results; None: all, now.
+
+    Raises:
+        SerializationError: The arguments of a call cannot be sent; none of the calls is left.
+    """
+
+    def __init__(
+        self,
+        submit: Callable[[tuple[Any, ...]], Future[T]],
+        rows: Iterator[tuple[Any, ...]],
+        timeout: float | None,
+        buffersize: int | None,
+    ) -> None:
+        self._has_begun = False
+        self._futures: deque[Future[T]] = deque()
+        self._timeout = timeout
+        self._ends_at = None if timeout is None else time.monotonic() + timeout
+        self._calls: Iterator[Future[T]] = map(submit, rows)  # holds the pool and the user's iterables
+        self._why: Exception | None = None  # raised where the next call would have been
+        try:
+            while (buffersize is None or len(self._futures) < buffersize) and self._hand_in():
+                pass
+        except BaseException:
+            self.close()
+            raise
+
+    def _hand_in(self) -> bool:
+        """Hand in the next call; return whether there was one."""
+        future = next(self._calls, None)
+        if future is None:
+            self._calls = iter(())
+            return False
+        self._futures.append(future)
+        return True
+
+    def __next__(self) -> T:
+        self._has_begun = True
+        try:
+            self._hand_in()
+        except Exception as error:  # of the user's iterable, or since nothing can be handed in any more
+            self._calls, self._why = iter(()), error
+        except BaseException:  # Ctrl-C: a row that was drawn in this instant would be missing without a word
+            self.close()
+            raise
+        if not self._futures:
+            self._raise_end()
+        future = self._futures.popleft()
+        try:
+            return future.result(None if self._ends_at is None else self._ends_at - time.monotonic())
+        except StopIteration as error:
+            raise RuntimeError("A call of map raised StopIteration, which would end the loop over the results.") from error
+        except TimeoutError as error:
+            if error is future.error:  # the call's own
+                raise
+            future.cancel()
+            self.close()
+            raise TimeoutError(
+                f"A result of map had not come {self._timeout:g} s after the call of map. What was left is cancelled."
+            ) from None
+        except BaseException:
+            if not future.done():  # Ctrl-C
+                future.cancel()
+                self.close()
+            raise
+        finally:
+            del self, future  # the traceback of an error would hold them, and what is left is cancelled when nobody does
+
+    def _raise_end(self) -> NoReturn:
+        why, self._why = self._why, None
+        try:
+            raise StopIteration if why is None else why
+        finally:
+            del why
+
+    def close(self) -> None:
+        """Cancel what is left; nothing more comes."""
+        self._calls, self._why = iter(()), None
+        while self._futures:
+            self._futures.popleft().cancel()
+
+    def __del__(self) -> None:
+        if self._has_begun:
+            self.close()
+
+
+def unless_interrupted(submit: Callable[[tuple[Any, ...]], Future[T]]) -> Callable[[tuple[Any, ...]], Future[T]]:
+    """Let Ctrl-C in a call that runs while it is handed in end the handing in: it means all the calls."""
+
+    def submit_unless(args: tuple[Any, ...]) -> Future[T]:
+        future = submit(args)
+        try:
+            if isinstance(future.error, KeyboardInterrupt):
+                raise future.error
+            return future
+        finally:
+            del future  # the traceback of its error would hold it
+
+    return submit_unless
+
+
+def check_sizes(chunksize: Any, buffersize: Any) -> None:
+    """Raise the error for a size that the standard library would refuse too."""
+    if not isinstance(chunksize, int):
+        raise InvalidTypeError(f"chunksize must be an integer. It is {chunksize!r}.")
+    if chunksize < 1:
+        raise InvalidValueError(f"chunksize must be >= 1. It is {chunksize!r}.")
+    if buffersize is not None and not isinstance(buffersize, int):
+        raise InvalidTypeError(f"buffersize must be an integer or None. It is {buffersize!r}.")
+    if buffersize is not None and buffersize < 1:
+        raise InvalidValueError(f"buffersize must be None or > 0. It is {buffersize!r}.")

@@ -1,0 +1,222 @@
+"""Reads the configurations of a sweep from a file: a table (CSV), JSON lines, or YAML."""
+
+from __future__ import annotations
+
+import csv
+import functools
+import io
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from raypool.errors import InvalidValueError
+
+Config = dict[str, Any]
+
+
+def read_configs(path: Path) -> list[Config]:
+    r"""Return the configurations in a file, each a dict.
+
+    Of a CSV file, which is read by pandas, the first line names the columns, and each further line is a configuration. What all
+    cells of a column can be, they are: integers, numbers, true or false, else text. An empty cell is None: it is there to say
+    that there is nothing; a line that ends too early is an error. In JSON lines each line is an object. A YAML file is a list of
+    mappings; numbers are as in YAML 1.2, so that 1e-3 is one.
+
+    Args:
+        path: The file; what it is called ends in .csv, .jsonl, .yaml or .yml.
+
+    Raises:
+        InvalidValueError: It cannot be read, has nothing in it, or something else than configurations; the line is said.
+
+    Example:
+        >>> import tempfile
+        >>> file = Path(tempfile.mkdtemp()) / "configs.csv"
+        >>> _ = file.write_text("network,width,lr\ncnn,8,1e-3\nmlp,32,\n")
+        >>> read_configs(file)
+        [{'network': 'cnn', 'width': 8, 'lr': 0.001}, {'network': 'mlp', 'width': 32, 'lr': None}]
+    """
+    parse = PARSERS.get(path.suffix.lower())
+    if parse is None:
+        raise InvalidValueError(f"{path} is none of {', '.join(PARSERS)}, by its name. Give it the one that it is.")
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise InvalidValueError(f"{path} could not be read: {error.strerror}.") from None
+    except UnicodeDecodeError as error:
+        raise InvalidValueError(f"{path} is not UTF-8: {error}.") from None
+    configs = parse(text, str(path))
+    if not configs:
+        raise InvalidValueError(f"{path} has no configuration in it.")
+    return configs
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def _from_csv(text: str, name: str) -> list[Config]:
+    import pandas as pd
+
+    header = _check_table(text, name)
+    if not header:
+        return []
+    frame = pd.read_csv(
+        io.StringIO(text),
+        names=header,
+        header=0,
+        index_col=False,
+        skipinitialspace=True,
+        keep_default_na=False,
+        na_values=[""],
+        dtype_backend="numpy_nullable",
+    )
+    rows = frame.astype(object).where(frame.notna(), None).to_dict("records")
+    return [{str(key): value for key, value in row.items()} for row in rows]
+
+
+def _check_table(text: str, name: str) -> list[str]:
+    """Make sure that each line has a cell for each column, which pandas does not mind; return the names of the columns."""
+    reader = csv.reader(io.StringIO(text), skipinitialspace=True, strict=True)
+    header: list[str] = []
+    try:
+        for row in reader:
+            if not row:
+                continue
+            if not header:
+                header = _checked_header([cell.strip() for cell in row], f"{name}, line {reader.line_num}")
+            elif len(row) != len(header):
+                _refuse_row(row, header, f"{name}, line {reader.line_num}")
+    except csv.Error as error:
+        raise InvalidValueError(f"{name}, line {reader.line_num}: this is not CSV: {error}.") from None
+    return header
+
+
+def _checked_header(header: list[str], place: str) -> list[str]:
+    if len(header) == 1 and (other := next((mark for mark in ";\t" if mark in header[0]), None)):
+        raise InvalidValueError(f"{place}: the columns are separated by {other!r}. Separate them by commas.")
+    for number, column in enumerate(header, 1):
+        if not column:
+            raise InvalidValueError(
+                f"{place}: column {number} has no name. The first line names the columns; pandas writes it so by "
+                "to_csv(path, index=False)."
+            )
+        if _is_number(column):
+            raise InvalidValueError(f"{place}: {column!r} is no name of a column. The first line has to name the columns.")
+    _refuse_twice(header, place)
+    return header
+
+
+def _refuse_row(row: list[str], header: list[str], place: str) -> None:
+    if len(row) < len(header):
+        missing = ", ".join(header[len(row) :])
+        raise InvalidValueError(
+            f"{place}: {len(row)} cells for {len(header)} columns; {missing} is missing. An empty cell, which stands for None, "
+            "needs its comma too."
+        )
+    raise InvalidValueError(
+        f"{place}: {len(row)} cells for {len(header)} columns. Put a cell that has a comma in it in quotation marks."
+    )
+
+
+def _refuse_twice(names: Iterable[Any], place: str) -> None:
+    """Make sure that no name is there twice: the second would silently win."""
+    for name, count in Counter(names).items():
+        if count > 1:
+            raise InvalidValueError(f"{place}: the name {name!r} is there twice. Give each value a name of its own.")
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return text.lower().lstrip("+-") not in ("nan", "inf", "infinity")
+
+
+# --- lists ------------------------------------------------------------------------------------------------------------
+
+
+def _from_json_lines(text: str, name: str) -> list[Config]:
+    configs = []
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        place = f"{name}, line {number}"
+        try:
+            config = json.loads(line, object_pairs_hook=functools.partial(_json_object, place))
+        except InvalidValueError:
+            raise
+        except (ValueError, RecursionError) as error:
+            raise InvalidValueError(f"{place}: this is not JSON: {error}. Each line is an object.") from None
+        if not isinstance(config, dict):
+            raise InvalidValueError(f'{place}: {config!r:.100} is not an object, such as {{"lr": 0.1}}.')
+        configs.append(config)
+    return configs
+
+
+def _json_object(place: str, pairs: list[tuple[str, Any]]) -> Config:
+    _refuse_twice((key for key, _ in pairs), place)
+    return dict(pairs)
+
+
+YAML_1_2_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+")
+"""Numbers that PyYAML, which keeps to YAML 1.1, takes for text: there they need a dot and a sign, 1.0e-3."""
+
+YAML_MERGE = "tag:yaml.org,2002:merge"
+"""The tag of <<, which takes over the names of other mappings; those may be overridden."""
+
+
+def _from_yaml(text: str, name: str) -> list[Config]:
+    import yaml
+
+    try:
+        loader = _yaml_loader(name)(text)
+        node = loader.get_single_node()
+        content = None if node is None else loader.construct_document(node)
+    except InvalidValueError:
+        raise
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise InvalidValueError(
+            f"{name}, line {line}: this is not YAML: the character {error.character:#04x} is none of text."
+        ) from None
+    except yaml.MarkedYAMLError as error:
+        place = f", line {error.problem_mark.line + 1}" if error.problem_mark is not None else ""
+        raise InvalidValueError(f"{name}{place}: this is not YAML: {error.problem}.") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise InvalidValueError(f"{name} is not YAML: {error}.") from None
+    if content is None:
+        return []
+    if not isinstance(content, list):
+        raise InvalidValueError(f"{name} is a {type(content).__name__}, and not a list: each configuration begins with a dash.")
+    for entry, config in zip(node.value, content, strict=True):
+        if not isinstance(config, dict):
+            line = entry.start_mark.line + 1
+            raise InvalidValueError(f"{name}, line {line}: {config!r:.100} is not a mapping, such as lr: 0.1.")
+    return content
+
+
+def _yaml_loader(file: str) -> Any:
+    """Return a class that reads numbers as YAML 1.2 has them, and refuses a name that is there twice."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def compose_mapping_node(self, anchor: Any) -> Any:
+            node = super().compose_mapping_node(anchor)
+            names = (key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.tag != YAML_MERGE)
+            _refuse_twice(names, f"{file}, line {node.start_mark.line + 1}")
+            return node
+
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", YAML_1_2_FLOAT, list("-+.0123456789"))
+    return Loader
+
+
+PARSERS: dict[str, Callable[[str, str], list[Config]]] = {
+    ".csv": _from_csv,
+    ".jsonl": _from_json_lines,
+    ".yaml": _from_yaml,
+    ".yml": _from_yaml,
+}
+"""How files are read, by how their names end."""

@@ -1,0 +1,79 @@
+"""A loop as lines in a log file, where there is no terminal: few of them, each whole.
+
+::
+
+    raypool: train: 7 of 13 done, 1 failed, 35/min, after 12 s, about 10 s left
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import Any
+
+from raypool.engine import diary
+from raypool.views.status import LoopStatus
+from raypool.views.words import duration, rate
+
+FIRST_S = 10.0
+"""A loop that takes less long has no line [s]."""
+
+MOST_S = 600.0
+"""After each line it takes twice as long as until then to the next, but no longer than this [s]."""
+
+
+def is_terminal(stream: Any) -> bool:
+    """Whether a stream goes to a terminal; one of the user's that does not say so does not."""
+    try:
+        return bool(stream.isatty())
+    except (AttributeError, ValueError):  # there is none, it cannot tell, or it is closed
+        return False
+
+
+class LogLines:
+    """Writes lines about a loop; see `View`.
+
+    Args:
+        is_asked_for: Begin at once, and say how it has ended, however short it was.
+    """
+
+    interval_s = 0.1
+
+    def __init__(self, is_asked_for: bool) -> None:
+        self._is_asked_for = is_asked_for
+        self._next_s = 0.0 if is_asked_for else FIRST_S
+        self._has_lines = False
+
+    def show(self, status: LoopStatus) -> None:
+        """Write a line, if it is time."""
+        elapsed_s = status.elapsed_s
+        if elapsed_s >= self._next_s and status.num_settled != status.total:  # else its end is said at once
+            self._next_s = max(elapsed_s + min(elapsed_s, MOST_S), FIRST_S)
+            self._write(status)
+
+    def end(self, status: LoopStatus) -> None:
+        """Write how it has ended, if there were lines of it."""
+        if self._has_lines or (self._is_asked_for and status.is_begun):
+            self._write(status)
+
+    def _write(self, status: LoopStatus) -> None:
+        self._has_lines = True
+        stream = diary.beneath(sys.stderr)  # as it is now: above the picture of another loop, if there is one
+        with contextlib.suppress(OSError, ValueError):  # it is closed, or has no such letters
+            stream.write(f"raypool: {line(status)}\n")  # in one piece: others write there too
+            stream.flush()
+
+
+def line(status: LoopStatus) -> str:
+    """Return what is to be said of a loop in one line."""
+    (settled, _), *others = status.counts()
+    if status.total is not None:
+        settled += " done"
+    parts = [f"{status.label}: {settled}{''.join(text for text, _ in others)}"]
+    if status.num_new > 0:
+        parts.append(rate(status.num_new, status.elapsed_s))
+    parts.append(f"{'in' if status.is_over else 'after'} {duration(status.elapsed_s)}")
+    left_s = status.left_s()
+    if left_s is not None:
+        parts.append(f"about {duration(left_s)} left")
+    return ", ".join(filter(None, parts))

@@ -1,0 +1,110 @@
+"""A loop as a picture in a notebook, below the cell that runs it: the one of the terminal, as HTML that is replaced in place.
+
+What stands there last stays, also in the file of the notebook. Each loop has a place of its own, so neither a cell that is run
+again nor another one that runs meanwhile takes anything from it.
+"""
+
+from __future__ import annotations
+
+import sys
+import uuid
+from collections.abc import Iterator
+from html import escape
+from typing import Any
+
+from raypool.views.lines import line
+from raypool.views.status import LoopStatus, Rows, WorkerRow
+from raypool.views.words import duration
+
+STYLES = {"": "", "bold": "font-weight: bold", "dim": "opacity: 0.65", "red": "color: #d43b3b"}
+
+CELL = "text-align: left; padding: 0 1em 0 0; border: none; white-space: nowrap"
+NUMBER = CELL.replace("left", "right")
+CUT = CELL + "; max-width: 28em; overflow: hidden; text-overflow: ellipsis"
+"""Each worker has one line, however much there is to say: a picture whose height changes would make the notebook jump."""
+
+
+def in_notebook() -> bool:
+    """Whether this process is the kernel of a notebook."""
+    if "IPython" not in sys.modules:
+        return False
+    from IPython import get_ipython
+
+    return getattr(get_ipython(), "kernel", None) is not None
+
+
+class NotebookView:
+    """Shows a loop in the output of a cell; see `View`."""
+
+    interval_s = 0.5
+
+    def __init__(self) -> None:
+        self._display_id = uuid.uuid4().hex
+        self._is_there = False
+        self._shown = ""
+
+    def show(self, status: LoopStatus) -> None:
+        """Put the loop as it is into the place of what is there."""
+        self._put(status, page(status, status.rows(sys.maxsize)))
+
+    def end(self, status: LoopStatus) -> None:
+        """Leave how it has ended."""
+        if status.is_begun:
+            self._put(status, page(status, Rows([], 0, 0)))
+
+    def _put(self, status: LoopStatus, html: str) -> None:
+        from IPython.display import display
+
+        if html == self._shown:
+            return
+        content: dict[str, Any] = {"text/html": html, "text/plain": line(status)}
+        display(content, raw=True, display_id=self._display_id, update=self._is_there)  # type: ignore[no-untyped-call]
+        self._is_there, self._shown = True, html
+
+
+def page(status: LoopStatus, rows: Rows) -> str:
+    """Return a loop as HTML."""
+    parts = [_text(status.label, "bold"), _bar(status), "".join(_text(text, style) for text, style in status.counts())]
+    times, left_s = duration(status.elapsed_s), status.left_s()
+    parts.append(_text(times if left_s is None else f"{times}, about {duration(left_s)} left", "dim"))
+    body = " &nbsp;".join(parts)
+    if rows.shown:
+        has_memory = any(row.memory for row in rows.shown)
+        table = "".join(f"<tr>{''.join(_cells(row, has_memory))}</tr>" for row in rows.shown)
+        body += f'<table style="margin: 0.3em 0 0 1em; border: none; font-size: inherit">{table}</table>'
+    if rows.num_others:
+        body += _line(f"and {rows.num_others:,} more workers, {rows.num_others_busy:,} of them busy", "dim")
+    if status.last_failure is not None:
+        body += _line(status.last_failure, "red")
+    return f'<div style="font-size: 90%; font-variant-numeric: tabular-nums; overflow: hidden">{body}</div>'
+
+
+def _bar(status: LoopStatus) -> str:
+    """Return the bar; one without an end where nobody knows that."""
+    value = ""
+    if status.total is not None or status.is_over:
+        value = f' max="{status.total or 1}" value="{status.num_settled if status.total else 1}"'
+    return f'<progress{value} style="width: 16em; vertical-align: middle"></progress>'
+
+
+def _cells(row: WorkerRow, has_memory: bool) -> Iterator[str]:
+    yield _cell(f"worker {row.worker}")
+    yield _cell(f"{row.num_done:,} done", style=NUMBER)
+    if has_memory:
+        yield _cell(row.memory, style=NUMBER)
+    yield _cell("" if row.running_s is None else duration(row.running_s), style=NUMBER)
+    yield _cell(_text("idle", "dim") if row.running_s is None else escape(row.items), is_html=True)
+    yield _cell(row.values, style=CUT)
+    yield _cell(_text(row.description, "dim"), is_html=True, style=CUT)
+
+
+def _cell(content: str, *, is_html: bool = False, style: str = CELL) -> str:
+    return f'<td style="{style}">{content if is_html else escape(content)}</td>'
+
+
+def _line(text: str, style: str) -> str:
+    return f'<div style="margin-left: 1em; {STYLES[style]}">{escape(text)}</div>'
+
+
+def _text(text: str, style: str) -> str:
+    return f'<span style="{STYLES[style]}">{escape(text)}</span>' if style else escape(text)

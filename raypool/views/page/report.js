@@ -1,0 +1,189 @@
+"use strict";
+// Draws the charts, and draws them again when another metric is chosen, the table is filtered, or the colours of the system change.
+
+const story = JSON.parse(document.getElementById("story").textContent);
+const byId = (id) => document.getElementById(id);
+const column = Object.fromEntries(story.table.columns.map((about, i) => [about.name, { ...about, cells: story.table.cells[i] }]));
+const ofKind = (...kinds) => story.table.columns.filter((about) => kinds.includes(about.kind)).map((about) => about.name);
+const markup = { "&": "&amp;", "<": "&lt;", ">": "&gt;" };
+const plain = (text) => String(text).replace(/[&<>]/g, (sign) => markup[sign]); // plotly takes some tags in texts for markup
+const shorter = (text, most) => (text.length > most ? text.slice(0, most - 1) + "…" : text);
+const written = (value) => (typeof value === "number" && !Number.isInteger(value) ? String(Number(value.toPrecision(4))) : String(value));
+const distinct = (cells) => [...new Set(cells)].filter((cell) => cell !== null);
+const PALETTE = ["#2a9d8f", "#d1495b", "#3d6fb6", "#edae49", "#8d5a97", "#6a994e", "#c2703d", "#1b9aaa", "#a44a7f", "#7f7f7f"];
+const SCALE = [[0, "#3b4cc0"], [0.25, "#3d8fc4"], [0.5, "#2a9d8f"], [0.75, "#c2a83e"], [1, "#e07a1f"]];
+const WIDE = 20; // from this ratio of the largest to the smallest value on, an axis is logarithmic
+const systemIsDark = matchMedia("(prefers-color-scheme: dark)");
+
+let shownItems = null; // those that the table shows; null: all
+
+function draw(id, traces, layout) {
+  const style = getComputedStyle(document.documentElement);
+  const line = style.getPropertyValue("--line"), text = style.getPropertyValue("--text");
+  const axis = { gridcolor: line, zerolinecolor: line, linecolor: line };
+  const themed = { ...layout, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { color: text, size: 12 },
+    modebar: { bgcolor: "rgba(0,0,0,0)", color: style.getPropertyValue("--quiet") }, template: {} };
+  for (const name of ["xaxis", "yaxis"]) themed[name] = { ...axis, ...(layout[name] || {}) };
+  return Plotly.react(id, traces, themed, {
+    displaylogo: false, responsive: true, modeBarButtonsToRemove: ["lasso2d", "select2d", "sendChartToCloud"],
+    showSendToCloud: false, plotlyServerURL: "", // what is on this page goes nowhere
+  });
+}
+
+function offer(id, names, redraw) {
+  const select = byId(id);
+  for (const name of names) select.add(new Option(shorter(name, 60), name));
+  select.addEventListener("change", redraw);
+}
+
+function configOf(item) {
+  const lines = ofKind("config").slice(0, 12).map((name) => `${name}=${written(column[name].cells[item])}`);
+  return plain(shorter(lines.join(", "), 160));
+}
+
+// The colour of each item by a column, and what stands beside the chart for it.
+function coloursBy(name, items) {
+  const { cells, is_numeric } = column[name];
+  const values = distinct(items.map((item) => cells[item]));
+  if (is_numeric && values.length > PALETTE.length) {
+    const least = values.reduce((a, b) => Math.min(a, b)), most = values.reduce((a, b) => Math.max(a, b));
+    const isLog = least > 0 && most / least >= WIDE;
+    const place = (value) => (isLog ? Math.log(value / least) / Math.log(most / least) : (value - least) / (most - least || 1));
+    const mixed = (value) => (value === null ? "#999" : blend(place(value)));
+    const ends = isLog ? [Math.log10(least), Math.log10(most)] : [least, most];
+    return { of: (item) => mixed(cells[item]), legend: null, bar: { least: ends[0], most: ends[1], isLog } };
+  }
+  if (is_numeric) values.sort((a, b) => a - b);
+  const place = new Map(values.map((value, i) => [value, i]));
+  return { of: (item) => (cells[item] === null ? "#999" : PALETTE[place.get(cells[item]) % PALETTE.length]), legend: values, bar: null };
+}
+
+function blend(share) {
+  const rgb = (hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
+  const upper = Math.max(1, SCALE.findIndex(([at]) => at >= share));
+  const [[start, from], [end, to]] = [SCALE[upper - 1], SCALE[upper]];
+  const weight = (share - start) / (end - start);
+  const [a, b] = [rgb(from), rgb(to)];
+  return `rgb(${a.map((part, i) => Math.round(part + (b[i] - part) * weight)).join(",")})`;
+}
+
+function drawCurves() {
+  const { items, starts, columns } = story.curves;
+  const metric = byId("curve-metric").value, step = byId("curve-step").value, by = byId("curve-colour").value;
+  const drawn = items.map((item, at) => ({ item, at })).filter(({ item }) => shownItems === null || shownItems.has(item));
+  const colours = coloursBy(by, drawn.map(({ item }) => item));
+  const named = new Set();
+  const traces = drawn.map(({ item, at }) => {
+    const value = column[by].cells[item], y = columns[metric].slice(starts[at], starts[at + 1]);
+    const x = step === "" ? y.map((_, i) => i + 1) : columns[step].slice(starts[at], starts[at + 1]);
+    const isNew = colours.legend !== null && !named.has(value);
+    named.add(value);
+    return {
+      x, y, type: "scatter", mode: y.length > 12 ? "lines" : "lines+markers", line: { color: colours.of(item), width: 1.5 },
+      marker: { color: colours.of(item), size: 4 }, name: plain(shorter(written(value), 40)), legendgroup: String(value), showlegend: isNew,
+      legendrank: colours.legend === null ? 0 : colours.legend.indexOf(value),
+      hovertemplate: `item ${item}: %{y:.5~g}<br>${configOf(item)}<extra></extra>`,
+    };
+  });
+  if (colours.bar !== null) traces.push(colourBar(by, colours.bar));
+  byId("curves-note").textContent = [byId("curves-note").dataset.always, drawn.length ? "" : "No item in the table has reported this."].join(" ").trim();
+  draw("curves", traces, {
+    height: 420, margin: { l: 10, r: 10, t: 20, b: 40 }, hovermode: "closest", legend: { title: { text: plain(shorter(by, 40)) } },
+    xaxis: { title: { text: plain(step || "report") }, automargin: true },
+    yaxis: { title: { text: plain(metric) }, automargin: true, type: byId("curve-log").checked ? "log" : "linear" },
+  });
+}
+
+function colourBar(name, { least, most, isLog }) {
+  const ticks = [0, 1, 2, 3, 4].map((i) => least + ((most - least) * i) / 4);
+  return {
+    x: [null], y: [null], type: "scatter", mode: "markers", showlegend: false, hoverinfo: "skip",
+    marker: { color: [least], cmin: least, cmax: most, colorscale: SCALE, showscale: true,
+      colorbar: { title: { text: plain(shorter(name, 30)) }, tickvals: ticks, ticktext: ticks.map((at) => written(isLog ? 10 ** at : at)) } },
+  };
+}
+
+// An axis of the parallel coordinates; null where a column has too many different texts for one.
+function axisOf(name, items) {
+  const { cells, is_numeric } = column[name];
+  const label = plain(shorter(name, 24));
+  const values = items.map((item) => cells[item]);
+  if (is_numeric) {
+    const there = distinct(values), least = there.reduce((a, b) => Math.min(a, b), Infinity), most = there.reduce((a, b) => Math.max(a, b), -Infinity);
+    if (least > 0 && most / least >= WIDE) {
+      const ticks = there.length <= 8 ? there : [0, 1, 2, 3, 4].map((i) => least * (most / least) ** (i / 4));
+      return { label, values: values.map(Math.log10), tickvals: ticks.map(Math.log10), ticktext: ticks.map(written) };
+    }
+    const ticks = there.length <= 8 ? { tickvals: there, ticktext: there.map(written) } : {};
+    return { label, values, range: least < most ? undefined : [least - 1, most + 1], ...ticks };
+  }
+  const texts = distinct(values).map(String).sort();
+  if (texts.length > 30) return null;
+  const place = new Map(texts.map((text, i) => [text, i]));
+  return { label, values: values.map((value) => (value === null ? null : place.get(String(value)))), tickvals: texts.map((_, i) => i),
+    ticktext: texts.map((text) => shorter(text, 18)), range: [-0.3, texts.length - 0.7] };
+}
+
+const MAX_AXES = 11;
+const MAX_LINES = 2000;
+const count = (number) => number.toLocaleString("en");
+
+function drawCoordinates() {
+  const metric = byId("coordinates-metric").value;
+  const known = (item) => metric === "" || column[metric].cells[item] !== null;
+  const all = column[story.table.number].cells.filter((item) => shownItems === null || shownItems.has(item));
+  const varying = ofKind("config").filter((name) => distinct(column[name].cells).length > 1);
+  const complete = (item) => known(item) && varying.every((name) => !column[name].is_numeric || column[name].cells[item] !== null);
+  const whole = all.filter(complete);
+  const items = whole.length <= MAX_LINES ? whole : Array.from({ length: MAX_LINES }, (_, i) => whole[Math.round((i * (whole.length - 1)) / (MAX_LINES - 1))]);
+  const axes = varying.map((name) => axisOf(name, items)).filter((axis) => axis !== null);
+  const notes = [];
+  if (items.length < whole.length) notes.push(`${count(items.length)} of ${count(whole.length)} items are drawn, chosen evenly by number: filter the table to see others.`);
+  if (whole.length < all.length) notes.push(`${count(all.length - whole.length)} of ${count(all.length)} items lack a value on one of the axes.`);
+  if (axes.length < varying.length) notes.push(`${varying.length - axes.length} columns with more than 30 different texts are left out.`);
+  if (axes.length > MAX_AXES) notes.push(`The first ${MAX_AXES} of ${axes.length} columns are drawn.`);
+  notes.push("Drag along an axis to pick a range, drag its name to move it.");
+  byId("coordinates-note").textContent = items.length ? notes.join(" ") : "No item in the table has a value of this metric.";
+  const dimensions = axes.slice(0, MAX_AXES);
+  const style = getComputedStyle(document.documentElement);
+  const line = { color: "#2a9d8f" };
+  if (metric !== "") {
+    dimensions.push(axisOf(metric, items));
+    Object.assign(line, { color: items.map((item) => column[metric].cells[item]), colorscale: SCALE, showscale: true, colorbar: { title: { text: plain(shorter(metric, 24)) } } });
+  }
+  const trace = { type: "parcoords", line, dimensions, labelfont: { size: 13 }, tickfont: { color: style.getPropertyValue("--text") },
+    rangefont: { color: "rgba(0,0,0,0)" }, unselected: { line: { color: style.getPropertyValue("--line"), opacity: 0.4 } } };
+  byId("coordinates").style.minWidth = `${110 * dimensions.length + 120}px`;
+  draw("coordinates", items.length ? [trace] : [], { height: 400, margin: { l: 70, r: 40, t: 60, b: 30 } });
+}
+
+function drawAll() {
+  document.documentElement.classList.toggle("dark", systemIsDark.matches);
+  if (story.curves.metrics.length) drawCurves();
+  if (story.table.has_coordinates) drawCoordinates();
+  for (const id of ["timeline", "concurrency"]) if (story[id]) draw(id, story[id].data, story[id].layout);
+}
+
+function showItems(items) {
+  shownItems = items;
+  if (story.curves.metrics.length) drawCurves();
+  if (story.table.has_coordinates) drawCoordinates();
+}
+
+if (story.curves.metrics.length) {
+  offer("curve-metric", story.curves.metrics, drawCurves);
+  const steps = [...story.curves.steps, "", ...story.curves.metrics];
+  offer("curve-step", steps, drawCurves);
+  for (const option of byId("curve-step").options) if (option.value === "") option.text = "number of the report";
+  const varying = ofKind("config").filter((name) => distinct(column[name].cells).length > 1);
+  const colours = [...varying, story.table.number, "status", ...ofKind("value", "reported").filter((name) => column[name].is_numeric)];
+  offer("curve-colour", colours, drawCurves);
+  byId("curve-log").addEventListener("change", drawCurves);
+}
+if (story.table.has_coordinates) {
+  const numeric = [...ofKind("value", "reported"), "duration_s"].filter((name) => column[name] && column[name].is_numeric);
+  offer("coordinates-metric", numeric.length ? numeric : [""], drawCoordinates);
+  byId("coordinates-metric").closest("p").hidden = !numeric.length; // nothing has finished: there is no choice
+}
+systemIsDark.addEventListener("change", drawAll);
+drawAll();

@@ -1,0 +1,32 @@
+// The table: numbers sort as numbers, texts are never taken for HTML, and what it filters the charts leave out.
+const text = DataTable.render.text().display;
+const short = (value) => (typeof value === "number" && !Number.isInteger(value) ? String(Number(value.toPrecision(5))) : String(value));
+const render = (value, type) => (value === null ? "" : type === "display" ? text(short(value)) : value);
+const about = story.table.columns, cells = story.table.cells;
+const statusAt = about.findIndex(({ name, kind }) => name === "status" && kind === "run");
+
+const headings = byId("items").createTHead().insertRow();
+for (const { name } of about) headings.append(Object.assign(document.createElement("th"), { textContent: name }));
+
+const table = new DataTable("#items", {
+  data: cells[0].map((_, row) => cells.map((column) => column[row])),
+  columns: about.map(({ kind, is_numeric }, i) => ({
+    data: i, className: kind + (i === 0 ? " mark" : ""), type: is_numeric ? "num" : "string", render,
+  })),
+  columnControl: [{ target: 1, content: ["search"] }],
+  titleRow: 0,
+  order: [],
+  pageLength: 25,
+  lengthMenu: [10, 25, 100, 500],
+  deferRender: true,
+  scrollX: true,
+  createdRow: (row, values) => row.cells[0].style.setProperty("--mark", story.colours[values[statusAt]] || "transparent"),
+});
+let wanted = null;
+table.on("search", () => {
+  clearTimeout(wanted); // while somebody types, the charts wait
+  wanted = setTimeout(() => {
+    const rows = table.rows({ search: "applied" }).indexes().toArray();
+    showItems(rows.length === cells[0].length ? null : new Set(rows));
+  }, 250);
+});

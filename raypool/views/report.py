@@ -1,0 +1,190 @@
+"""The page of a loop: one file of HTML that has all it needs, made of the loop's tables."""
+
+from __future__ import annotations
+
+import base64
+import json
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from raypool.errors import InvalidValueError, RemoteTraceback
+from raypool.journal.files import write_file
+from raypool.views import charts
+from raypool.views.cells import columns, is_numeric
+from raypool.views.curves import curves_of, last_of
+from raypool.views.lanes import COLOURS, Plan, plan, took, unit_of
+from raypool.views.words import describe_error
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+PAGE = Path(__file__).with_name("page")
+
+MARKS = {**COLOURS, "missing": "#b0b0b0"}
+"""The colours of items by status."""
+
+MAX_FAILURES = 50
+"""So many different failures are told."""
+
+MAX_TRACEBACK = 20_000
+"""Of a longer traceback the end is shown."""
+
+MAX_NUMBERS = 200
+"""So many items are named of those that failed in the same way."""
+
+
+class Story(NamedTuple):
+    """What is known of a loop: `Results.to_frame`, `.attempts`, `.metrics`, `.errors`.
+
+    `configs` and `run` are the columns of `frame` that are of the configurations, and those that raypool adds.
+    """
+
+    frame: pd.DataFrame
+    attempts: pd.DataFrame
+    metrics: pd.DataFrame
+    configs: list[str]
+    run: Sequence[str]
+    errors: Mapping[int, BaseException]
+
+
+class Failure(NamedTuple):
+    """Items that failed in the same way."""
+
+    text: str
+    items: list[int]
+    traceback: str
+
+
+def check_suffix(path: Path) -> None:
+    """Make sure that the path looks like one of a page.
+
+    Raises:
+        InvalidValueError: It does not.
+    """
+    if path.suffix.lower() not in (".html", ".htm"):
+        raise InvalidValueError(f"path={str(path)!r} ends neither in .html nor in .htm, and what is written is a page of HTML.")
+
+
+def write(story: Story, path: Path, title: str | None) -> None:
+    """Write the page.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    write_file(path, page(story, title).encode("utf-8", "replace"))
+
+
+def page(story: Story, title: str | None) -> str:
+    """Return the page."""
+    import itables
+    import jinja2
+    from plotly.offline import get_plotlyjs
+
+    num_items = len(story.frame)
+    shown = plan(story.attempts)
+    bundle = Path(itables.__file__).with_name("html") / "dt_bundle.js"
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(PAGE),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.filters["took"] = took
+    data, notes = _data(story, shown)
+    unit_s, unit = unit_of(min(shown.wall_s, 1.0))  # seconds add up by eye, minutes do not
+    return environment.get_template("report.html.j2").render(
+        title=title if title is not None else f"Results of {num_items:,} item{'s' if num_items != 1 else ''}",
+        written_at=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        num_items=num_items,
+        counts=story.frame["status"].value_counts().to_dict(),
+        colours=MARKS,
+        shown=shown,
+        unit_s=unit_s,
+        unit=unit,
+        num_again=int(story.attempts["status"].isin(["lost", "retried"]).sum()),
+        failures=list(_failures(story.errors)),
+        max_failures=MAX_FAILURES,
+        max_numbers=MAX_NUMBERS,
+        has_curves=bool(data["curves"]["metrics"]),
+        has_coordinates=data["table"]["has_coordinates"],
+        notes=notes,
+        data=_embedded(data),
+        plotly=get_plotlyjs(),
+        datatables=base64.b64encode(bundle.read_bytes()).decode(),
+        datatables_css=bundle.with_suffix(".css").read_text(encoding="utf-8"),
+    )
+
+
+def _data(story: Story, shown: Plan) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return what the scripts of the page draw, and what is to be said where not all is drawn."""
+    table = _table(story)
+    curves, notes = curves_of(story.metrics)
+    data: dict[str, Any] = {"table": table, "curves": curves, "colours": MARKS}
+    if shown.lanes:
+        data["timeline"], num_bars = charts.timeline(shown)
+        data["concurrency"] = charts.concurrency(shown.attempts, shown.wall_s, len(shown.lanes))
+        if num_bars < len(shown.attempts):
+            notes["timeline"] = (
+                f"{len(shown.attempts):,} attempts are drawn as {num_bars:,} bars: "
+                "short ones that follow each other on a worker share one."
+            )
+    return data, notes
+
+
+def _table(story: Story) -> dict[str, Any]:
+    """Return the table of the page by columns, each of a kind: of the configuration, of the values, or of how an item ran."""
+    import pandas as pd
+
+    frame = story.frame
+    values = [name for name in frame.columns if name not in story.configs and name not in story.run]
+    kinds: dict[str, list[tuple[str, list[Any]]]] = {
+        "config": list(columns(frame, story.configs).items()),
+        "value": list(columns(frame, values).items()),
+    }
+    known = {name for name, _ in kinds["value"]}
+    kinds["reported"] = [(f"last {name}", cells) for name, cells in last_of(story.metrics, len(frame)) if name not in known]
+    started = pd.to_datetime(frame["started_at"].astype(float), unit="s").dt.strftime("%Y-%m-%d %H:%M:%S")
+    about = frame[list(story.run)].assign(started_at=started).rename(columns={"started_at": "started_at (UTC)"})
+    kinds["run"] = [(name, cells) for name, cells in columns(about, about.columns).items() if set(cells) != {None}]
+    taken = {name for pairs in kinds.values() for name, _ in pairs}
+    number = next(name for name in ("index", "item number", *map("item number {}".format, range(2, 99))) if name not in taken)
+    status = kinds["run"].pop(0)
+    entries = [(number, "run", [int(index) for index in frame.index]), (status[0], "run", status[1])]
+    entries += [(name, kind, cells) for kind, pairs in kinds.items() for name, cells in pairs]
+    return {
+        "columns": [{"name": name, "kind": kind, "is_numeric": is_numeric(cells)} for name, kind, cells in entries],
+        "cells": [cells for _, _, cells in entries],
+        "number": number,
+        "has_coordinates": len(frame) > 1 and any(len(set(cells)) > 1 for _, cells in kinds["config"]),
+    }
+
+
+def _embedded(data: Any) -> str:
+    """Return data as JSON that can stand within a page: no `<` in it could end the script."""
+    from plotly.utils import PlotlyJSONEncoder
+
+    return json.dumps(data, cls=PlotlyJSONEncoder, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _failures(errors: Mapping[int, BaseException]) -> Iterator[Failure]:
+    """Yield what went wrong, what befell most items first."""
+    groups: dict[str, list[int]] = {}
+    for index, error in errors.items():
+        groups.setdefault(describe_error(error), []).append(index)
+    for text, items in sorted(groups.items(), key=lambda group: -len(group[1])):
+        yield Failure(text, items, _traceback(errors[items[0]]))
+
+
+def _traceback(error: BaseException) -> str:
+    cause = error.__cause__
+    try:
+        text = cause.text if isinstance(cause, RemoteTraceback) else "".join(traceback.format_exception(error))
+    except Exception:  # the user's own __str__
+        return ""
+    notes = "\n".join(str(note) for note in getattr(error, "__notes__", ()))
+    whole = f"{text.rstrip()}\n{notes}" if notes and notes not in text else text
+    return whole if len(whole) <= MAX_TRACEBACK else f"[...]{whole[-MAX_TRACEBACK:]}"

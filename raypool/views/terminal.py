@@ -1,0 +1,181 @@
+"""A loop as a picture on a terminal: how far it is, what each worker is at, and what was reported there last.
+
+::
+
+    train ━━━━━━━━━━━━━━━━━━━━╸━━━━━━━━━━━━━━━━━━━ 7 of 13, 1 failed  12 s, about 10 s left
+      worker 0    4 done  31.2 of 80.0 GiB    2.1 s  item 7  network=cnn, width=8, lr=0.001  epoch=3, loss=0.412
+      worker 1    3 done   1.4 of 80.0 GiB    0.4 s  item 8  network=cnn, width=8, lr=0.01  epoch=1, loss=2.07
+      item 5 failed: ValueError: 36 channels cannot be divided into 8 groups
+
+When the loop has ended, the first line stays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+from rich.cells import cell_len, set_cell_size
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.segment import Segment
+from rich.style import Style
+
+from raypool.engine import diary
+from raypool.views.lines import is_terminal
+from raypool.views.status import LoopStatus, WorkerRow
+from raypool.views.words import duration
+
+MIN_BAR, MAX_BAR = 10, 40
+MIN_DESCRIPTION = 12
+MIN_WIDTH_FOR_MEMORY = 80
+DONE_WIDTH = 3
+
+Line = list[tuple[str, str]]
+"""Texts that stand behind each other, each with its style."""
+
+_screen = threading.Lock()
+"""Held by the loop that is shown. Two pictures would overwrite each other."""
+
+
+def terminal_view() -> TerminalView | None:
+    """Return a view on the terminal of standard error; None if nothing can be drawn there, or another loop is shown."""
+    console = Console(file=diary.beneath(sys.stderr))  # a task that prints may draw the picture, too
+    if not console.is_terminal or console.is_dumb_terminal:
+        return None
+    view = TerminalView(console, _screen.release)
+    return view if _screen.acquire(blocking=False) else None  # last: whoever fails before holds nothing
+
+
+class TerminalView:
+    """Draws a loop on a terminal; see `View`.
+
+    Args:
+        console: The terminal.
+        leave: Called when nothing more is drawn.
+    """
+
+    interval_s = 0.4
+
+    def __init__(self, console: Console, leave: Callable[[], object] = lambda: None) -> None:
+        self._console = console
+        # What the user prints goes above the picture, but only if it was meant for the same terminal.
+        self._live = Live(console=console, auto_refresh=False, redirect_stdout=is_terminal(sys.stdout))
+        self._leave = leave
+        self._is_terminal_gone = False
+
+    def show(self, status: LoopStatus) -> None:
+        """Draw the loop as it is."""
+        self._draw(Picture(self._console, status))
+
+    def end(self, status: LoopStatus) -> None:
+        """Leave the first line of the picture, and give the terminal back as it was."""
+        with contextlib.ExitStack() as after:  # each of them, whatever fails: the next loop wants the terminal
+            after.callback(self._leave)
+            after.callback(self._stop)
+            after.callback(_flush_output)
+            if status.is_begun:
+                self._draw(Picture(self._console, status))
+
+    def _stop(self) -> None:
+        with contextlib.suppress(OSError):
+            self._live.stop()
+
+    def _draw(self, picture: Picture) -> None:
+        if self._is_terminal_gone:
+            return
+        try:
+            self._live.start()
+            diary.put_on_top()  # it has its own streams in place of those that tell the tasks apart
+            self._live.update(picture, refresh=True)
+        except OSError:
+            self._is_terminal_gone = True  # which is no reason for the loop to end
+
+
+def _flush_output() -> None:
+    """Write out a line that the user has begun but not ended."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # the stream may be closed, or none
+        sys.stdout.flush()
+
+
+class Picture:
+    """What is drawn of a loop. It is made of segments: rich's own tables and texts take ten times as long."""
+
+    def __init__(self, console: Console, status: LoopStatus) -> None:
+        self._width, self._height = console.width, console.height
+        self._head, self._bar = self._headline(status)
+        self._lines = [] if status.is_over else self._rest(status)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        label, *rest = self._head
+        yield from _segments([label])
+        if self._bar is not None:
+            yield from console.render(self._bar, options)
+            yield Segment(" ")
+        yield from _segments(rest)
+        for line in self._lines:
+            yield Segment.line()
+            yield from _segments(line)
+
+    def _headline(self, status: LoopStatus) -> tuple[Line, ProgressBar | None]:
+        """Return the numbers, and the bar. Where they have no room, the time left goes first, then the bar."""
+        label = fit(status.label, max(self._width // 3, MIN_BAR))
+        counts = status.counts()
+        room = self._width - cell_len(label) - sum(len(text) for text, _ in counts) - 3
+        times, left_s = duration(status.elapsed_s), status.left_s()
+        if left_s is not None:
+            longer = f"{times}, about {duration(left_s)} left"
+            times = longer if len(longer) <= room else times
+        head = [(f"{label} ", "bold"), *counts, (f"  {times}", "dim")]
+        room = min(room - len(times) - 1, MAX_BAR)
+        if room < MIN_BAR:
+            return head, None
+        total, settled = status.total, status.num_settled
+        return head, ProgressBar(total or 1, settled if total else 1, room, pulse=total is None and not status.is_over)
+
+    def _rest(self, status: LoopStatus) -> list[Line]:
+        """Return a line for each worker, as far as there is room, and one for what has failed last."""
+        failure = status.last_failure
+        rows = status.rows(self._height - (2 if failure is None else 3))
+        lines = [self._row(row, rows.shown) for row in rows.shown]
+        if rows.num_others:
+            others = f"  and {rows.num_others:,} more workers, {rows.num_others_busy:,} of them busy"
+            lines.append([(fit(others, self._width), "dim")])
+        if failure is not None and len(lines) < self._height - 2:
+            lines.append([(fit(f"  {failure}", self._width), "red")])
+        return lines
+
+    def _row(self, row: WorkerRow, rows: list[WorkerRow]) -> Line:
+        """Return the line of a worker: on a narrow one what the item is makes way for what it has reported, then that too."""
+        digits, memory = len(str(rows[-1].worker)), max(len(row.memory) for row in rows)
+        start = f"  worker {row.worker:<{digits}}  {row.num_done:>{DONE_WIDTH},} done"
+        if memory and self._width >= MIN_WIDTH_FOR_MEMORY:
+            start += f"  {row.memory:>{memory}}"
+        if row.running_s is None:
+            return [(fit(start, self._width), ""), ("     idle", "dim")]
+        start += f"  {duration(row.running_s, 1):>7}  {row.items}"
+        values = f"  {row.values}" if row.values else ""
+        room = self._width - cell_len(start) - cell_len(values)
+        description = fit(f"  {row.description}", max(room, MIN_DESCRIPTION)) if row.description else ""
+        start = fit(start, self._width)
+        description = fit(description, self._width - cell_len(start))
+        return [(start, ""), (description, "dim"), (fit(values, self._width - cell_len(start) - cell_len(description)), "")]
+
+
+def _segments(line: Line) -> Iterator[Segment]:
+    return (Segment(text, Style.parse(style)) for text, style in line)
+
+
+def fit(text: str, width: int) -> str:
+    """Return a text that takes no more columns than this, of which the end is left out if it must be.
+
+    Example:
+        >>> fit("worker 0", 20), fit("worker 0", 5), fit("worker 0", 0)
+        ('worker 0', 'work…', '')
+    """
+    if cell_len(text) <= width:
+        return text
+    return set_cell_size(text, width - 1) + "…" if width > 0 else ""

@@ -1,0 +1,117 @@
+"""How a loop is put into words: times, rates, sizes, and whatever the items and values are, each in one line."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Mapping
+from typing import Any
+
+MAX_DESCRIPTION = 200
+MAX_VALUE = 60
+
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = MAX_VALUE
+
+
+def duration(seconds: float, digits: int = 0) -> str:
+    """Return a time as people write it; `digits` after the point, below a minute.
+
+    Example:
+        >>> duration(8.26), duration(8.26, 1), duration(75), duration(7265)
+        ('8 s', '8.3 s', '1:15', '2:01:05')
+    """
+    if seconds < 59.5:
+        return f"{max(seconds, 0.0):.{digits}f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}:{rest:02}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+
+
+def rate(count: int, seconds: float) -> str:
+    """Return how many there were of something in each second, minute or hour.
+
+    Example:
+        >>> rate(12_000, 8), rate(30, 60), rate(1, 7200), rate(5, 0)
+        ('1,500/s', '30/min', '0.5/h', '')
+    """
+    if seconds <= 0:
+        return ""
+    for unit, length_s in (("s", 1), ("min", 60), ("h", 3600)):
+        if count / seconds * length_s >= 1 or unit == "h":
+            break
+    number = count / seconds * length_s
+    return f"{number:,.0f}/{unit}" if number >= 100 else f"{number:.2g}/{unit}"
+
+
+def gibibytes(used: int, total: int | None) -> str:
+    """Return how much of some memory is in use.
+
+    Example:
+        >>> gibibytes(33_500_000_000, 85_899_345_920), gibibytes(0, None)
+        ('31.2 of 80.0 GiB', '0.0 GiB')
+    """
+    return f"{used / 2**30:.1f} GiB" if total is None else f"{used / 2**30:.1f} of {total / 2**30:.1f} GiB"
+
+
+def one_line(text: str) -> str:
+    r"""Return a text as one line in which nothing moves the cursor or sets a colour.
+
+    Example:
+        >>> one_line("two\n lines, \x1b[31mred")
+        'two lines, ?[31mred'
+    """
+    return "".join(character if character.isprintable() else "?" for character in " ".join(text.split()))
+
+
+def describe_item(item: Any) -> str:
+    """Return an item in one line, whatever it is and however large.
+
+    Example:
+        >>> describe_item({"network": "cnn", "lr": 0.001})
+        'network=cnn, lr=0.001'
+        >>> describe_item(list(range(1_000_000)))
+        '[0, 1, 2, 3, 4, 5, ...]'
+    """
+    if isinstance(item, dict) and all(isinstance(key, str) for key in item):
+        text = ", ".join(f"{key}={_number(value, 6)}" for key, value in item.items())
+    else:
+        text = _repr(item)
+    return one_line(text[: 10 * MAX_DESCRIPTION])[:MAX_DESCRIPTION]
+
+
+def describe_values(values: Mapping[str, Any]) -> str:
+    """Return what was reported, in one line.
+
+    Example:
+        >>> describe_values({"epoch": 3, "loss": 0.41234})
+        'epoch=3, loss=0.4123'
+    """
+    return ", ".join(f"{_value(name)}={_number(value, 4)}" for name, value in values.items())
+
+
+def describe_error(error: BaseException) -> str:
+    r"""Return an error in one line.
+
+    Example:
+        >>> describe_error(ValueError("no such\nnetwork")), describe_error(KeyError())
+        ('ValueError: no such network', 'KeyError')
+    """
+    try:
+        text = one_line(str(error)[: 10 * MAX_DESCRIPTION])[:MAX_DESCRIPTION]
+    except Exception:  # it is the user's class
+        text = ""
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _number(value: Any, digits: int) -> str:
+    return f"{value:.{digits}g}" if isinstance(value, float) else _value(value)
+
+
+def _value(value: Any) -> str:
+    return value if isinstance(value, str) and len(value) <= MAX_VALUE and value.isprintable() else _repr(value)
+
+
+def _repr(value: Any) -> str:
+    try:
+        return one_line(_short.repr(value))
+    except ValueError:  # an integer of more than 4,300 digits
+        return f"a {type(value).__name__}"

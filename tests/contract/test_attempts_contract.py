@@ -1,0 +1,106 @@
+"""`Results.attempts`: when and where items ran each time, on every kind of pool, and out of a folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raypool import ParallelPool, Results, current_task, load_results
+
+from .conftest import PoolMaker
+
+
+def flaky(item: int) -> int:
+    if item == 1 and current_task().attempt == 1:
+        raise KeyError("the first time")
+    if item == 2:
+        raise ArithmeticError("always")
+    return item
+
+
+def told(results: Results) -> list[list[Any]]:
+    return results.attempts[["item", "attempt", "status", "error"]].to_numpy().tolist()
+
+
+EXPECTED = [
+    [0, 1, "finished", None],
+    [1, 1, "retried", "KeyError: 'the first time'"],
+    [1, 2, "finished", None],
+    [2, 1, "failed", "ArithmeticError: always"],
+]
+
+
+def test_each_attempt_is_told(pool: ParallelPool, tmp_path: Path) -> None:
+    before = time.time()
+    results = pool.options(retry_on=(KeyError,)).parfor(flaky, 3, on_error="collect", run_dir=tmp_path / "run")
+
+    for loaded in (results, pickle.loads(pickle.dumps(results)), load_results(tmp_path / "run")):
+        assert told(loaded) == EXPECTED
+        attempts = loaded.attempts
+        assert attempts["started_at"].between(before - 1, time.time() + 1).all()
+        assert attempts["duration_s"].between(0, time.time() - before + 1).all()
+        assert set(attempts["worker"]) <= {worker.index for worker in pool.workers}
+        assert attempts["host"].notna().all()
+        assert set(attempts["run"]) == {1}
+        loaded.timeline(tmp_path / "trace.json")
+        events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+        assert sum(event["ph"] == "X" for event in events) == 4
+
+
+def test_calls_with_one_folder_are_told_apart(pool: ParallelPool, tmp_path: Path) -> None:
+    pool.parfor(flaky, [0, 2], on_error="collect", run_dir=tmp_path)
+    results = pool.parfor(flaky, [0, 2], on_error="collect", run_dir=tmp_path)
+
+    assert results.attempts[["item", "status", "run"]].to_numpy().tolist() == [[0, "finished", 1], [1, "failed", 2]]
+    everything = load_results(tmp_path).attempts[["item", "status", "run"]].to_numpy().tolist()
+    assert everything == [[0, "finished", 1], [1, "failed", 1], [1, "failed", 2]]
+
+
+def wait_or_fail(folder: str, item: int) -> None:
+    Path(folder, str(item)).touch()
+    while item == 0:
+        time.sleep(0.01)
+    while not Path(folder, "0").exists():
+        time.sleep(0.01)
+    raise ArithmeticError("the other one runs")
+
+
+@pytest.mark.parametrize("make_pool", ["threads", "local"], indirect=True)
+def test_what_ran_when_the_loop_ended_was_cancelled(pool: ParallelPool, tmp_path: Path) -> None:
+    with pytest.raises(ArithmeticError) as caught:
+        pool.parfor(lambda item: wait_or_fail(str(tmp_path), item), 2)
+
+    attempts = caught.value.results.attempts  # type: ignore[attr-defined]
+    assert attempts[["item", "status"]].to_numpy().tolist() == [[0, "cancelled"], [1, "failed"]]
+    assert attempts["started_at"].notna().all()
+
+
+def die_once(item: int) -> int:
+    if item == 1 and current_task().attempt == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if item == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return item
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make_pool", ["local"], indirect=True)
+def test_attempts_that_were_lost_with_their_worker(make_pool: PoolMaker, tmp_path: Path) -> None:
+    with make_pool(2, retries=1) as pool:
+        results = pool.parfor(die_once, 3, on_error="collect", chunk_size=1, run_dir=tmp_path / "run")
+
+    assert results.to_frame()["status"].tolist() == ["finished", "finished", "failed"]
+    assert results.to_frame()["worker"].notna().all(), "it is known where the last attempt was lost"
+    for loaded in (results, load_results(tmp_path / "run")):
+        counts = loaded.attempts.groupby("item")["status"].agg(list).to_dict()
+        assert counts[1] == ["lost", "finished"]
+        assert counts[2] == ["lost", "lost"]
+        assert loaded.attempts["started_at"].notna().all()
+        assert (loaded.attempts["duration_s"] >= 0).all()

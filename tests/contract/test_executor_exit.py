@@ -1,0 +1,70 @@
+"""What becomes of work that is pending when the interpreter ends: what is short is done, and nothing is waited for long."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.timeout(120)
+
+on_ray = pytest.param("local", marks=pytest.mark.slow)
+
+BEGIN = """
+import time
+from pathlib import Path
+from raypool import parpool
+
+def touch(path):
+    time.sleep(0.1)
+    Path(path).touch()
+
+pool = parpool(1, profile={profile!r}, quiet=True)
+pool.submit(touch, "{folder}/first")
+pool.submit(touch, "{folder}/second")
+"""
+
+
+@pytest.mark.parametrize("end", ["", "pool.shutdown(wait=False)", "raise SystemExit(0)"])
+@pytest.mark.parametrize("profile", ["threads", on_ray])
+def test_what_is_short_is_done(run_python: Any, tmp_path: Path, profile: str, end: str) -> None:
+    done = run_python(BEGIN.format(profile=profile, folder=tmp_path) + end)
+    assert (done.stdout, done.stderr) == ("", "")
+    assert {path.name for path in tmp_path.iterdir()} == {"first", "second"}
+
+
+@pytest.mark.parametrize("profile", ["threads", on_ray])
+def test_what_takes_long_is_not_waited_for(run_python: Any, tmp_path: Path, profile: str) -> None:
+    code = BEGIN.format(profile=profile, folder=tmp_path)
+    done = run_python(code + f"pool.submit(time.sleep, 600)\npool.submit(touch, '{tmp_path}/third')", timeout_s=60)
+    assert (done.stdout, done.stderr) == ("", "")
+    assert {path.name for path in tmp_path.iterdir()} == {"first", "second"}
+
+
+@pytest.mark.parametrize("profile", ["threads", on_ray])
+def test_after_an_error_nothing_is_waited_for(start_python: Any, tmp_path: Path, profile: str) -> None:
+    code = BEGIN.format(profile=profile, folder=tmp_path)
+    more = f"pool.submit(time.sleep, 2.5)\npool.submit(touch, '{tmp_path}/third')\n"  # at a usual end there is time for that
+    done = start_python(code + more + "raise LookupError('the script fails')").finish(60)
+    assert done.returncode == 1
+    assert "the script fails" in done.stderr
+    assert not (tmp_path / "third").exists()
+
+
+def test_after_the_end_no_work_is_taken(run_python: Any) -> None:
+    code = """
+    import atexit
+
+    @atexit.register
+    def run_last():
+        try:
+            pool.submit(abs, -1)
+        except PoolClosedError as error:
+            print(isinstance(error, RuntimeError))
+
+    from raypool import PoolClosedError, parpool
+
+    pool = parpool(1, profile="threads", quiet=True)
+    """
+    assert run_python(code).stdout.strip() == "True"

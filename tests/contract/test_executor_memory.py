@@ -1,0 +1,146 @@
+"""What a user has let go of is freed: arguments, functions, results and errors, as the standard library's executors do it."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from raypool import ParallelPool
+
+
+class Thing:
+    """Something that can be watched."""
+
+    def method(self) -> str:
+        return "called"
+
+
+class Faulty(Exception):
+    """An error that can be watched."""
+
+
+class Hollow(Exception):
+    """An error that is false."""
+
+    def __len__(self) -> int:
+        return 0
+
+
+def make(_: int = 0) -> Thing:
+    return Thing()
+
+
+def fail(_: int = 0) -> None:
+    raise Faulty("not today")
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """Have nothing freed but what nobody refers to."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def test_the_function_and_its_arguments(pool: ParallelPool, eventually: Any, no_collector: None) -> None:
+    thing = Thing()
+    watched = weakref.ref(thing)
+    pool.submit(thing.method)
+    assert pool.submit(type, thing).result(60).__name__ == "Thing"
+    del thing
+    assert eventually(lambda: watched() is None)
+
+
+@pytest.mark.parametrize("make_pool", ["local"], indirect=True)
+def test_arguments_on_the_worker(pool: ParallelPool, marks: Any, eventually: Any) -> None:
+    class Told:
+        def __init__(self, marks: Any) -> None:
+            self.marks, self.pid = marks, None
+
+        def __del__(self) -> None:
+            if self.pid is not None:
+                self.marks.add("freed")
+
+    def use(told: Any) -> None:
+        import os
+
+        told.pid = os.getpid()
+
+    pool.submit(use, Told(marks)).result(60)
+    assert eventually(lambda: marks.count("freed") == 1)
+
+
+def test_results(pool: ParallelPool, eventually: Any, no_collector: None) -> None:
+    future = pool.submit(make)
+    watched = weakref.ref(future.result(60))
+    assert watched() is future.result(), "as long as there is the future, there is its result"
+    del future
+    assert eventually(lambda: watched() is None)
+
+
+def test_results_of_map_one_by_one(pool: ParallelPool, eventually: Any, no_collector: None) -> None:
+    """Also where several came in one message."""
+    for thing in pool.map(make, range(20)):
+        watched = weakref.ref(thing)
+        del thing
+        assert eventually(lambda watched=watched: watched() is None)
+
+
+def test_a_result_is_the_same_for_all_who_ask_at_once(pool: ParallelPool) -> None:
+    for _ in range(20):
+        future = pool.submit(make)
+        found: list[Any] = []
+        threads = [threading.Thread(target=lambda: found.append(future.result(60))) for _ in range(4)]  # noqa: B023
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(found) == 4
+        assert len(set(map(id, found))) == 1
+
+
+@pytest.mark.parametrize("make_pool", ["threads", "local"], indirect=True)  # inline, the traceback reaches up to the caller
+def test_errors(pool: ParallelPool, eventually: Any, no_collector: None) -> None:
+    """Their tracebacks hold the frames through which they were raised, here and in the worker's thread."""
+    future = pool.submit(fail)
+    with pytest.raises(Faulty) as caught:
+        future.result(60)
+    watched, held = weakref.ref(caught.value), weakref.ref(future)
+    del caught, future
+    assert eventually(lambda: held() is None)
+    assert eventually(lambda: watched() is None)
+
+
+@pytest.mark.parametrize("make_pool", ["threads", "local"], indirect=True)
+def test_errors_of_map(pool: ParallelPool, eventually: Any, no_collector: None) -> None:
+    results = pool.map(fail, range(3))
+    for _ in range(3):
+        with pytest.raises(Faulty) as caught:
+            next(results)
+        watched = weakref.ref(caught.value)
+        del caught
+        assert eventually(lambda watched=watched: watched() is None)
+
+
+def test_an_error_that_is_false_is_an_error(pool: ParallelPool) -> None:
+    """Before Python 3.14 the standard library takes it for none."""
+
+    def hollow() -> None:
+        raise Hollow("nothing in it")
+
+    future = pool.submit(hollow)
+    with pytest.raises(Hollow, match="nothing in it"):
+        future.result(60)
+    assert type(future.exception()) is Hollow
+    assert type(future.error) is Hollow
+    assert future.state == "failed"
+    with pytest.raises(Hollow):
+        pool.parfor(lambda _: hollow(), range(2))
+    results = pool.parfor(lambda _: hollow(), range(2), on_error="collect")
+    assert [type(error) for error in results.errors.values()] == [Hollow, Hollow]

@@ -1,0 +1,115 @@
+"""Ctrl-C in work that runs in the user's own thread: it means all of the work, as it does where workers run it."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import raypool
+from raypool import ParallelPool, parpool
+
+INTERRUPTED = 2
+
+HOWS = [{}, {"chunk_size": 1}, {"chunk_size": 4}, {"on_error": "collect"}, {"on_error": "collect", "chunk_size": 1}]
+
+
+class Work:
+    """Does its items, and is interrupted once, as Ctrl-C does it in the main thread."""
+
+    def __init__(self) -> None:
+        self.begun: list[int] = []
+        self.is_interrupted = False
+
+    def __call__(self, item: int) -> int:
+        self.begun.append(item)
+        if item == INTERRUPTED and not self.is_interrupted:
+            self.is_interrupted = True
+            signal.raise_signal(signal.SIGINT)
+        return -item
+
+    def check(self, error: BaseException) -> None:
+        """Make sure that nothing began after it, and that all that was begun before it is there."""
+        *finished, last = self.begun
+        assert last == INTERRUPTED
+        results = error.results  # type: ignore[attr-defined]
+        assert [results[item] for item in finished] == [-item for item in finished]
+        assert list(results.to_frame()["status"]).count("finished") == len(finished)
+        assert any(f": {len(finished)} " in note and "had finished" in note for note in error.__notes__)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[ParallelPool]:
+    """Give a pool of the one kind that these tests are about."""
+    with parpool(2, profile="inline", quiet=True) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("items", [range(6), None], ids=["list", "generator"])
+@pytest.mark.parametrize("how", HOWS)
+def test_nothing_begins_after_it(pool: ParallelPool, how: dict[str, Any], items: Iterable[int] | None) -> None:
+    work = Work()
+    with pytest.raises(KeyboardInterrupt) as caught:
+        pool.parfor(work, iter(range(6)) if items is None else items, **how)
+    work.check(caught.value)
+    assert pool.submit(abs, -1).result(30) == 1
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_nor_in_a_loop_without_workers(how: dict[str, Any]) -> None:
+    with parpool(2, profile="threads", quiet=True) as threads:
+        work = Work()
+        with pytest.raises(KeyboardInterrupt) as caught:
+            threads.parfor(work, range(6), max_workers=0, **how)
+        work.check(caught.value)
+        assert threads.submit(abs, -1).result(30) == 1
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_what_had_finished_is_kept_and_the_same_call_goes_on(pool: ParallelPool, tmp_path: Path, how: dict[str, Any]) -> None:
+    work = Work()
+
+    def do(item: int) -> int:
+        return work(item)
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        pool.parfor(do, range(6), run_dir=tmp_path / "run", **how)
+    work.check(caught.value)
+    assert any("the same call goes on" in note for note in caught.value.__notes__)
+    kept = raypool.load_results(tmp_path / "run").to_frame()
+    finished = work.begun[:-1]
+    assert sorted(kept.loc[kept["status"] == "finished", "item"]) == sorted(finished)
+    assert "failed" not in set(kept["status"])
+
+    work.begun.clear()
+    assert list(pool.parfor(do, range(6), run_dir=tmp_path / "run", **how)) == [-item for item in range(6)]
+    assert sorted(work.begun) == sorted(set(range(6)) - set(finished))
+
+
+def test_it_ends_the_call_of_map(pool: ParallelPool) -> None:
+    work = Work()
+    with pytest.raises(KeyboardInterrupt):
+        pool.map(work, range(6))
+    assert work.begun == [0, 1, 2]
+    assert list(pool.map(work, range(6))) == [-item for item in range(6)]
+
+
+def test_it_ends_a_map_that_is_drawn_from(pool: ParallelPool) -> None:
+    work = Work()
+    results = pool.map(work, range(6), buffersize=1)
+    assert next(results) == 0
+    with pytest.raises(KeyboardInterrupt):
+        next(results)
+    assert list(results) == []
+    assert work.begun == [0, 1, 2]
+
+
+def test_it_is_what_becomes_of_a_single_call(pool: ParallelPool) -> None:
+    work = Work()
+    future = pool.parfeval(work, INTERRUPTED)
+    with pytest.raises(KeyboardInterrupt):
+        future.result(30)
+    assert pool.parfeval(work, INTERRUPTED).result(30) == -INTERRUPTED

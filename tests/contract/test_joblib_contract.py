@@ -1,0 +1,599 @@
+"""joblib runs on every kind of pool as on its own workers: results, order, errors, time-outs, and Parallel in Parallel."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+import signal
+import threading
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import joblib
+import numpy as np
+import pytest
+from joblib import Parallel, delayed, parallel_backend, parallel_config
+
+import raypool
+from raypool import (
+    InvalidTypeError,
+    InvalidValueError,
+    ParallelPool,
+    PoolClosedError,
+    ResourceError,
+    SerializationError,
+    WorkerLostError,
+    current_task,
+    gcp,
+    register_joblib,
+)
+
+beside_each_other = pytest.mark.parametrize("make_pool", ["threads", "local"], indirect=True)
+in_processes = pytest.mark.parametrize("make_pool", ["local"], indirect=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered() -> None:
+    register_joblib()
+
+
+@pytest.fixture
+def config(pool: ParallelPool) -> Iterator[dict[str, Any]]:
+    """Let joblib use the pool that the tests share."""
+    with parallel_config("raypool", pool=pool) as config:
+        yield config
+
+
+class Refused(Exception):
+    """An exception of a user's."""
+
+
+def refuse(text: str) -> None:
+    raise Refused(text)
+
+
+def square(x: int) -> int:
+    return x * x
+
+
+def worker_of(_: int = 0) -> int:
+    return current_task().worker
+
+
+def pass_gate(gate: Any, index: int) -> int:
+    if index == 0:
+        gate.wait()
+    return index
+
+
+# --- results ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n_jobs", [None, -1, -2, 1, 2, 3])
+@pytest.mark.parametrize("batch_size", ["auto", 1, 7])
+def test_results_come_in_order_on_any_number_of_workers(config: Any, n_jobs: int | None, batch_size: Any) -> None:
+    assert Parallel(n_jobs, batch_size=batch_size)(delayed(square)(x) for x in range(20)) == [x * x for x in range(20)]
+
+
+@pytest.mark.parametrize("pre_dispatch", ["all", "n_jobs", 1, "2 * n_jobs"])
+def test_many_short_tasks_are_all_run_once(config: Any, pre_dispatch: Any) -> None:
+    assert Parallel(pre_dispatch=pre_dispatch)(delayed(square)(x) for x in range(3000)) == [x * x for x in range(3000)]
+
+
+def test_a_parallel_without_tasks_returns_nothing(config: Any) -> None:
+    assert Parallel()([]) == []
+    assert list(Parallel(return_as="generator")([])) == []
+
+
+def test_results_come_as_a_generator(config: Any) -> None:
+    results = Parallel(return_as="generator")(delayed(square)(x) for x in range(10))
+    assert next(results) == 0
+    assert list(results) == [x * x for x in range(1, 10)]
+    unordered = Parallel(return_as="generator_unordered")(delayed(square)(x) for x in range(10))
+    assert sorted(unordered) == [x * x for x in range(10)]
+
+
+@beside_each_other
+def test_an_unordered_generator_does_not_wait_for_the_slowest(config: Any, gate: Any) -> None:
+    results = Parallel(return_as="generator_unordered", batch_size=1)(delayed(pass_gate)(gate, index) for index in range(6))
+    assert sorted(next(results) for _ in range(5)) == [1, 2, 3, 4, 5]
+    gate.open()
+    assert next(results) == 0
+
+
+@beside_each_other
+def test_two_generators_of_one_block_do_not_disturb_each_other(config: Any, gate: Any) -> None:
+    first = Parallel(return_as="generator", batch_size=1)(delayed(pass_gate)(gate, index) for index in range(12))
+    assert Parallel()(delayed(square)(x) for x in range(30)) == [x * x for x in range(30)]
+    gate.open()
+    assert list(first) == list(range(12))
+
+
+def test_a_managed_parallel_is_called_again_and_again(config: Any) -> None:
+    with Parallel(n_jobs=2) as parallel:
+        for number in range(3):
+            assert parallel(delayed(pow)(number, x) for x in range(5)) == [number**x for x in range(5)]
+
+
+@beside_each_other
+def test_the_generator_of_tasks_is_drawn_from_as_tasks_end(config: Any, gate: Any, eventually: Any) -> None:
+    drawn = []
+
+    def tasks() -> Iterator[Any]:
+        for index in range(100):
+            drawn.append(index)
+            yield delayed(pass_gate)(gate, 0)
+
+    results = Parallel(n_jobs=2, batch_size=1, pre_dispatch=4, return_as="generator")(tasks())
+    assert eventually(lambda: len(drawn) >= 4)
+    assert len(drawn) <= 6
+    gate.open()
+    assert len(list(results)) == len(drawn) == 100
+
+
+@pytest.mark.parametrize("n_jobs", [-1, 2])
+def test_what_a_worker_has_not_begun_in_time_goes_to_others(
+    config: Any, n_jobs: int, marks: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raypool.interop.joblib_batches.CALL_LIMIT_S", 0.0)  # each call runs one task, and hands back the rest
+
+    def work(index: int) -> int:
+        marks.add(index)
+        return index
+
+    assert Parallel(n_jobs)(delayed(work)(index) for index in range(150)) == list(range(150))
+    assert len(marks.all()) == 150
+
+
+# --- which workers --------------------------------------------------------------------------------------------------------
+
+
+def test_the_current_pool_is_used(make_pool: Any) -> None:
+    with make_pool(2) as pool, parallel_config("raypool"):
+        Parallel()(delayed(square)(x) for x in range(4))
+        assert gcp() is pool
+        assert pool.statistics().finished > 0
+        assert joblib.effective_n_jobs() == joblib.effective_n_jobs(-1) == pool.num_workers
+        assert joblib.effective_n_jobs(-2) == 1
+
+
+def test_parallel_backend_and_parallel_take_a_pool_too(pool: ParallelPool) -> None:
+    before = pool.statistics().finished
+    with parallel_backend("raypool", pool=pool, n_jobs=2):
+        assert Parallel()(delayed(square)(x) for x in range(4)) == [0, 1, 4, 9]
+    between = pool.statistics().finished
+    assert Parallel(n_jobs=2, backend="raypool", pool=pool)(delayed(square)(x) for x in range(4)) == [0, 1, 4, 9]
+    assert before < between < pool.statistics().finished
+
+
+@beside_each_other
+def test_a_part_of_a_pool_is_used_alone(pool: ParallelPool) -> None:
+    part, _ = pool.partition(workers=[1, 2])
+    with parallel_config("raypool", pool=part):
+        assert joblib.effective_n_jobs(-1) == 2
+        assert set(Parallel(batch_size=1)(delayed(worker_of)() for _ in range(10))) <= {1, 2}
+
+
+@beside_each_other
+def test_fewer_jobs_than_workers_run_at_once(config: Any, make_gate: Any, marks: Any, eventually: Any) -> None:
+    gate = make_gate()
+
+    def note(index: int) -> int:
+        marks.add(index)
+        gate.wait()
+        return index
+
+    results = Parallel(n_jobs=2, batch_size=1, return_as="generator")(delayed(note)(index) for index in range(6))
+    assert eventually(lambda: len(marks.all()) == 2)
+    assert len(marks.all()) == 2
+    gate.open()
+    assert list(results) == list(range(6))
+
+
+def test_more_jobs_than_workers_mean_all_workers_and_one_warning(config: Any) -> None:
+    with pytest.warns(UserWarning, match=r"n_jobs=40 is more than .* that the pool has, 3: all of them are used"):
+        assert Parallel(n_jobs=40)(delayed(square)(x) for x in range(5)) == [0, 1, 4, 9, 16]
+    assert Parallel(n_jobs=40)(delayed(square)(x) for x in range(5)) == [0, 1, 4, 9, 16]  # and says nothing
+
+
+def test_no_jobs_at_all_are_refused(config: Any) -> None:
+    with pytest.raises(ValueError, match="n_jobs == 0"):
+        Parallel(n_jobs=0)(delayed(square)(x) for x in range(5))
+
+
+def test_a_single_job_runs_here(config: Any) -> None:
+    assert Parallel(n_jobs=1)(delayed(threading.get_ident)() for _ in range(2)) == [threading.get_ident()] * 2
+
+
+@beside_each_other
+def test_a_single_worker_is_used(make_pool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SET_UP_BY", "nobody")  # which threads would leave behind
+    with make_pool(1, setup=lambda: os.environ.update(SET_UP_BY="joblib_contract")) as pool, parallel_config("raypool"):
+        assert joblib.effective_n_jobs() == joblib.effective_n_jobs(-1) == 1
+        pid = pool.workers[0].pid
+        assert (pid != os.getpid()) == make_pool.is_in_processes
+        for n_jobs in (None, -1, -3):
+            assert Parallel(n_jobs, batch_size=1)(delayed(where)() for _ in range(5)) == [(0, pid, "joblib_contract")] * 5
+        with pytest.warns(UserWarning, match="that the pool has, 1"):
+            assert set(Parallel(n_jobs=2)(delayed(where)() for _ in range(40))) == {(0, pid, "joblib_contract")}
+        with Parallel(return_as="generator") as parallel:
+            for _ in range(2):
+                assert set(parallel(delayed(where)() for _ in range(5))) == {(0, pid, "joblib_contract")}
+
+
+def where() -> tuple[int, int, str | None]:
+    return current_task().worker, os.getpid(), os.environ.get("SET_UP_BY")
+
+
+model = None
+
+
+def load_model() -> None:
+    global model
+    model = "loaded"
+
+
+@in_processes
+def test_what_a_setup_leaves_in_global_variables_is_there(make_pool: Any, by_value: None) -> None:
+    with make_pool(1, setup=load_model), parallel_config("raypool"):
+        assert Parallel()(delayed(lambda x: (model, x))(x) for x in range(3)) == [("loaded", x) for x in range(3)]
+    assert model is None
+
+
+@beside_each_other
+def test_all_workers_but_one_may_be_a_single_one(make_pool: Any, make_gate: Any, marks: Any, eventually: Any) -> None:
+    gate = make_gate()
+
+    def note(index: int) -> tuple[int, int]:
+        marks.add(index)
+        gate.wait()
+        return index, current_task().worker
+
+    with make_pool(2), parallel_config("raypool"):
+        results = Parallel(n_jobs=-2, batch_size=1, return_as="generator")(delayed(note)(index) for index in range(4))
+        assert eventually(lambda: marks.all())
+        assert len(marks.all()) == 1
+        gate.open()
+        assert [index for index, _ in results] == list(range(4))
+
+
+@in_processes
+def test_a_single_worker_that_dies_is_replaced(make_pool: Any, marks: Any) -> None:
+    def die_once(index: int) -> int:
+        if index == 2 and not marks.count("died"):
+            marks.add("died")
+            os.kill(os.getpid(), signal.SIGKILL)
+        return index
+
+    with make_pool(1), parallel_config("raypool"):
+        assert Parallel(batch_size=1)(delayed(die_once)(index) for index in range(4)) == list(range(4))
+
+
+def test_parallel_in_parallel_on_a_single_worker_ends(make_pool: Any) -> None:
+    def innermost(number: int) -> int:
+        return sum(Parallel(n_jobs=2, backend="raypool")(delayed(square)(x) for x in range(number)))
+
+    def inner(number: int) -> int:
+        return sum(Parallel(n_jobs=2)(delayed(innermost)(x) for x in range(number)))
+
+    with make_pool(1), parallel_config("raypool"):
+        assert Parallel()(delayed(innermost)(number) for number in range(4)) == [0, 0, 1, 5]
+        assert Parallel()(delayed(inner)(number) for number in range(4)) == [0, 0, 0, 1]
+
+
+def test_a_single_worker_that_was_opened_for_joblib_is_used() -> None:
+    with parallel_config("raypool", profile="threads", num_workers=1, quiet=True):
+        assert Parallel()(delayed(worker_of)() for _ in range(4)) == [0] * 4
+
+
+@pytest.mark.parametrize("profile", ["threads", "inline"])
+def test_a_pool_that_was_opened_for_joblib_ends_with_the_block(profile: str, eventually: Any) -> None:
+    before = gcp(create=False)
+    with parallel_config("raypool", profile=profile, num_workers=2, quiet=True):
+        assert Parallel()(delayed(square)(x) for x in range(5)) == [0, 1, 4, 9, 16]
+        pool = gcp(create=False)
+        assert pool is not None
+        assert pool is not before
+        Parallel()(delayed(square)(x) for x in range(5))
+        assert gcp(create=False) is pool  # the same for all of the block
+    del pool
+    assert eventually(lambda: gcp(create=False) is before)
+
+
+def test_a_pool_that_a_single_parallel_has_opened_ends_with_it(eventually: Any) -> None:
+    before = gcp(create=False)
+    numbers = (delayed(square)(x) for x in range(5))
+    assert Parallel(n_jobs=2, backend="raypool", profile="threads", quiet=True)(numbers) == [0, 1, 4, 9, 16]
+    assert eventually(lambda: gcp(create=False) is before)
+
+
+def test_where_joblib_can_open_no_pool_the_error_says_so() -> None:
+    with parallel_config("raypool", profile="no such profile"), pytest.raises(InvalidValueError, match="no such profile"):
+        Parallel()(delayed(square)(x) for x in range(5))
+
+
+def test_arguments_that_cannot_work_are_refused(pool: ParallelPool) -> None:
+    with pytest.raises(InvalidTypeError, match="pool=3 is not a pool"):
+        parallel_config("raypool", pool=3)
+    with pytest.raises(InvalidValueError, match="a pool, and num_workers to open another"):
+        parallel_config("raypool", pool=pool, num_workers=3)
+
+
+def test_a_pool_that_was_shut_down_is_refused(make_pool: Any) -> None:
+    with make_pool(2) as pool:
+        pass
+    with parallel_config("raypool", pool=pool), pytest.raises(PoolClosedError):
+        Parallel()(delayed(square)(x) for x in range(5))
+
+
+def test_a_part_without_workers_is_refused(pool: ParallelPool) -> None:
+    part, _ = pool.partition(workers=[])
+    with parallel_config("raypool", pool=part), pytest.raises(ResourceError, match="no workers"):
+        Parallel()(delayed(square)(x) for x in range(5))
+
+
+# --- what goes wrong ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("return_as", ["list", "generator", "generator_unordered"])
+def test_an_error_is_raised_as_itself(config: Any, pool: ParallelPool, return_as: str, check_pool: Any) -> None:
+    tasks = [delayed(square)(2), delayed(refuse)("no"), *[delayed(square)(x) for x in range(10)]]
+    with pytest.raises(Refused, match="no") as caught:
+        list(Parallel(return_as=return_as)(tasks))
+    assert any("refuse" in note or "square" in note for note in caught.value.__notes__)
+    check_pool(pool)
+
+
+@in_processes
+def test_the_traceback_of_the_worker_is_the_cause(config: Any) -> None:
+    with pytest.raises(Refused) as caught:
+        Parallel(batch_size=1)(delayed(refuse)("no") for _ in range(3))
+    assert "in refuse" in str(caught.value.__cause__)
+
+
+@beside_each_other
+def test_an_error_stops_what_runs(config: Any, pool: ParallelPool, marks: Any, check_pool: Any) -> None:
+    def spin() -> None:
+        marks.add("spinning")
+        while True:
+            pass
+
+    def fail() -> None:
+        while not marks.count("spinning"):
+            pass
+        raise Refused("enough")
+
+    with pytest.raises(Refused, match="enough"):
+        Parallel(batch_size=1)([delayed(spin)(), delayed(fail)(), delayed(spin)()])
+    check_pool(pool)
+
+
+@beside_each_other
+@pytest.mark.parametrize("return_as", ["list", "generator", "generator_unordered"])
+def test_a_time_out_stops_what_runs(config: Any, pool: ParallelPool, return_as: str, check_pool: Any) -> None:
+    def spin() -> None:
+        while True:
+            pass
+
+    with pytest.raises((multiprocessing.TimeoutError, TimeoutError)):
+        list(Parallel(timeout=0.2, return_as=return_as)(delayed(spin)() for _ in range(4)))
+    check_pool(pool)
+
+
+@beside_each_other
+def test_a_generator_of_results_that_is_given_up_stops_what_runs(config: Any, pool: ParallelPool, check_pool: Any) -> None:
+    def spin(index: int) -> int:
+        while index > 0:
+            pass
+        return index
+
+    results = Parallel(return_as="generator", batch_size=1)(delayed(spin)(index) for index in range(6))
+    assert next(results) == 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # joblib says what was given up
+        del results
+    check_pool(pool)
+
+
+@pytest.mark.parametrize("error", [Refused, SystemExit, KeyboardInterrupt])
+def test_an_error_in_the_generator_of_tasks_is_raised(config: Any, error: type[BaseException]) -> None:
+    def tasks() -> Iterator[Any]:
+        yield from (delayed(square)(x) for x in range(50))
+        raise error("in the generator")
+
+    with pytest.raises(error, match="in the generator"):
+        Parallel(batch_size=1)(tasks())
+
+
+@in_processes
+@pytest.mark.parametrize("position", [0, 200])
+def test_what_cannot_be_sent_is_named(config: Any, pool: ParallelPool, position: int, check_pool: Any) -> None:
+    arguments: list[Any] = [1] * 300
+    arguments[position] = threading.Lock()
+    with pytest.raises(SerializationError, match=r"Cannot send argument 0 of id to a worker.*lock"):
+        Parallel()(delayed(id)(argument) for argument in arguments)
+    lock = threading.Lock()
+    with pytest.raises(SerializationError, match=r"'lock' \(a lock\)"):
+        Parallel()(delayed(lambda _: lock)(x) for x in range(3))
+    check_pool(pool)
+
+
+@in_processes
+def test_a_value_that_cannot_come_back_is_an_error(config: Any) -> None:
+    with pytest.raises(SerializationError, match="lock"):
+        Parallel()(delayed(threading.Lock)() for _ in range(4))
+
+
+@in_processes
+def test_tasks_run_again_when_their_worker_dies(config: Any, pool: ParallelPool, marks: Any, check_pool: Any) -> None:
+    def die_once(index: int) -> int:
+        if index == 3 and not marks.count("died"):
+            marks.add("died")
+            os.kill(os.getpid(), signal.SIGKILL)
+        return index
+
+    assert Parallel(batch_size=1)(delayed(die_once)(index) for index in range(8)) == list(range(8))
+    check_pool(pool)
+
+
+@in_processes
+def test_tasks_that_kill_their_workers_fail(config: Any, pool: ParallelPool, check_pool: Any) -> None:
+    with parallel_config("raypool", pool=pool.options(retries=0)), pytest.raises(WorkerLostError):
+        Parallel(batch_size=1)(delayed(os.kill)(0, signal.SIGKILL) if x == 1 else delayed(square)(x) for x in range(4))
+    check_pool(pool)
+
+
+# --- Parallel in Parallel -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", [None, "raypool", "threading", "sequential"])
+def test_parallel_in_parallel_ends(config: Any, backend: str | None) -> None:
+    def inner(number: int) -> int:
+        return sum(Parallel(n_jobs=2, backend=backend)(delayed(square)(x) for x in range(number)))
+
+    assert Parallel()(delayed(inner)(number) for number in range(8)) == [sum(x * x for x in range(n)) for n in range(8)]
+
+
+def test_parallel_three_deep_ends(config: Any) -> None:
+    def innermost(number: int) -> int:
+        return sum(Parallel(n_jobs=2, backend="raypool")(delayed(square)(x) for x in range(number)))
+
+    def inner(number: int) -> int:
+        return sum(Parallel(n_jobs=2)(delayed(innermost)(x) for x in range(number)))
+
+    assert Parallel(batch_size=1)(delayed(inner)(number) for number in (3, 3, 3, 3)) == [1] * 4
+
+
+def test_parallel_in_a_loop_of_the_pools_runs_in_turn(pool: ParallelPool) -> None:
+    def inner(number: int) -> list[int]:
+        raypool.register_joblib()
+        with parallel_config("raypool"):
+            return Parallel(n_jobs=2)(delayed(square)(x) for x in range(number))
+
+    assert list(pool.parfor(inner, range(4))) == [[], [0], [0, 1], [0, 1, 4]]
+
+
+@beside_each_other
+def test_parallel_in_the_callback_of_a_future_is_refused(pool: ParallelPool, gate: Any, eventually: Any) -> None:
+    errors: list[BaseException] = []
+
+    def call_back(_: Any) -> None:
+        try:
+            Parallel(backend="raypool", n_jobs=2, pool=pool)(delayed(square)(x) for x in range(4))
+        except InvalidValueError as error:
+            errors.append(error)
+
+    future = pool.parfeval(gate.wait)
+    future.add_done_callback(call_back)
+    gate.open()
+    assert eventually(lambda: errors)
+    assert "callback of a future" in str(errors[0])
+
+
+# --- what travels ---------------------------------------------------------------------------------------------------------
+
+
+class Large:
+    """Something large that counts how often it is pickled."""
+
+    def __init__(self, times: list[int]) -> None:
+        self.nbytes = 2 << 20
+        self.times = times
+
+    def __reduce__(self) -> Any:
+        self.times.append(1)
+        return Large, ([],)
+
+
+@in_processes
+def test_a_large_argument_travels_once_for_all_tasks(config: Any) -> None:
+    times: list[int] = []
+    large = Large(times)
+    assert Parallel(batch_size=1)(delayed(_kind)(x, large=large) for x in range(12)) == ["Large"] * 12
+    assert len(times) == 1
+    Parallel(batch_size=1)(delayed(_kind)(x, large=large) for x in range(3))  # it may have changed since
+    assert len(times) == 2
+    Parallel(batch_size=1, max_nbytes=None)(delayed(_kind)(x, large=large) for x in range(3))
+    assert len(times) == 5
+
+
+@in_processes
+@pytest.mark.parametrize(
+    ("max_nbytes", "is_writable"), [(None, [True, True]), ("8M", [True, True]), ("3M", [True, False]), ("1M", [False, False])]
+)
+def test_arrays_below_max_nbytes_may_be_changed(config: Any, max_nbytes: str | None, is_writable: list[bool]) -> None:
+    arrays = [np.zeros(num_bytes, dtype=np.uint8) for num_bytes in (2 << 20, 4 << 20)]
+    assert Parallel(max_nbytes=max_nbytes)(delayed(_are_writable)(*arrays, x) for x in range(3)) == [is_writable] * 3
+    nested = Parallel(max_nbytes=max_nbytes)(delayed(_are_writable)(*[[array] for array in arrays]) for _ in range(2))
+    assert nested == [is_writable] * 2
+
+
+def _are_writable(*values: Any) -> list[bool]:
+    arrays = [value[0] if isinstance(value, list) else value for value in values[:2]]
+    return [bool(array.flags.writeable) for array in arrays]
+
+
+@in_processes
+def test_what_cannot_be_sent_is_named_without_max_nbytes_too(config: Any) -> None:
+    with pytest.raises(SerializationError, match=r"Cannot send argument 0 of id to a worker.*lock"):
+        Parallel(max_nbytes=None)(delayed(id)(threading.Lock()) for _ in range(3))
+
+
+def _kind(_: int, large: Any) -> str:
+    return type(large).__name__
+
+
+@pytest.mark.parametrize("make", ["array", "table", "sparse"])
+def test_large_arguments_arrive_as_they_are(config: Any, make: str) -> None:
+    import pandas as pd
+    import scipy.sparse
+
+    array = np.arange(300_000, dtype=float)
+    value = {"array": lambda: array, "table": lambda: pd.DataFrame({"x": array}), "sparse": lambda: scipy.sparse.csr_array(array)}
+    large = value[make]()
+    assert Parallel()(delayed(_total)(large, x) for x in range(5)) == [array.sum() + x for x in range(5)]
+
+
+def _total(values: Any, more: float) -> float:
+    return float(np.asarray(values.sum()).sum()) + more
+
+
+@in_processes
+def test_native_libraries_may_be_told_how_many_threads_to_use(pool: ParallelPool) -> None:
+    def threads() -> set[int]:
+        from threadpoolctl import threadpool_info
+
+        np.ones((8, 8)) @ np.ones((8, 8))
+        return {library["num_threads"] for library in threadpool_info()} | {int(os.environ["OMP_NUM_THREADS"])}
+
+    before = pool.parfeval(threads).result(60)
+    with parallel_config("raypool", pool=pool, inner_max_num_threads=2):
+        assert Parallel(batch_size=1)(delayed(threads)() for _ in range(3)) == [{2}] * 3
+    assert pool.parfeval(threads).result(60) == before
+
+
+def test_memory_keeps_what_was_computed(config: Any, marks: Any, tmp_path: Any) -> None:
+    cached = joblib.Memory(tmp_path / "cache", verbose=0).cache(functools.partial(_note, marks))
+    for _ in range(2):
+        assert Parallel(batch_size=1)(delayed(cached)(x) for x in range(3)) == [0, 1, 4]
+    assert len(marks.all()) == 3
+
+
+def _note(marks: Any, x: int) -> int:
+    marks.add(x)
+    return x * x
+
+
+def test_joblib_says_how_far_it_is(config: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    Parallel(n_jobs=2, verbose=60, batch_size=1)(delayed(square)(x) for x in range(4))
+    out = capsys.readouterr().out
+    assert "Using backend RaypoolBackend with 2 concurrent workers" in out
+    assert "Done   4 out of   4" in out
+
+
+def test_without_joblib_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raypool.extras.find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match=r'register_joblib needs joblib.*pip install "raypool\[joblib\]"'):
+        register_joblib()

@@ -1,0 +1,181 @@
+"""The page of `Results.report` in a real browser: it loads without a complaint, sorts, filters, and asks nobody for anything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raypool import Results, parpool, report
+from tests.conftest import poll as eventually
+from tests.integration import browser as browsers
+from tests.integration.browser import complaints, requests
+from tests.integration.test_live_view import run_cells
+
+pytestmark = pytest.mark.slow
+
+browser = browsers.browser
+
+HEADINGS = "div.dt-scroll-head thead tr:first-child th"
+
+HOSTILE = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>"
+
+
+def train(config: dict[str, Any]) -> dict[str, Any]:
+    for epoch in range(4):
+        report(epoch=epoch, loss=config["lr"] / (epoch + 1))
+    if config["lr"] == 0.3:
+        raise ValueError(HOSTILE)
+    return {"accuracy": 1 - config["lr"], "name": HOSTILE}
+
+
+@pytest.fixture(scope="module")
+def results() -> Results:
+    configs = [{"lr": lr, "network": network, HOSTILE: lr} for lr in (0.2, 0.1, 0.3, 10) for network in ("cnn", "mlp")]
+    with parpool(2, profile="threads", quiet=True) as pool:
+        found: Results = pool.parfor(train, configs, on_error="collect")
+        return found
+
+
+def headings(browser: Any) -> list[str]:
+    found: list[str] = browser.execute_script(
+        "return [...document.querySelectorAll(arguments[0])].map((cell) => cell.innerText.trim())", HEADINGS
+    )
+    return found
+
+
+def cells(browser: Any, heading: str) -> list[str]:
+    """Return what stands in a column of the table, as it is shown."""
+    found: list[str] = browser.execute_script(
+        """
+        const rows = document.querySelectorAll("#items tbody tr");
+        return [...rows].map((row) => row.cells[arguments[0]].innerText);
+        """,
+        headings(browser).index(heading),
+    )
+    return found
+
+
+def open_page(browser: Any, path: Path) -> None:
+    complaints(browser), requests(browser)  # those of other tests
+    browser.get(path.as_uri())
+    assert eventually(lambda: browser.execute_script("return document.querySelectorAll('#items tbody tr').length") > 0)
+
+
+def serious(browser: Any) -> list[str]:
+    """Return the complaints, but for what Chromium says of a machine without a GPU."""
+    return [text for text in complaints(browser) if "WebGL" not in text]
+
+
+@pytest.fixture
+def page(browser: Any, results: Results, tmp_path: Path) -> Any:
+    open_page(browser, results.report(tmp_path / "sweep.html", title=HOSTILE))
+    return browser
+
+
+def test_it_loads_without_a_complaint_and_asks_nobody(page: Any) -> None:
+    assert page.execute_script("return document.querySelectorAll('.js-plotly-plot').length") == 4
+    assert serious(page) == []
+    assert {address.partition(":")[0] for address in requests(page)} <= {"file", "data", "blob"}
+    assert page.execute_script("return window.hacked") is None
+    assert page.execute_script("return document.querySelectorAll('[data-title*=hare]').length") == 0, "nothing sends data away"
+
+
+def test_numbers_sort_as_numbers(page: Any) -> None:
+    from selenium.webdriver.common.by import By
+
+    assert cells(page, "lr") == ["0.2", "0.2", "0.1", "0.1", "0.3", "0.3", "10", "10"]
+    heading = page.find_elements(By.CSS_SELECTOR, HEADINGS)[headings(page).index("lr")]
+    heading.click()
+    assert eventually(lambda: cells(page, "lr") == ["0.1", "0.1", "0.2", "0.2", "0.3", "0.3", "10", "10"])
+    heading.click()
+    assert eventually(lambda: cells(page, "lr") == ["10", "10", "0.3", "0.3", "0.2", "0.2", "0.1", "0.1"])
+    assert serious(page) == []
+
+
+def curves_drawn(page: Any) -> int:
+    count: int = page.execute_script("return document.getElementById('curves').data.length")
+    return count
+
+
+def test_the_search_filters_the_table_and_the_charts(page: Any) -> None:
+    from selenium.webdriver.common.by import By
+
+    assert curves_drawn(page) == 8
+    page.find_element(By.CSS_SELECTOR, "div.dt-search input").send_keys("mlp")
+    assert eventually(lambda: cells(page, "network") == ["mlp"] * 4)
+    assert eventually(lambda: curves_drawn(page) == 4)
+    assert serious(page) == []
+
+
+def test_a_column_can_be_filtered(page: Any) -> None:
+    from selenium.webdriver.common.by import By
+
+    at = headings(page).index("status")
+    fields = page.find_elements(By.CSS_SELECTOR, "div.dt-scroll-head thead tr:nth-child(2) :is(th, td)")[at]
+    fields.find_element(By.CSS_SELECTOR, "input").send_keys("failed")
+    assert eventually(lambda: cells(page, "status") == ["failed"] * 2)
+
+
+def test_another_metric_can_be_chosen(page: Any) -> None:
+    page.execute_script(
+        """
+        const choice = document.getElementById("coordinates-metric");
+        choice.value = "duration_s";
+        choice.dispatchEvent(new Event("change"));
+        """
+    )
+    labels = page.execute_script("return document.getElementById('coordinates').data[0].dimensions.map((axis) => axis.label)")
+    assert labels[0] == "lr"
+    assert labels[-1] == "duration_s"
+    assert serious(page) == []
+
+
+@pytest.mark.parametrize("width", [1400, 420])
+def test_it_fits_into_the_window_light_and_dark(page: Any, width: int) -> None:
+    colours = set()
+    is_dark = "return document.documentElement.classList.contains('dark')"
+    try:
+        window = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+        page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", window)
+        for scheme in ("light", "dark"):
+            page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]})
+            assert eventually(lambda: page.execute_script(is_dark) == (scheme == "dark"))  # noqa: B023 - called at once
+            colours.add(page.execute_script("return getComputedStyle(document.body).backgroundColor"))
+            assert eventually(lambda: page.execute_script("return document.documentElement.scrollWidth") <= width)
+    finally:  # other tests have the same browser
+        page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+        page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+    assert len(colours) == 2
+
+
+@pytest.mark.parametrize(
+    ("fn", "items"),
+    [(abs, [-3]), (lambda x: 1 / 0, [1, 2, 3]), (lambda config: None, [{"a": {"b": 1}}, {"a": {"b": "x"}}])],
+    ids=["one", "all failed", "mixed"],
+)
+def test_other_runs_load_without_a_complaint(
+    browser: Any,
+    tmp_path: Path,
+    fn: Callable[[Any], Any],
+    items: list[Any],
+) -> None:
+    with parpool(2, profile="threads", quiet=True) as pool:
+        path = pool.parfor(fn, items, on_error="collect").report(tmp_path / "page.html")
+    open_page(browser, path)
+
+    assert len(cells(browser, "status")) == len(items)
+    assert serious(browser) == []
+
+
+def test_a_notebook_shows_the_timeline_also_without_pyplot(tmp_path: Path) -> None:
+    make = "from raypool import parpool\nwith parpool(profile='inline', quiet=True) as pool:\n    results = pool.parfor(abs, [1])"
+    svg = "%matplotlib inline\n%config InlineBackend.figure_formats = ['svg']"
+
+    _, outputs = run_cells([make, "results.timeline()", svg, "results.timeline()"], tmp_path / "gate", tmp_path)
+
+    kinds = [[set(output["data"]) for output in cell if output["output_type"] == "execute_result"] for cell in outputs]
+    assert kinds[1] == [{"image/png", "text/plain"}]
+    assert kinds[3] == [{"image/svg+xml", "text/plain"}], "what the user has chosen stays"

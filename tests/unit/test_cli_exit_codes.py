@@ -1,0 +1,73 @@
+"""How commands end: 0 all well, 1 something has failed, 2 wrong use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from raypool import InvalidTypeError, InvalidValueError, JournalError, PoolBrokenError, ResourceError, Results, StartupError, demo
+from raypool.cli import main
+from raypool.cli_errors import errors_said
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (InvalidValueError("no"), 2),
+        (InvalidTypeError("no"), 2),
+        (ResourceError("no", requested=2, available=1, holders=()), 2),
+        (JournalError("no", run_dir="run"), 2),
+        (JournalError("no", run_dir="run", results=Results([], [], list, {})), 1),  # met when all was done
+        (StartupError("no"), 1),
+        (PoolBrokenError("no"), 1),
+    ],
+)
+def test_what_was_asked_wrongly_is_told_from_what_has_failed(error: Exception, status: int) -> None:
+    @click.command()
+    def command() -> None:
+        with errors_said():
+            raise error
+
+    done = CliRunner().invoke(command)
+    assert (done.exit_code, done.stdout) == (status, "")
+    assert done.stderr.endswith("Error: no\n")
+
+
+@pytest.mark.parametrize(("is_as_meant", "status"), [(True, 0), (False, 1)])
+def test_the_demo_ends_with_1_if_more_failed_than_its_mistake(
+    monkeypatch: pytest.MonkeyPatch, is_as_meant: bool, status: int
+) -> None:
+    monkeypatch.setattr(demo, "run", lambda **_: is_as_meant)
+    assert CliRunner().invoke(main, ["demo"]).exit_code == status
+
+
+def test_ctrl_c_ends_a_command_as_shells_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(**_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo, "run", interrupted)
+    done = CliRunner().invoke(main, ["demo"])
+    assert (done.exit_code, done.stderr) == (130, "Interrupted.\n")
+
+
+def test_the_demo_knows_its_mistake(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = [{"network": network, "width": 8, "lr": 0.001} for network in ("mlp", "cnn")]
+    monkeypatch.setattr(demo, "EPOCHS", 2)
+    monkeypatch.setattr("torch.set_num_threads", lambda count: None)  # it would count for all tests in this process
+    monkeypatch.setattr(demo, "CONFIGS", [*good, demo.MISTAKE])
+    assert demo.run(profile="inline", out=tmp_path)
+    monkeypatch.setattr(demo, "CONFIGS", [*good, demo.MISTAKE, {**good[0], "width": -1}])
+    assert not demo.run(profile="inline", out=tmp_path)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["demo", "--profile", "nowhere"], ["demo", "--workers", "0"], ["replay", "nowhere", "0"], ["gpus", "all"], ["swep"]],
+)
+def test_wrong_use_ends_with_2(arguments: list[str]) -> None:
+    done = CliRunner().invoke(main, arguments)
+    assert done.exit_code == 2, done.output
+    assert "Error: " in done.stderr

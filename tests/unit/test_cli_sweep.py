@@ -1,0 +1,257 @@
+"""`raypool sweep` in this process: what it prints where, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from raypool import Results, load_results
+from raypool.cli import main
+from raypool.journal.lock import is_in_use
+
+MODULE = """
+import math
+from pathlib import Path
+
+print("the module is imported")
+
+def train(config):
+    print("training", config)
+    if config["width"] == 36:
+        raise ValueError("36 is no multiple of 8")
+    return {"accuracy": config["width"] / 100, "loss": math.inf, "curve": [0.5, math.nan]}
+
+def mistaken(config):
+    return config["widht"]
+
+def interrupted(config):
+    if config["width"] == 36 and not Path("mended").exists():
+        raise KeyboardInterrupt
+    return config["width"]
+
+def other(config): ...
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Run in a folder with a module and configurations; the module does not stay imported."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "module_of_sweep.py").write_text(MODULE)
+    (tmp_path / "good.csv").write_text("width,lr\n8,0.1\n16,\n")
+    (tmp_path / "bad.csv").write_text("width,lr\n8,0.1\n36,0.2\n16,0.3\n")
+    yield tmp_path
+    sys.modules.pop("module_of_sweep", None)
+
+
+def sweep(function: str, configs: str, *options: str) -> Result:
+    return CliRunner().invoke(
+        main, ["sweep", f"module_of_sweep:{function}", configs, "--run-dir", "run", "--profile", "inline", *options]
+    )
+
+
+def test_all_well_ends_with_0_and_only_the_table_is_on_standard_output(folder: Path) -> None:
+    done = sweep("train", "good.csv")
+    assert done.exit_code == 0, done.output
+    heading, first, second = (line.split() for line in done.stdout.splitlines())
+    assert heading[:6] == ["item", "width", "lr", "accuracy", "loss", "curve"]
+    assert first[:8] == ["0", "8", "0.1", "0.08", "inf", "[0.5,", "nan]", "finished"]
+    assert second[:4] == ["1", "16", "-", "0.16"]
+    said = done.stderr.splitlines()
+    assert {"the module is imported", "raypool: 1 worker (inline in this process)"} <= set(said)
+    assert said[-1] == "2 of 2 finished, 0 failed. The run is in run."
+    assert load_results("run").to_frame()["accuracy"].tolist() == [0.08, 0.16]
+
+
+def test_what_has_failed_is_named_with_how_to_look_at_it(folder: Path) -> None:
+    done = sweep("train", "bad.csv")
+    assert done.exit_code == 1
+    assert "Failed: item 1 (width=36, lr=0.2): ValueError: 36 is no multiple of 8" in done.stderr
+    (replay,) = (line.strip() for line in done.stderr.splitlines() if line.startswith("  raypool replay"))
+    assert replay == "raypool replay run 1 --debug"
+    again = CliRunner().invoke(main, shlex.split(replay.removesuffix(" --debug"))[1:])
+    assert (again.exit_code, "ValueError: 36" in again.stderr) == (1, True)
+
+
+def test_json_is_one_document_and_nothing_else(folder: Path) -> None:
+    done = sweep("train", "bad.csv", "--json", "--seed", "1")
+    assert done.exit_code == 1
+    rows = json.loads(done.stdout, parse_constant=pytest.fail)
+    assert [row["index"] for row in rows] == [0, 1, 2]
+    wanted = {"width": 8, "lr": 0.1, "accuracy": 0.08, "loss": None, "curve": [0.5, None], "status": "finished", "error": None}
+    assert wanted.items() <= rows[0].items()
+    assert (rows[1]["status"], rows[1]["error"]) == ("failed", "ValueError: 36 is no multiple of 8")
+    assert len(done.stdout.splitlines()) == 3
+
+
+def test_a_name_that_the_configuration_lacks_is_said_with_those_that_it_has(folder: Path) -> None:
+    done = sweep("mistaken", "good.csv")
+    assert done.exit_code == 1
+    assert "KeyError: 'widht'. The configuration has: width, lr. Did you mean 'width'?" in done.stderr
+
+
+def test_many_failures_are_counted(folder: Path) -> None:
+    (folder / "many.csv").write_text("width\n" + "36\n" * 60)
+    done = sweep("train", "many.csv")
+    assert done.stderr.count("Failed: ") == 20
+    assert "and 40 more failures: --json prints all." in done.stderr
+    assert len(done.stdout.splitlines()) == 51
+    assert "and 10 more: --json prints all" in done.stderr
+
+
+def test_the_same_command_goes_on(folder: Path) -> None:
+    assert sweep("interrupted", "bad.csv").exit_code == 130
+    assert sweep("interrupted", "bad.csv", "--rerun", "missing").exit_code == 130
+    Path("mended").touch()
+    done = sweep("interrupted", "bad.csv", "--json")
+    assert done.exit_code == 0, done.output
+    assert [(row["value"], row["status"]) for row in json.loads(done.stdout)] == [(n, "finished") for n in (8, 36, 16)]
+
+
+def test_ctrl_c_keeps_what_has_finished_and_says_how_to_go_on(folder: Path) -> None:
+    done = sweep("interrupted", "bad.csv")
+    assert (done.exit_code, done.stdout) == (130, "")
+    assert (
+        done.stderr.splitlines()[-1]
+        == "Interrupted: 1 of 3 have finished, and are kept in run. The same command goes on from there."
+    )
+    assert load_results("run")[0] == 8
+    assert not is_in_use(folder / "run")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["module_of_sweep:trian", "good.csv"], "module_of_sweep has no function 'trian'. Did you mean train?"),
+        (["module_of_swep:train", "good.csv"], "Did you mean module_of_sweep"),
+        (["module_of_sweep:train", "none.csv"], "none.csv could not be read: No such file"),
+        (["module_of_sweep:train", "good.csv", "--profile", "nowhere"], "There is no profile 'nowhere'"),
+        (["module_of_sweep:train", "good.csv", "--workers", "0"], "0 is not in the range x>=1"),
+        (["module_of_sweep:train", "good.csv", "--rerun", "some"], "'some' is not one of 'failed', 'missing', 'all'"),
+        (["module_of_sweep:train", "good.csv", "--run-dir", "good.csv"], "is a file"),
+        (["module_of_sweep:train", "good.csv", "--run-dir", ""], "run_dir='' is empty"),
+        (["module_of_sweep:train", "good.csv", "--run-dir", "s3://bucket/run"], "is a URL"),
+        (["module_of_sweep:train"], "Missing argument 'CONFIGS'"),
+    ],
+)
+def test_wrong_use_ends_with_2_and_does_nothing(folder: Path, arguments: list[str], words: str) -> None:
+    before = sorted(folder.iterdir())
+    done = CliRunner().invoke(main, ["sweep", "--run-dir", "run", "--profile", "inline", *arguments])
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert words in " ".join(done.stderr.split())
+    assert [path for path in sorted(folder.iterdir()) if path.name != "__pycache__"] == before
+
+
+def test_the_folder_of_another_sweep_is_wrong_use(folder: Path) -> None:
+    assert sweep("train", "good.csv").exit_code == 0
+    done = sweep("other", "good.csv")
+    assert done.exit_code == 2
+    assert "holds what became of module_of_sweep.train; this call is for module_of_sweep.other" in " ".join(done.stderr.split())
+    assert len(load_results("run")) == 2
+
+
+def test_a_run_dir_is_asked_for(folder: Path) -> None:
+    done = CliRunner().invoke(main, ["sweep", "module_of_sweep:train", "good.csv"])
+    assert (done.exit_code, "Missing option '--run-dir'" in done.stderr) == (2, True)
+
+
+# --- the report -------------------------------------------------------------------------------------------------------
+
+
+def report(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["report", *arguments])
+
+
+def test_a_report_is_written_where_it_is_wanted(folder: Path) -> None:
+    sweep("train", "bad.csv")
+    done = report("run", "--out", "page.html")
+    assert done.exit_code == 0, done.output
+    assert done.stdout.split() == ["Wrote", "page.html"]
+    assert "36 is no multiple of 8" in Path("page.html").read_text()
+    assert report("run").stdout.split() == ["Wrote", "sweep.html"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nowhere"], "Directory 'nowhere' does not exist"),
+        (["empty"], "There is no run in"),
+        (["run", "--out", "empty"], "is a directory"),
+        (["run", "--out", "page.txt"], ".html"),
+    ],
+)
+def test_a_report_that_cannot_be_is_wrong_use(folder: Path, arguments: list[str], words: str) -> None:
+    (folder / "empty").mkdir()
+    sweep("train", "good.csv")
+    done = report(*arguments)
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert words in " ".join(done.stderr.split())
+
+
+def test_a_report_that_cannot_be_made_says_why(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sweep("train", "good.csv")
+
+    def fail(error: Exception) -> Any:
+        def report(*_: Any, **__: Any) -> None:
+            raise error
+
+        return report
+
+    monkeypatch.setattr(Results, "report", fail(ModuleNotFoundError('pip install "raypool[plots]"')))
+    done = report("run")
+    assert (done.exit_code, done.stderr) == (1, 'Error: pip install "raypool[plots]"\n')
+    monkeypatch.setattr(Results, "report", fail(OSError(28, "No space left on device")))
+    assert report("run").stderr == "Error: sweep.html could not be written: No space left on device.\n"
+
+
+# --- the command itself -----------------------------------------------------------------------------------------------
+
+
+def test_what_it_needs_is_imported_when_it_is_needed() -> None:
+    code = (
+        "import sys, raypool.cli; print(sorted({'ray', 'torch', 'pandas', 'numpy', 'rich', 'yaml', 'psutil'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [
+        ("sweep module_of_sweep:train good.csv --run-dir run --profile inline", 0),
+        ("sweep module_of_sweep:train bad.csv --run-dir run --profile inline --json", 1),
+        ("sweep module_of_sweep:train good.csv --run-dir run --profile inline 2>&1", 0),
+        ("gpus", 0),
+        ("--help", 0),
+    ],
+)
+def test_a_reader_that_goes_changes_nothing_of_how_a_command_ends(folder: Path, arguments: str, status: int) -> None:
+    done = piped(f"from raypool.cli import main; main()' {arguments}", folder)
+    assert (done.returncode, "Traceback" in done.stderr, "BrokenPipe" in done.stderr) == (status, False, False)
+    assert "sweep" not in arguments or len(load_results("run")) in (2, 3)
+
+
+def test_a_job_whose_reader_has_gone_is_followed_no_longer(folder: Path) -> None:
+    code = """
+import itertools, types
+from raypool.cli_jobs import _follow_to_end
+from raypool.cli_pipes import readers_may_go
+with readers_may_go():
+    _follow_to_end(types.SimpleNamespace(follow=lambda job: itertools.repeat("epoch\\n")), "job")
+"""
+    assert piped(f"{code}'", folder).returncode == 141
+
+
+def piped(code_and_arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run Python into a pipe whose reader goes at once."""
+    command = f"set -o pipefail; {shlex.quote(sys.executable)} -c '{code_and_arguments} | true"
+    return subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, timeout=60, cwd=folder)

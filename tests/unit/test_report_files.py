@@ -1,0 +1,347 @@
+"""`Results.report` and `Results.timeline` as files: what is in them, for every kind of results, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import re
+import stat
+from importlib import util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raypool import InvalidValueError, Results, WorkerLostError
+from raypool.errors import LossReason
+from raypool.feed import Feed
+from raypool.results import Miss, Row
+from raypool.views.lanes import at_once, plan
+
+HOSTILE = "</script><script>alert(1)</script> \"q\" 'a' & <b>b</b> {{ 7 * 7 }} ü 漢 \ud800"
+NAME = HOSTILE.removesuffix("\ud800")
+START = 1_000.0
+
+
+class Rude(Exception):
+    """An exception of a user's that has no text."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def made(items: list[Any], values: list[Any], **more: Any) -> Results:
+    """Return results of items that took a second each, in turns on two workers."""
+    errors = more.pop("errors", {})
+    rows = [
+        Row("failed" if i in errors else "finished", 1.0, START + i // 2, i % 2, None, 1, host="lab-3") for i in range(len(items))
+    ]
+    return Results(items, values, lambda: rows, errors, **more)
+
+
+def told(feed_rows: list[tuple[int, dict[str, Any]]]) -> Feed:
+    feed = Feed()
+    for time, (item, metrics) in enumerate(feed_rows):
+        feed.add_row((float(time), item, 1, metrics))
+    return feed
+
+
+def story_of(path: Path) -> dict[str, Any]:
+    """Return what the scripts of a page draw."""
+    found = re.search(r'<script type="application/json" id="story">(.*?)</script>', path.read_text(), re.DOTALL)
+    assert found is not None
+    story: dict[str, Any] = json.loads(found[1])
+    return story
+
+
+def column(story: dict[str, Any], name: str) -> list[Any]:
+    names = [about["name"] for about in story["table"]["columns"]]
+    cells: list[Any] = story["table"]["cells"][names.index(name)]
+    return cells
+
+
+def own_markup(page: str) -> str:
+    """Return a page without what plotly and DataTables are."""
+    return re.sub(r"<(script|style)\b.*?</\1>", "", page, flags=re.DOTALL)
+
+
+def test_the_page_has_the_table_and_the_summary(tmp_path: Path) -> None:
+    results = made([{"lr": 0.1}, {"lr": 0.2}, {"lr": 0.3}], [{"loss": 3.0}, {"loss": 2.0}, {"loss": 1.0}])
+
+    path = results.report(tmp_path / "sweep.html")
+
+    assert path == tmp_path / "sweep.html"
+    story = story_of(path)
+    assert column(story, "lr") == [0.1, 0.2, 0.3]
+    assert column(story, "loss") == [3.0, 2.0, 1.0]
+    assert column(story, "status") == ["finished"] * 3
+    text = own_markup(path.read_text())
+    assert "Results of 3 items" in text
+    assert "a speed-up of 1.50" in " ".join(text.split())
+    assert "efficiency 75%" in text
+
+
+def test_the_page_loads_nothing(tmp_path: Path) -> None:
+    page = made([1, 2], [3, 4]).report(tmp_path / "page.html").read_text()
+
+    assert re.findall(r"""(?:src|href)\s*=\s*["']?\s*(?:https?:)?//""", own_markup(page)) == []
+    assert not re.search(r"<(script|link|img|iframe)[^>]*\s(src|href)=(?!.data:)", own_markup(page))
+    assert page.count("plotly.js v") == 1, "plotly is there, once"
+    assert "default-src 'none'" in page
+
+
+def test_texts_of_the_users_stay_texts(tmp_path: Path) -> None:
+    item = {"name": HOSTILE, NAME: 1}
+    error = ValueError(HOSTILE)
+    feed = told([(0, {NAME: 1.0, "loss": 2.0})])
+    results = made([item, item], [{NAME: HOSTILE}, None], errors={1: error}, get_feed=lambda: feed)
+
+    path = results.report(tmp_path / "page.html", title=HOSTILE)
+
+    page = path.read_text()
+    assert "<script>alert" not in page
+    assert "<b>b</b>" not in page
+    assert "49" not in re.findall(r"<h1>(.*?)</h1>", page)[0]
+    assert column(story_of(path), "name")[0].startswith("</script><script>alert(1)</script>")
+
+
+def test_halves_of_characters_harm_nothing(tmp_path: Path) -> None:
+    half = "half\ud83d"
+    feed = told([(0, {half: 1.0, "note": half}), (1, {half: 2.0})])
+    results = made([{half: 1}, {half: 2}], [{half: half}, {half: 3}], get_feed=lambda: feed)
+
+    story = story_of(results.report(tmp_path / "page.html", title=half))
+    results.timeline(tmp_path / "timeline.png", title=half)
+
+    assert column(story, r"half\ud83d") == [1, 2]
+    assert column(story, r"result_half\ud83d") == ["half?", 3]
+    assert column(story, r"last half\ud83d") == [1.0, 2.0]
+    assert results.metrics["note"].tolist()[0] == half
+    assert results.metrics["note"].isna().tolist() == [False, True]
+
+
+def test_values_of_all_kinds_become_cells(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    values = [np.zeros((500, 500)), None, math.nan, math.inf, {str(i): i for i in range(1000)}, torch.tensor(0.5), 10**400]
+
+    path = made(list(range(len(values))), values).report(tmp_path / "page.html")
+
+    assert path.stat().st_size < 7_000_000
+    cells = column(story_of(path), "value")
+    assert cells[1] is cells[2] is None
+    assert cells[3] == "inf"
+    assert cells[5] == 0.5
+    assert all(len(str(entry)) < 400 for entry in cells)
+
+
+def test_configurations_within_configurations_have_columns(tmp_path: Path) -> None:
+    items = [{"optimizer": {"name": "adam", "lr": 0.1}}, {"optimizer": {"name": "sgd"}}]
+
+    story = story_of(made(items, [1, 2]).report(tmp_path / "page.html"))
+
+    assert column(story, "optimizer.name") == ["adam", "sgd"]
+    assert column(story, "optimizer.lr") == [0.1, None]
+
+
+def test_curves_are_of_what_was_reported(tmp_path: Path) -> None:
+    feed = told([(0, {"epoch": 0, "loss": 2.0}), (0, {"epoch": 1, "loss": 1.0}), (1, {"epoch": 0, "loss": 3.0, "note": "text"})])
+
+    story = story_of(made([1, 2], [None, None], get_feed=lambda: feed).report(tmp_path / "page.html"))
+
+    assert story["curves"] == {
+        "items": [0, 1],
+        "starts": [0, 2, 3],
+        "columns": {"epoch": [0, 1, 0], "loss": [2.0, 1.0, 3.0]},
+        "metrics": ["loss"],
+        "steps": ["epoch"],
+    }
+    assert column(story, "last loss") == [1.0, 3.0]
+
+
+def test_the_page_says_what_it_leaves_out(tmp_path: Path) -> None:
+    items = list(range(5_000))
+    feed = told([(item, {"loss": float(item)}) for item in range(500)])
+    rows = [Row("finished", 0.001, START + item / 1000, 0, None, 1, host="lab-3") for item in items]
+    results = Results(items, items, lambda: rows, {}, lambda: feed)
+
+    page = results.report(tmp_path / "page.html").read_text()
+
+    assert "Curves of 200 of 500 items are drawn" in page
+    assert re.search(r"5,000 attempts are drawn as [\d,]+ bars", page)
+
+
+def test_an_empty_run_has_a_page_that_says_so(tmp_path: Path) -> None:
+    page = made([], []).report(tmp_path / "page.html").read_text()
+
+    assert "There are no items" in page
+    assert "<script" not in page
+
+
+@pytest.mark.parametrize(("duration_s", "heading", "busy"), [(0.002, "busy [ms]", "2.00"), (90.0, "busy [s]", "90.00")])
+def test_times_of_workers_have_a_unit_that_fits(tmp_path: Path, duration_s: float, heading: str, busy: str) -> None:
+    rows = [Row("finished", duration_s, 0.0, 0, None, 1, host="a")]
+
+    page = own_markup(Results([1], [1], lambda: rows, {}).report(tmp_path / "page.html").read_text())
+
+    assert f"<th>{heading}</th>" in page
+    assert f"<td>{busy}</td>" in page
+
+
+def test_a_run_in_which_all_failed(tmp_path: Path) -> None:
+    errors: dict[int, BaseException] = {0: KeyError("a"), 1: KeyError("a"), 2: Rude()}
+
+    page = own_markup(made([1, 2, 3], [None] * 3, errors=errors).report(tmp_path / "page.html").read_text())
+
+    assert "2\N{MULTIPLICATION SIGN}" in page
+    assert "KeyError: " in page
+    assert "Rude" in page
+
+
+def test_what_was_there_stays_until_the_new_page_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "page.html"
+    path.write_text("before")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError("disk full")))
+        with pytest.raises(OSError, match="disk full"):
+            made([1], [1]).report(path)
+
+    assert path.read_text() == "before"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["page.html"]
+    made([1], [1]).report(path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("name", ["sweep", "sweep.pdf", "."])
+def test_a_page_is_called_as_pages_are(tmp_path: Path, name: str) -> None:
+    with pytest.raises(InvalidValueError, match=r"\.html"):
+        made([1], [1]).report(tmp_path / name)
+
+
+def test_without_the_extra_nothing_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = util.find_spec
+    monkeypatch.setattr("raypool.extras.find_spec", lambda name: None if name in ("plotly", "matplotlib") else find(name))
+
+    with pytest.raises(ModuleNotFoundError, match=r'plotly.*pip install "raypool\[plots\]"'):
+        made([1], [1]).report(tmp_path / "page.html")
+    with pytest.raises(ModuleNotFoundError, match=r'matplotlib.*pip install "raypool\[plots\]"'):
+        made([1], [1]).timeline(tmp_path / "timeline.png")
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- the timeline -----------------------------------------------------------------------------------------------------
+
+
+def a_troubled_run() -> Results:
+    """Return results of three items: one was retried, one was lost twice, one was cancelled."""
+    rows = [
+        Row("finished", 2.0, START + 1, 0, 1, 2, host="lab-3"),
+        Row("failed", 1.0, START + 2, 1, 2, 2, host="lab-4"),
+        Row("cancelled"),
+    ]
+    lost = WorkerLostError("its worker ended", reason=LossReason.EXIT, task="item 1", attempts=2, worker=1)
+    misses = [
+        Miss(0, Row("retried", 1.0, START, 0, 1, 1, host="lab-3"), "KeyError: 'x'"),
+        Miss(1, Row("lost", 1.0, START, 1, 2, 1, host="lab-4"), "signal 9"),
+        Miss(2, Row("cancelled", 0.5, START + 3, 0, 1, 1, host="lab-3")),
+        Miss(2, Row("lost", attempts=1)),  # of an old journal, which had no times
+    ]
+    return Results([{"lr": 1}, {"lr": 2}, {"lr": math.nan}], [1, None, None], lambda: rows, {1: lost}, get_misses=lambda: misses)
+
+
+def test_all_attempts_are_in_the_table() -> None:
+    attempts = a_troubled_run().attempts
+
+    shown = attempts[["item", "attempt", "status", "host"]].astype(object)
+    assert shown.where(shown.notna(), None).to_numpy().tolist() == [
+        [0, 1, "retried", "lab-3"],
+        [0, 2, "finished", "lab-3"],
+        [1, 1, "lost", "lab-4"],
+        [1, 2, "lost", "lab-4"],
+        [2, 1, "cancelled", "lab-3"],
+        [2, 1, "lost", None],
+    ]
+
+
+def test_a_trace_has_a_thread_for_each_worker_and_its_times_in_microseconds(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    a_troubled_run().timeline(path)
+
+    events = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))["traceEvents"]
+
+    names = {(e["name"], e["args"]["name"]) for e in events if e["ph"] == "M" and "name" in e["args"]}
+    assert names == {
+        ("process_name", "lab-3"),
+        ("process_name", "lab-4"),
+        ("thread_name", "worker 0, GPU 1"),
+        ("thread_name", "worker 1, GPU 2"),
+    }
+    first = next(e for e in events if e["ph"] == "X" and e["name"] == "item 0" and e["cat"] == "finished")
+    assert (first["ts"], first["dur"], first["tid"]) == (1_001_000_000, 2_000_000, 0)
+    assert first["args"] == {"config": {"lr": 1}, "attempt": 2, "status": "finished", "gpu": 1}
+    assert sorted(e["cat"] for e in events if e["ph"] == "X") == ["cancelled", "finished", "lost", "lost", "retried"]
+    assert len({e["pid"] for e in events if e["ph"] == "X"}) == 2
+
+
+def test_the_figure_has_a_line_for_each_worker_and_a_colour_for_each_status() -> None:
+    figure = a_troubled_run().timeline(title="costs $5")
+
+    axes = figure.axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["lab-3: worker 0, GPU 1", "lab-4: worker 1, GPU 2"]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [
+        "finished (1)",
+        "lost (2)",
+        "retried (1)",
+        "cancelled (1)",
+        "idle",
+    ]
+    assert {text.get_text() for text in axes.texts} >= {"0", "1", "2", "0% idle", "43% idle"}
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg", ".pdf"])
+@pytest.mark.parametrize("make", [a_troubled_run, lambda: made([], []), lambda: made([1], [1])], ids=["troubled", "empty", "one"])
+def test_the_suffix_says_what_is_written(tmp_path: Path, suffix: str, make: Any) -> None:
+    path = tmp_path / f"timeline{suffix}"
+    make().timeline(path)
+
+    assert path.read_bytes().lstrip()[:5] in (b"\x89PNG\r", b"<?xml", b"%PDF-")
+
+
+def test_what_nobody_can_write_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidValueError, match=r"\.json.*\.png"):
+        made([1], [1]).timeline(tmp_path / "timeline.docx")
+
+
+def test_a_worker_does_one_thing_at_a_time_whatever_its_clocks_say(tmp_path: Path) -> None:
+    rows = [Row("finished", 1.00001, START + i, 0, None, 1, host="a") for i in range(5)]
+    misses = [Miss(5, Row("cancelled", 2.0, START + 3, 0, None, 1, host="a"))]  # sent ahead: the times are the driver's
+    results = Results(list(range(6)), [None] * 6, lambda: [*rows, Row("cancelled")], {}, get_misses=lambda: misses)
+
+    results.timeline(tmp_path / "trace.json")
+
+    events = [e for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if e["ph"] == "X"]
+    finished = [e for e in events if e["cat"] == "finished"]
+    assert all(e["ts"] + e["dur"] <= later["ts"] for e, later in itertools.pairwise(finished))
+    _, counts = at_once(plan(results.attempts).attempts, num_points=100)
+    assert max(counts) == 1
+
+
+def test_pauses_between_calls_are_left_out() -> None:
+    rows = [Row("finished", 1.0, START, 0, None, 1, host="a"), Row("finished", 1.0, START + 86_400, 0, None, 1, host="a", run=2)]
+    figure = Results([1, 2], [1, 2], lambda: rows, {}).timeline()
+
+    assert figure.axes[0].get_xlim() == (0, 2)
+    assert "pauses between calls left out" in figure.axes[0].get_xlabel()
+    assert "0% idle" in figure.axes[0].get_title(loc="left")
+
+
+def test_rows_of_older_pickles_are_understood() -> None:
+    row = Row.__new__(Row)
+    row.__setstate__(
+        (None, {"status": "finished", "duration_s": 1.0, "started_at": START, "worker": 0, "gpu": None, "attempts": 1})
+    )
+
+    assert (row.host, row.run, row.peak_memory_bytes) == (None, 1, None)
+    assert len(Results([1], [1], lambda: [row], {}).timeline().axes) == 1

@@ -1,0 +1,150 @@
+"""Configurations in files: what they become, and what is said of a file that is wrong, with the line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raypool import InvalidValueError
+from raypool.sweep_files import read_configs
+
+Write = Callable[[str, str | bytes], Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """Give a way to write a file."""
+
+    def write(name: str, content: str | bytes) -> Path:
+        path = tmp_path / name
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        return path
+
+    return write
+
+
+def read(write: Write, name: str, content: str | bytes) -> list[dict[str, Any]]:
+    return read_configs(write(name, content))
+
+
+def test_cells_become_what_all_of_their_column_can_be(write: Write) -> None:
+    configs = read(write, "a.csv", "n,lr,on,name,mixed\n1,1e-3,true,cnn,1\n2,1,False,NA,two\n")
+    assert configs == [
+        {"n": 1, "lr": 0.001, "on": True, "name": "cnn", "mixed": "1"},
+        {"n": 2, "lr": 1.0, "on": False, "name": "NA", "mixed": "two"},
+    ]
+    assert [list(map(type, config.values())) for config in configs] == [[int, float, bool, str, str]] * 2
+
+
+def test_an_empty_cell_is_none_and_makes_no_number_of_an_integer(write: Write) -> None:
+    configs = read(write, "a.csv", "width,on,name\n8,,x\n,true,\n")
+    assert configs == [{"width": 8, "on": None, "name": "x"}, {"width": None, "on": True, "name": None}]
+    assert type(configs[0]["width"]) is int
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        'lr, layers\n0.1, "64,32"\n\n0.2, "8"\n',
+        '\N{BYTE ORDER MARK}lr,layers\r\n0.1,"64,32"\r\n0.2,8\r\n',
+        '"lr ",layers\n0.1,"64,32"\n0.2,8',
+    ],
+)
+def test_tables_as_spreadsheets_write_them(write: Write, content: str) -> None:
+    assert read(write, "a.CSV", content) == [{"lr": 0.1, "layers": "64,32"}, {"lr": 0.2, "layers": "8"}]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("lr,width\n0.1,8\n\n0.2\n", "line 4: 1 cells for 2 columns; width is missing. An empty cell.* needs its comma too"),
+        ("lr,width\n0.1,8,9\n", "line 2: 3 cells for 2 columns. Put a cell that has a comma in it in quotation marks"),
+        ('lr,width\n"0\n1",8\n1\n', "line 4: 1 cells"),
+        (",lr\n0,0.1\n", r"line 1: column 1 has no name.* to_csv\(path, index=False\)"),
+        ("0.1,8\n0.2,16\n", "line 1: '0.1' is no name of a column. The first line has to name the columns"),
+        ("lr,lr\n0.1,8\n", "line 1: the name 'lr' is there twice"),
+        ("lr;width\n0.1;8\n", "line 1: the columns are separated by ';'. Separate them by commas"),
+        ("lr\twidth\n0.1\t8\n", r"line 1: the columns are separated by '\\t'"),
+        ('lr,width\n0.1,"8\n', "line 2: this is not CSV: unexpected end of data"),
+        ("lr,width\n", "has no configuration in it"),
+        ("", "has no configuration in it"),
+    ],
+)
+def test_a_table_that_is_wrong_says_where(write: Write, content: str, words: str) -> None:
+    with pytest.raises(InvalidValueError, match=f"a.csv.*{words}"):
+        read(write, "a.csv", content)
+
+
+def test_json_lines(write: Write) -> None:
+    content = '{"lr": 0.1, "layers": [8, 8]}\n\n{"lr": null, "name": "ä\u2028b"}\n'
+    assert read(write, "a.jsonl", content) == [{"lr": 0.1, "layers": [8, 8]}, {"lr": None, "name": "ä\u2028b"}]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ('{"lr": 0.1}\n{"lr": }\n', "line 2: this is not JSON: Expecting value"),
+        ("{'lr': 0.1}\n", "line 1: this is not JSON"),
+        ('{"lr": 0.1}\n\n[1, 2]\n', r"line 3: \[1, 2\] is not an object"),
+        ('{"lr": 0.1}\n{"lr": 0.1, "lr": 0.2}\n', "line 2: the name 'lr' is there twice"),
+        ('{"net": {"width": 8, "width": 16}}\n', "line 1: the name 'width' is there twice"),
+        ("[" * 100_000, "line 1: this is not JSON: maximum recursion depth"),
+        ("\n \n", "has no configuration in it"),
+    ],
+)
+def test_json_lines_that_are_wrong_say_where(write: Write, content: str, words: str) -> None:
+    with pytest.raises(InvalidValueError, match=f"a.jsonl.*{words}"):
+        read(write, "a.jsonl", content)
+
+
+@pytest.mark.parametrize("name", ["a.yaml", "a.yml"])
+def test_yaml_has_the_numbers_of_today(write: Write, name: str) -> None:
+    content = "- {lr: 1e-3, width: 8, is_deep: true}\n- lr: 1.5E+2\n  name: 1e\n  layers: [8, 8]\n- {}\n"
+    assert read(write, name, content) == [
+        {"lr": 0.001, "width": 8, "is_deep": True},
+        {"lr": 150.0, "name": "1e", "layers": [8, 8]},
+        {},
+    ]
+
+
+def test_what_a_mapping_takes_over_from_others_may_be_overridden(write: Write) -> None:
+    content = "- &base {lr: 0.1, width: 8}\n- &wide {<<: *base, width: 16}\n- {<<: *wide, width: 32}\n"
+    assert read(write, "a.yaml", content) == [{"lr": 0.1, "width": width} for width in (8, 16, 32)]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("- lr: 0.1\n- [\n", "line 3: this is not YAML"),
+        ("lr: 0.1\n", "is a dict, and not a list: each configuration begins with a dash"),
+        ("0.1\n", "is a float, and not a list"),
+        ("- lr: 0.1\n- 0.2\n", "line 2: 0.2 is not a mapping"),
+        ("- lr: 0.1\n---\n- lr: 0.2\n", "line 2: this is not YAML: but found another document"),
+        ("- lr: !!python/object/apply:os.getcwd []\n", "line 1: this is not YAML: could not determine a constructor"),
+        ("- a: 1\n- b: \x07\n", "line 2: this is not YAML: the character 0x07 is none of text"),
+        ("- a: 1\n- lr: 0.1\n  lr: 0.2\n", "line 2: the name 'lr' is there twice"),
+        ("- net: {width: 8, width: 16}\n", "line 1: the name 'width' is there twice"),
+        ("[" * 100_000, "is not YAML: maximum recursion depth"),
+        ("[]\n", "has no configuration in it"),
+        ("# nothing\n", "has no configuration in it"),
+    ],
+)
+def test_yaml_that_is_wrong_says_where(write: Write, content: str, words: str) -> None:
+    with pytest.raises(InvalidValueError, match=f"a.yaml.*{words}"):
+        read(write, "a.yaml", content)
+
+
+def test_files_that_are_nothing_of_this(write: Write, tmp_path: Path) -> None:
+    folder = tmp_path / "c.csv"
+    folder.mkdir()
+    with pytest.raises(InvalidValueError, match=r"a.json is none of .csv, .jsonl, .yaml, .yml, by its name"):
+        read(write, "a.json", "[]")
+    with pytest.raises(InvalidValueError, match=r"b.csv could not be read: No such file"):
+        read_configs(tmp_path / "b.csv")
+    with pytest.raises(InvalidValueError, match="could not be read: Is a directory"):
+        read_configs(folder)
+    with pytest.raises(InvalidValueError, match="is not UTF-8"):
+        read(write, "d.csv", b"name\n\xff\n")
