@@ -63,7 +63,7 @@ def on_terminal(code: str, keys: bytes = b"", watch: Callable[[Callable[[], str]
         stdin=follower,
         stdout=follower,
         stderr=follower,
-        env={**os.environ, "TERM": "xterm-256color"},
+        env={**os.environ, "TERM": "xterm-256color", "PYTHONBREAKPOINT": ""},  # a Ray in this process has set that one
         start_new_session=True,
     )
     os.close(follower)

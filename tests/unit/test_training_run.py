@@ -79,7 +79,8 @@ class ScriptedLane:
 
 def an_engine(check_open: Callable[[], None] = lambda: None) -> Any:
     profile = SimpleNamespace(backend="threads", start_timeout_s=WAIT_S)
-    return SimpleNamespace(profile=profile, helpers=set(), check_open=check_open)
+    driver = SimpleNamespace(is_own_thread=False)
+    return SimpleNamespace(profile=profile, helpers=set(), check_open=check_open, driver=driver)
 
 
 def train(
