@@ -8,13 +8,14 @@ import logging
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures._base import CANCELLED as IS_CANCELLED  # the states have no public names
-from concurrent.futures._base import CANCELLED_AND_NOTIFIED, FINISHED, RUNNING
+from concurrent.futures._base import CANCELLED_AND_NOTIFIED, FINISHED, PENDING, RUNNING
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
-from raypool.errors import InvalidTypeError, InvalidValueError
+from raypool.errors import InvalidTypeError, InvalidValueError, TaskCancelled
 from raypool.feed import Feed
 from raypool.reasons import CANCELLED, reason_of
+from raypool.task import in_task
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -226,6 +227,18 @@ class Future(concurrent.futures.Future[T], Generic[T]):
             self._unopened = _error_of(self._result)
         return self._either(error)
 
+    def _get_snapshot(self) -> tuple[bool, bool, T | None, BaseException | None]:
+        """Return what asyncio asks for from Python 3.14 on: whether it is done, and cancelled, its result and its exception.
+
+        The base's would hand out what stands for a value that is still elsewhere.
+        """
+        if not self.done():
+            return False, False, None, None
+        if self.cancelled():
+            return True, True, None, None
+        error = self.exception()
+        return True, False, None if error is not None else self.result(), error
+
     def check_wait(self, timeout: float | None) -> None:
         """Make sure that this thread does not wait for what only it can bring to an end. For the pool, while that is to come.
 
@@ -256,9 +269,10 @@ class Future(concurrent.futures.Future[T], Generic[T]):
 
     def notify_cancelled(self) -> None:
         """Tell those who wait for several futures that this one is cancelled; twice does nothing. For the pool."""
-        if not self._is_notified:
-            self._is_notified = True
-            self.set_running_or_notify_cancel()
+        with self._condition:
+            if not self._is_notified:
+                self._is_notified = True
+                self.set_running_or_notify_cancel()
 
     def add_done_callback(self, fn: Callable[[concurrent.futures.Future[T]], object]) -> None:
         """Call `fn(self)` when it has ended, at once if it has; what `fn` raises is logged and otherwise ignored."""
@@ -271,26 +285,29 @@ class Future(concurrent.futures.Future[T], Generic[T]):
         is in its Python code (`TaskCancelled` is raised there), and its worker takes the next task. If it has not ended after the
         profile's `cancel_grace_s`, it is killed, and its worker replaced on the same GPU: `worker_replaced` says which it was.
         """
-        if self.cancelled():
-            return True
-        if not super().cancel() and not self._cancel_running():
-            return False
-        self.finished_at = datetime.now(UTC)
+        with self._condition:
+            if self.cancelled():
+                return True
+            if not self._turn_cancelled():
+                return False
+        self._invoke_callbacks()  # type: ignore[attr-defined]
         if self.on_ask is not None:
             self.on_ask(self)
         return True
 
-    def _cancel_running(self) -> bool:
-        """Do what the standard library does for a future that waits, for one that runs."""
-        with self._condition:
-            if self._state != RUNNING or self.on_ask is None:
-                return False
+    def _turn_cancelled(self) -> bool:
+        """Do what the standard library does for a future that waits, also for one that runs; its callbacks find it complete."""
+        if self._state == PENDING:
+            self._state = IS_CANCELLED
+        elif self._state == RUNNING and self.on_ask is not None:
             self._state = CANCELLED_AND_NOTIFIED
             self._is_notified = True
             for waiter in self._waiters:
                 waiter.add_cancelled(self)
-            self._condition.notify_all()
-        self._invoke_callbacks()  # type: ignore[attr-defined]
+        else:
+            return False
+        self.finished_at = datetime.now(UTC)
+        self._condition.notify_all()
         return True
 
     def request_stop(self) -> bool:
@@ -331,8 +348,12 @@ class Future(concurrent.futures.Future[T], Generic[T]):
 def _call_back(fn: Callable[[Any], object], future: Any) -> None:
     try:
         fn(future)
-    except (SystemExit, KeyboardInterrupt):  # the standard library logs all others; these would end the pool's thread
-        logger.exception("A callback of %r wanted to end the process, from a thread of the pool.", future)
+    except Exception:
+        raise  # the standard library logs it
+    except BaseException as error:  # which it lets through, into the thread of the pool: that of `future.result()`, say
+        if isinstance(error, TaskCancelled) and in_task():
+            raise  # in a serial pool of a task: it means the task
+        logger.exception("A callback of %r has failed.", future)
 
 
 def _error_of(value: Any) -> BaseException | Literal[False]:

@@ -287,7 +287,7 @@ class Home:
     def _hand_over(self, entry: Any, listeners: tuple[Listener, ...]) -> None:
         try:
             value = opened(entry)
-        except SerializationError:
+        except BaseException:  # also what code of the user's raises when it is unpickled: the thread has values for others
             logger.exception("No listener gets this value.")
             return
         is_had = False

@@ -234,11 +234,8 @@ class _Follower(Future[T]):
 
     def cancel(self) -> bool:
         """Cancel it if its call has not begun; return whether it is cancelled. What runs in this process cannot be stopped."""
-        if self.cancelled():
-            return True
-        if not concurrent.futures.Future.cancel(self):
+        if not super().cancel():
             return False
-        self.finished_at = datetime.now(UTC)
         self.notify_cancelled()
         return True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from concurrent.futures import CancelledError
 from typing import Any
@@ -179,3 +180,51 @@ def test_a_callback_may_read_what_has_ended_and_wait_for_other_pools(pool: Paral
     with parpool(1, profile="threads", quiet=True) as other:
         assert call_back(read) == (5, None, True, (1, 5), 3, [4])
     assert later[0].result(60) == 7
+
+
+@beside_each_other
+@pytest.mark.parametrize("error", [asyncio.CancelledError, SystemExit, KeyboardInterrupt, GeneratorExit, pytest.fail.Exception])
+def test_whatever_a_callback_raises_harms_nothing(
+    pool: ParallelPool, gate: Any, check_pool: Any, eventually: Any, caplog: Any, error: type[BaseException]
+) -> None:
+    def fail(_: Any) -> None:
+        raise error("of a callback")
+
+    future = pool.submit(lambda: gate.wait() or 5)
+    future.add_done_callback(fail)
+    gate.open()
+    assert future.result(60) == 5
+    check_pool(pool)
+    assert eventually(lambda: "of a callback" in caplog.text)
+    future.add_done_callback(fail)  # now it is called here
+
+
+@beside_each_other
+def test_nor_does_the_error_of_a_task_that_is_no_exception(pool: ParallelPool, gate: Any, check_pool: Any) -> None:
+    async def give_up() -> None:
+        gate.wait()
+        raise asyncio.CancelledError
+
+    future = pool.submit(lambda: asyncio.run(give_up()))
+    future.add_done_callback(lambda future: future.result())
+    gate.open()
+    assert type(future.exception(60)) is asyncio.CancelledError
+    check_pool(pool)
+
+
+@beside_each_other
+def test_a_callback_knows_when_a_cancelled_future_has_ended(pool: ParallelPool, gate: Any, eventually: Any) -> None:
+    running = [pool.submit(gate.wait) for _ in range(pool.num_workers)]
+    assert eventually(lambda: all(future.running() for future in running))
+    queued = pool.submit(abs, -1)
+    (follower,) = after_each([queued], abs)
+    seen: list[Any] = []
+    for future in (queued, running[0], follower):
+        future.add_done_callback(lambda future: seen.append(future.finished_at))
+    assert follower.cancel()
+    assert queued.cancel()
+    assert running[0].cancel()
+    assert seen == [follower.finished_at, queued.finished_at, running[0].finished_at]
+    assert None not in seen
+    gate.open()
+    assert wait(running, 60)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import gc
 import pickle
@@ -575,6 +576,37 @@ def test_a_value_that_cannot_be_opened_is_an_error_of_its_own(caplog: pytest.Log
     queue.close()
     assert seen == ["good again"]
     assert "No listener gets this value" in caplog.text
+
+
+class Giving:
+    """Raises an error when it is unpickled."""
+
+    def __init__(self, error: type[BaseException]) -> None:
+        self.error = error
+
+    def __reduce__(self) -> Any:
+        return _give_up, (self.error,)
+
+
+def _give_up(error: type[BaseException]) -> None:
+    raise error("while it was opened")
+
+
+@pytest.mark.parametrize("error", [asyncio.CancelledError, SystemExit, KeyboardInterrupt])
+def test_whatever_opening_or_a_listener_raises_the_next_value_comes(
+    caplog: pytest.LogCaptureFixture, error: type[BaseException]
+) -> None:
+    queue: DataQueue[Any] = DataQueue()
+    seen: list[Any] = []
+    queue.after_each(lambda _: _give_up(error))
+    queue.after_each(seen.append)
+    deliver(queue._key, pickle.dumps(Giving(error)))
+    deliver(queue._key, pickle.dumps("good"))
+    closing = Aside(queue.close)  # it waits for the listeners
+    assert closing.result() is None
+    assert seen == ["good"]
+    assert "No listener gets this value" in caplog.text
+    assert "has failed" in caplog.text
 
 
 def test_put_afar_waits_for_room_here(far_link: FakeLink, sent_away: Any, eventually: Any) -> None:
