@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 from collections.abc import Sequence
+from concurrent.futures import CancelledError, InvalidStateError
 from datetime import UTC, datetime
 from typing import Any
 
 from raypool.feed import Feed
-from raypool.futures import Future, owners_of
+from raypool.futures import Deferred, Future, owners_of
 
 
 def _joined_feed(futures: Sequence[Future[Any]]) -> Feed:
@@ -27,6 +29,28 @@ class _Whole(Future[list[Any]]):
     def running(self) -> bool:
         """Whether something of it runs, or has run, and it has not ended."""
         return not self.done() and any(part.running() or part.done() for part in self.parts)
+
+
+class _Gathered:
+    """The results of futures that have ended well, brought here when somebody asks, and not in the thread of the pool."""
+
+    __slots__ = ("_futures",)
+
+    def __init__(self, futures: Sequence[Future[Any]]) -> None:
+        self._futures = futures
+
+    def get(self) -> list[Any]:
+        """Return the list of them, as the only value."""
+        return [[future.result() for future in self._futures]]
+
+
+def _first_error(futures: Sequence[Future[Any]]) -> BaseException | None:
+    """Return the first error of these, which have ended, as far as it is known without a look at their values."""
+    for future in futures:
+        error = CancelledError() if future.cancelled() else future.error
+        if error is not None:
+            return error
+    return None
 
 
 def gather(futures: Sequence[Future[Any]], name: str) -> Future[list[Any]]:
@@ -59,10 +83,12 @@ def gather(futures: Sequence[Future[Any]], name: str) -> Future[list[Any]]:
         whole.started_at = min((future.started_at for future in futures if future.started_at is not None), default=None)
         whole.finished_at = datetime.now(UTC)
         whole.attempts = max(future.attempts for future in futures)
-        try:
-            whole.set_result([future.result() for future in futures])
-        except BaseException as error:
-            whole.set_exception(error)
+        error = _first_error(futures)
+        with contextlib.suppress(InvalidStateError):  # it was cancelled in this instant
+            if error is None:
+                whole.set_result(Deferred(_Gathered(futures), 0))  # type: ignore[arg-type]
+            else:
+                whole.set_exception(error)
 
     if not futures:
         whole.set_result([])
