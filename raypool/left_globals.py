@@ -71,15 +71,23 @@ def share_left(fn: Callable[..., Any]) -> None:
 
 def _function_in(fn: Any) -> types.FunctionType | None:
     """Return the function in a partial, a bound method, a decorated function or an object that can be called."""
-    while (inner := _inner(fn)) is not None:
+    for _ in range(sys.getrecursionlimit()):  # as `inspect.unwrap` has it: one may wrap itself, or answer every name
+        inner = _inner(fn)
+        if inner is None:
+            break
         fn = inner
+    else:
+        return None
     if not isinstance(fn, types.FunctionType):
         fn = type(fn).__call__
     return fn if isinstance(fn, types.FunctionType) else None
 
 
 def _inner(fn: Any) -> Any:
-    return fn.func if isinstance(fn, functools.partial) else getattr(fn, "__wrapped__", None) or getattr(fn, "__func__", None)
+    if isinstance(fn, functools.partial):
+        return fn.func
+    wrapped = getattr(fn, "__wrapped__", None)
+    return wrapped if wrapped is not None else getattr(fn, "__func__", None)  # not `or`: what can be called may be false
 
 
 def _is_by_value(function: types.FunctionType) -> bool:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from raypool import left_globals
+from raypool.engine.backend import function_name
 from raypool.left_globals import call_setup, share_left
 
 SCRIPT = """
@@ -60,6 +61,47 @@ def test_also_through_what_is_wrapped_round_them(script: dict[str, Any], wrap: A
     look = travelled(script["look"])
     share_left(wrap(look))
     assert look()[0] == 7
+
+
+class Empty:
+    """Has a function in it, and is false."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self.fn = fn
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        return self if self.fn is None else self.fn
+
+    def __len__(self) -> int:
+        return 0
+
+    def __call__(self) -> Any:
+        return self.fn()
+
+
+def test_also_through_what_is_false(script: dict[str, Any]) -> None:
+    call_setup(travelled(script["load"]), 7)
+    look = travelled(script["look"])
+    share_left(functools.update_wrapper(lambda: look(), Empty(look)))
+    assert look()[0] == 7
+
+
+class Proxy:
+    """Has whatever one asks for."""
+
+    def __getattr__(self, name: str) -> Proxy:
+        return Proxy()
+
+    def __call__(self) -> str:
+        return "called"
+
+
+@pytest.mark.parametrize("fn", [Proxy(), Empty(None)], ids=["every name", "itself"])  # type: ignore[arg-type]
+def test_what_has_no_end_is_left_as_it_is(script: dict[str, Any], fn: Any) -> None:
+    call_setup(travelled(script["load"]), 7)
+    share_left(fn)
+    assert function_name(fn) == type(fn).__name__
 
 
 def test_what_it_only_read_is_that_of_the_call(script: dict[str, Any]) -> None:
