@@ -174,9 +174,8 @@ class LoopRun:
                 self._task_id = self._driver.submit(work, lambda task_id: make_spec(task_id, size, False))
             self._wait(lambda: work.is_done)
             self._show()
-            for error in work.errors.values():
-                if isinstance(error, KeyboardInterrupt):  # Ctrl-C, inline: it means the loop, not the item
-                    raise error
+            if work.interrupt is not None:
+                raise work.interrupt
         except BaseException as error:
             self.cancel()
             if work.run_dir is not None:
@@ -243,7 +242,7 @@ class LoopRun:
     def _note_rest(self, error: KeyboardInterrupt) -> None:
         """Say where what had finished can be found: nobody expects it in the exception."""
         work = self._work
-        count = work.num_settled - sum(isinstance(each, KeyboardInterrupt) for each in list(work.errors.values()))
+        count = work.num_settled - (work.interrupt is not None)
         of = f"of {self._total} items" if self._total is not None else "items"
         is_kept = work.run_dir is not None and work.trouble is None
         kept = f", and in {work.run_dir}: the same call goes on from there" if is_kept else ""

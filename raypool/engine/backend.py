@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from array import array
 from collections.abc import Callable, Sequence
@@ -110,9 +111,11 @@ class Function:
 def function_name(fn: Any) -> str:
     """Return what to call a function in messages."""
     inner = fn
-    while hasattr(inner, "func"):  # functools.partial
+    for _ in range(sys.getrecursionlimit()):
+        if not hasattr(inner, "func"):  # functools.partial has it
+            return getattr(inner, "__name__", None) or type(inner).__name__
         inner = inner.func
-    return getattr(inner, "__name__", None) or type(inner).__name__
+    return type(fn).__name__  # it wraps itself, or answers every name
 
 
 class Part(NamedTuple):
@@ -161,6 +164,7 @@ class SliceResult:
     for each; the first began at `started_at` (Unix time [s]). `catch_up` waits until all that was reported meanwhile has arrived;
     None if it has. `peak_memory_bytes`: the most that the process had of its GPU's memory meanwhile, None if it used none.
     `crowded_out`: those of the failed items that had no room beside other workers on their GPU, and are to run again, alone.
+    `is_interrupted`: the `KeyboardInterrupt` among the failures is Ctrl-C, pressed in the user's own thread, where it ran.
     """
 
     start: int
@@ -173,11 +177,7 @@ class SliceResult:
     catch_up: Callable[[], None] | None = None
     peak_memory_bytes: int | None = None
     crowded_out: tuple[int, ...] = ()
-
-    @property
-    def is_interrupted(self) -> bool:
-        """Whether somebody has pressed Ctrl-C."""
-        return any(isinstance(failure.error, KeyboardInterrupt) for failure in self.failures.values())
+    is_interrupted: bool = False
 
     def to_retry(self, wants_retry: Callable[[BaseException], bool]) -> tuple[int, ...]:
         """Return which of the failed items the user wants to run again, as `wants_retry` says of an exception."""

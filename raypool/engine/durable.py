@@ -207,7 +207,7 @@ class DurableLoop(LoopWork):
             if type(value) is Missing:
                 errors.setdefault(index, value.error)
             error = errors.get(index)
-            if isinstance(error, KeyboardInterrupt):
+            if result.is_interrupted and isinstance(error, KeyboardInterrupt):
                 continue  # Ctrl-C, inline: it means the loop, not the item
             status, value = ("finished", value) if error is None else ("failed", None)
             duration_s = result.durations_s[position]

@@ -13,6 +13,7 @@ import os
 import platform
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -46,6 +47,9 @@ if TYPE_CHECKING:
 TEARDOWN_TIMEOUT_S = 10.0
 """What a worker ends with may take so long [s]."""
 
+KEPT_INTERRUPTS = 64
+"""So many tasks that Ctrl-C has ended are kept in mind; each is needed until the driver comes to handle what is posted next."""
+
 logger = logging.getLogger("raypool")
 
 
@@ -68,6 +72,8 @@ class InlineBackend:
         find_way: Leads to the exchange of another pool that is to be used.
     """
 
+    _is_users_thread = True
+
     def __init__(self, profile: Profile, post: Post, say: Say, default_workers: int = 1, find_way: FindWay | None = None) -> None:
         self._profile = profile
         self._post = post
@@ -79,7 +85,8 @@ class InlineBackend:
         self._set_ups: set[int] = set()  # workers whose setup has succeeded, so that they have something to tear down
         self._ranks: dict[int, list[Rank]] = {}  # of gangs whose first rank has not come back, by task
         self._broken_up: set[int] = set()  # those of them of which a rank has failed
-        self._interrupted: set[int] = set()  # tasks that Ctrl-C has ended in an item: the driver says so when this call is over
+        # Tasks that Ctrl-C has ended in an item, the last few: the driver ends each of them soon after this call is over.
+        self._interrupted: deque[int] = deque(maxlen=KEPT_INTERRUPTS)
         self._exchange: LocalExchange | None = None  # made when somebody asks for the store
         self._making = threading.Lock()
         self._is_closed = False
@@ -221,7 +228,16 @@ class InlineBackend:
         try:
             with guard:
                 worker, stopper = self._workers[worker_id], self._guards[worker_id]
-                here = Surroundings(worker, known.__getitem__, _as_is, stopper, self._say, None, self.find_way, self._folders)
+                here = Surroundings(
+                    worker,
+                    known.__getitem__,
+                    _as_is,
+                    stopper,
+                    self._say,
+                    find_way=self.find_way,
+                    folders=self._folders,
+                    is_users_thread=self._is_users_thread,
+                )
                 with listening():
                     raw = self._run_parts(attempt_id, parts, here)
         except SystemExit as error:
@@ -243,7 +259,7 @@ class InlineBackend:
         if any(part.task_id in self._interrupted for part in parts):
             return [RawResult(part.start) for part in parts]
         raw = run_parts(attempt_id, parts, here)
-        self._interrupted.update(
+        self._interrupted.extend(
             part.task_id for part, result in zip(parts, raw, strict=True) if result.is_interrupted and not part.is_rank
         )
         return raw
@@ -272,11 +288,15 @@ def _as_is(items: Any) -> Any:
 def _result_of(raw: RawResult) -> SliceResult:
     """Return what became of a slice. Its errors go along: their tracebacks hold the frames that hold `raw`."""
     failures = {index: Failure(raw.errors.pop(index), None) for index in list(raw.errors)}
-    return SliceResult(raw.start, raw.done, LocalValues(raw.values), 0, failures, raw.durations_s, raw.started_at)
+    result = SliceResult(raw.start, raw.done, LocalValues(raw.values), 0, failures, raw.durations_s, raw.started_at)
+    result.is_interrupted = raw.is_interrupted
+    return result
 
 
 class ThreadsBackend(InlineBackend):
     """Runs each worker as a thread of this process."""
+
+    _is_users_thread = False
 
     def __init__(self, profile: Profile, post: Post, say: Say, default_workers: int) -> None:
         super().__init__(profile, post, say, default_workers)

@@ -99,6 +99,7 @@ class LoopWork:
         self.segments: list[Segment] = []
         self.errors: dict[int, BaseException] = {}
         self.first_error: BaseException | None = None
+        self.interrupt: KeyboardInterrupt | None = None  # Ctrl-C in an item, inline: it means the loop, not the item
         self.lost: list[Lost] = []
         self.misses: list[Miss] = []
         self.run = 1  # the number of this call, among those with the same folder
@@ -220,6 +221,8 @@ class LoopWork:
         """Count the outcomes of a slice."""
         for index, error in errors.items():
             self._note_error(index, error)
+            if segment.result.is_interrupted and isinstance(error, KeyboardInterrupt):
+                self.interrupt = error
         self.segments.append(segment)
         self._note_settled(segment.items)
 

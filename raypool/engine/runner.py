@@ -29,9 +29,22 @@ CALL_LIMIT_S = 0.2
 
 
 class RawResult:
-    """What became of one slice, before it travels: values and failures as they are. It begins no item after its `deadline`."""
+    """What became of one slice, before it travels: values and failures as they are. It begins no item after its `deadline`.
 
-    __slots__ = ("deadline", "done", "durations_s", "errors", "peak_memory_bytes", "start", "started_at", "values")
+    `is_interrupted`: an item was ended by Ctrl-C, which means all that would come after it.
+    """
+
+    __slots__ = (
+        "deadline",
+        "done",
+        "durations_s",
+        "errors",
+        "is_interrupted",
+        "peak_memory_bytes",
+        "start",
+        "started_at",
+        "values",
+    )
 
     def __init__(self, start: int) -> None:
         self.start = start
@@ -42,11 +55,7 @@ class RawResult:
         self.started_at = 0.0
         self.deadline = inf
         self.peak_memory_bytes: int | None = None
-
-    @property
-    def is_interrupted(self) -> bool:
-        """Whether an item was ended by Ctrl-C, which means all that would come after it."""
-        return any(isinstance(error, KeyboardInterrupt) for error in self.errors.values())
+        self.is_interrupted = False
 
     def take_back_last(self) -> None:
         """Let it be as if the last item that was begun had not been."""
@@ -72,7 +81,8 @@ class Surroundings(NamedTuple):
     takes what a task reports and prints. `keep` turns each value, as soon as it is returned, into something that later items
     cannot change; what it raises is the item's error (None: values stay here). `find_way` finds the pool's exchange if that is in
     this process. `folders` gives items their folders for checkpoints. `upkeep` watches over the memory of the worker's
-    GPU, if it has one. `turns` lets items wait for their turn on that GPU, where workers take turns.
+    GPU, if it has one. `turns` lets items wait for their turn on that GPU, where workers take turns. `is_users_thread`: a
+    `KeyboardInterrupt` in here is Ctrl-C; in a worker's thread or process it is an error like any other.
     """
 
     worker: WorkerInfo
@@ -85,6 +95,11 @@ class Surroundings(NamedTuple):
     folders: Folders | None = None
     upkeep: Upkeep | None = None
     turns: Turns | None = None
+    is_users_thread: bool = False
+
+    def is_interrupt(self, error: BaseException) -> bool:
+        """Whether this is Ctrl-C."""
+        return self.is_users_thread and isinstance(error, KeyboardInterrupt)
 
 
 def run_parts(attempt_id: int, parts: Sequence[Part], here: Surroundings) -> list[RawResult]:
@@ -122,6 +137,7 @@ def _run_part(part: Part, here: Surroundings, result: RawResult) -> None:
     except BaseException as error:
         # What was sent can't be opened here (a module that is missing, say): so much for all its items.
         note_shortage(error, here.upkeep)
+        result.is_interrupted = here.is_interrupt(error)
         result.errors = dict.fromkeys(range(part.start, part.start + part.num_items), error)
         result.values = [None] * part.num_items
         result.durations_s = array("d", bytes(8 * part.num_items))
@@ -213,7 +229,8 @@ def _run_items(fn: Callable[[Any], Any], items: list[Any], part: Part, here: Sur
             note_shortage(error, here.upkeep)
             result.errors[part.start + len(values)] = error
             values.append(None)
-            if part.stops_on_error or isinstance(error, KeyboardInterrupt):
+            result.is_interrupted = here.is_interrupt(error)
+            if part.stops_on_error or result.is_interrupted:
                 result.deadline = -inf
         now = perf_counter()
         durations_s.append(now - before)

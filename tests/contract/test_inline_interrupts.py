@@ -11,6 +11,7 @@ import pytest
 
 import raypool
 from raypool import ParallelPool, parpool
+from raypool.engine.inline import KEPT_INTERRUPTS
 
 INTERRUPTED = 2
 
@@ -113,3 +114,10 @@ def test_it_is_what_becomes_of_a_single_call(pool: ParallelPool) -> None:
     with pytest.raises(KeyboardInterrupt):
         future.result(30)
     assert pool.parfeval(work, INTERRUPTED).result(30) == -INTERRUPTED
+
+
+def test_what_was_interrupted_long_ago_is_forgotten(pool: ParallelPool) -> None:
+    for _ in range(100):
+        with pytest.raises(KeyboardInterrupt):
+            pool.parfor(Work(), range(4))
+    assert len(pool._engine.backend._interrupted) <= KEPT_INTERRUPTS  # type: ignore[attr-defined]

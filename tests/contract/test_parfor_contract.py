@@ -271,6 +271,33 @@ def test_nothing_begins_after_ctrl_c_in_an_inline_item(
         assert list(pool.parfor(begin, range(3))) == [0, 1, 2]
 
 
+@beside_each_other
+@pytest.mark.parametrize("options", [{}, {"chunk_size": 1}, {"chunk_size": 8}])
+@pytest.mark.parametrize("is_durable", [False, True])
+def test_a_keyboard_interrupt_of_an_item_on_a_worker_is_its_error(
+    pool: ParallelPool, tmp_path: Path, options: dict[str, Any], is_durable: bool
+) -> None:
+    """Ctrl-C comes to the user's main thread; what is raised in a worker's thread or process, the item has raised by itself."""
+
+    def fail(item: int) -> int:
+        if item == 2:
+            raise KeyboardInterrupt("by itself")
+        return -item
+
+    if is_durable:
+        options = {**options, "run_dir": tmp_path}
+    results = pool.parfor(fail, range(8), on_error="collect", **options)
+    assert list(results) == [0, -1, None, -3, -4, -5, -6, -7]
+    assert {index: type(error) for index, error in results.errors.items()} == {2: KeyboardInterrupt}
+    assert list(results.to_frame()["status"]) == ["finished"] * 2 + ["failed"] + ["finished"] * 5
+    if is_durable:
+        kept = raypool.load_results(tmp_path).to_frame()
+        assert list(kept["status"]) == list(results.to_frame()["status"])
+    with pytest.raises(KeyboardInterrupt, match="by itself") as caught:
+        pool.parfor(fail, range(8), chunk_size=1)
+    assert type(caught.value.results.errors[2]) is KeyboardInterrupt
+
+
 def test_an_error_in_the_generator_comes_out_with_what_had_finished(pool: ParallelPool, check_pool: Any) -> None:
     def spoilt() -> Iterator[int]:
         yield 1
