@@ -125,6 +125,9 @@ def parpool(
 ) -> ParallelPool:
     """Open a pool of workers, each with a GPU of its own (or a core), and print one line that says what was started.
 
+    Inside a task there is one worker, the task's own thread. Of what is asked for, it takes what it begins and ends with:
+    `initializer`, `setup` and `teardown`, also those of a `Profile`; not those of a name, whose file may not be there.
+
     Args:
         num_workers: Exactly so many, or `(least, most)` for as many as there are in that range. None: one for each GPU that this
             process may use; without a GPU, one for each physical core; where the profile's `resources` is a list, one for each
@@ -155,7 +158,7 @@ def parpool(
     if initializer is not None:
         changes = _with_setup(initializer, initargs, changes)
     if in_task():
-        return _serial_pool()  # whatever the profile says, which may stand in a file that is not here
+        return _pool_in_task(profile, changes)
     settings = resolve_profile(profile, changes)
     least, most = settings.sized(*asked)
     started = time.monotonic()
@@ -171,6 +174,13 @@ def parpool(
         sys.stdout.write(f"raypool: {_described(engine)}{_duration(settings, started)}\n")
         sys.stdout.flush()
     return pool
+
+
+def _pool_in_task(profile: str | Profile, changes: dict[str, Any]) -> ParallelPool:
+    """Return a serial pool that begins and ends as was asked for; the file that a name stands in may not be here."""
+    given = profile if isinstance(profile, Profile) else Profile()
+    setup, teardown = (changes.get(name, getattr(given, name)) for name in ("setup", "teardown"))
+    return ParallelPool(serial_engine(setup=setup, teardown=teardown))
 
 
 def _with_setup(initializer: Any, initargs: Any, changes: dict[str, Any]) -> dict[str, Any]:

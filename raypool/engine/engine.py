@@ -41,6 +41,8 @@ EXIT_GRACE_S = 5.0
 
 EXIT_TIMEOUT_S = 10.0
 
+Call = Callable[[], object]
+
 logger = logging.getLogger("raypool")
 
 
@@ -84,6 +86,7 @@ class Engine:
         self._function_ids = itertools.count()
         self._lock = threading.Lock()
         self.is_closing = False
+        self._why_closed = "The pool was shut down. Open another with parpool()."
         self.helpers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # they hand in more work of what is not done yet
         self._has_noted = False
         self.driver.start(self.backend)
@@ -116,7 +119,7 @@ class Engine:
         if self.driver.scheduler.state is PoolState.BROKEN:
             raise PoolBrokenError("No worker of the pool is left that could be started again. Open another with parpool().")
         if self.is_closing or self.driver.closed.is_set():
-            raise PoolClosedError("The pool was shut down. Open another with parpool().")
+            raise PoolClosedError(self._why_closed)
 
     def function(self, fn: Callable[..., Any]) -> Function:
         """Return a function ready to be shipped; the same one for the same code and closure.
@@ -229,6 +232,14 @@ class Engine:
         if wait and not self.driver.is_own_thread and not in_task():
             self.driver.closed.wait()
 
+    def note_exit(self) -> None:
+        """Let whoever comes with work from now on know that it is the end of the interpreter that closes the pool."""
+        if not self.is_over:
+            self._why_closed = (
+                "The interpreter ends, and the pool with it: it cannot schedule new futures after interpreter shutdown. "
+                "Hand in all work before the script ends, and wait for the threads that hand in more."
+            )
+
     def _wait_for_helpers(self) -> None:
         here = threading.current_thread()
         for thread in list(self.helpers):
@@ -260,6 +271,8 @@ def _end_all() -> None:
     """
     engines = list(_engines)
     deadline = time.monotonic() + EXIT_GRACE_S
+    for engine in engines:
+        engine.note_exit()
     if not hasattr(sys, "last_type"):  # what the interpreter itself notes of an exception that nobody has caught
         for engine in engines:
             engine.shutdown(wait=False)
@@ -302,11 +315,18 @@ def open_engine(profile: Profile, find_way: FindWay | None = None) -> Engine:
         raise
 
 
-def serial_engine(find_way: FindWay | None = None) -> Engine:
+def serial_engine(find_way: FindWay | None = None, setup: Call | None = None, teardown: Call | None = None) -> Engine:
     """Return an engine that runs everything at once, here: for work that a task calls for, and for `max_workers=0`.
 
-    Its store is that of the task, or the one that `find_way` leads to.
+    Its store is that of the task, or the one that `find_way` leads to. `setup` and `teardown` are what it begins and ends with.
+
+    Raises:
+        StartupError: `setup` has failed.
     """
-    engine = open_engine(Profile(backend="inline"), find_way)
-    engine.add_workers(1, 1)
+    engine = open_engine(Profile(backend="inline", setup=setup, teardown=teardown), find_way)
+    try:
+        engine.add_workers(1, 1)
+    except BaseException:
+        engine.shutdown(wait=False, cancel_queued=True, cancel_running=True)
+        raise
     return engine

@@ -61,10 +61,13 @@ def test_after_the_end_no_work_is_taken(run_python: Any) -> None:
         try:
             pool.submit(abs, -1)
         except PoolClosedError as error:
-            print(isinstance(error, RuntimeError))
+            print(isinstance(error, RuntimeError), error)
 
     from raypool import PoolClosedError, parpool
 
     pool = parpool(1, profile="threads", quiet=True)
     """
-    assert run_python(code).stdout.strip() == "True"
+    said = run_python(code).stdout
+    assert said.startswith("True The interpreter ends")
+    assert "cannot schedule new futures after interpreter shutdown" in said
+    assert run_python(code + "pool.shutdown()").stdout.startswith("True The pool was shut down"), "by the user"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from concurrent.futures import BrokenExecutor
 from typing import Any
 
 import pytest
 
-from raypool import InvalidTypeError, InvalidValueError, StartupError, current_task, parpool
+from raypool import InvalidTypeError, InvalidValueError, Profile, StartupError, current_task, parpool
 
 
 def test_it_runs_once_in_each_worker_with_its_arguments(make_pool: Any, marks: Any) -> None:
@@ -43,10 +44,51 @@ def test_what_cannot_work(arguments: dict[str, Any], kind: type[Exception], word
         parpool(1, profile="threads", quiet=True, **arguments)
 
 
-def test_in_a_task_there_is_nothing_to_begin() -> None:
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"initializer": list.append, "initargs": ("began",)},
+        {"setup": "began", "teardown": "ended"},
+        {"profile": Profile(setup=print, teardown=print), "setup": "began", "teardown": "ended"},
+    ],
+)
+def test_in_a_task_it_runs_once_for_the_pool_there(asked: dict[str, Any]) -> None:
+    log: list[Any] = []
+    teardown = [] if "initializer" in asked else ["ended"]
+    asked = {key: functools.partial(log.append, value) if key in ("setup", "teardown") else value for key, value in asked.items()}
+    if "initializer" in asked:
+        asked["initargs"] = (log, *asked["initargs"])
+
     def fn() -> int:
-        with parpool(2, initializer=print, initargs=("not here",)) as pool:
-            return pool.submit(abs, -1).result()
+        with parpool(2, **asked) as pool:
+            log.append("open")
+            pool.submit(log.append, "call").result()
+            return sum(pool.map(abs, [-1, -2]))
 
     with parpool(1, profile="threads", quiet=True) as pool:
-        assert pool.submit(fn).result(60) == 1
+        assert pool.submit(fn).result(60) == 3
+    assert log == ["began", "open", "call", *teardown]
+
+
+def test_also_that_of_a_profile() -> None:
+    log: list[str] = []
+
+    def fn() -> None:
+        parpool(profile=Profile(setup=lambda: log.append("began"), teardown=lambda: log.append("ended"))).shutdown()
+
+    with parpool(1, profile="threads", quiet=True) as pool:
+        pool.submit(fn).result(60)
+    assert log == ["began", "ended"]
+
+
+def test_one_that_fails_in_a_task_is_the_error_there() -> None:
+    def begin() -> None:
+        raise LookupError("no such data set")
+
+    def fn() -> None:
+        parpool(2, initializer=begin)
+
+    with parpool(1, profile="threads", quiet=True) as pool:
+        with pytest.raises(StartupError, match="LookupError: no such data set"):
+            pool.submit(fn).result(60)
+        assert pool.submit(abs, -1).result(60) == 1
