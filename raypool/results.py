@@ -193,8 +193,10 @@ class Results(Sequence[Any]):
         A row for each attempt, in the order of the items and then of time: `item` (its number), `attempt`, `status` ("finished",
         "failed"; "lost" with its worker; "retried", since it raised what `retry_on` names; "cancelled" while it ran),
         `started_at` (Unix time [s]), `duration_s` [s], `worker`, `gpu`, `host`, `run` (with which call it ran, of those that
-        had the same `run_dir`) and `error`. Of an attempt without an outcome the driver knows when it was sent and when it had
-        ended: items that shared a call all have the time of the whole call. `started_at` is NaN where it is not known.
+        had the same `run_dir`) and `error`. Of an attempt without an outcome the driver knows when its worker came to the call
+        and when that had ended: items that shared a call, the last of which may not have begun, all have the time of that.
+        What waited in a worker behind it has no row if it was cancelled; if the worker was lost, and the item is charged an
+        attempt, one without a time, since nobody knows whether it had begun. `started_at` is NaN where it is not known.
 
         Example:
             >>> from raypool import parpool

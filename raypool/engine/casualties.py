@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from raypool.core import messages as m
+from raypool.core import policy
 from raypool.core.model import Slice
 from raypool.core.scheduler import Scheduler
 from raypool.engine import verdicts
 from raypool.engine.backend import NOBODY, WorkerInfo
+from raypool.engine.in_flight import Call
 from raypool.engine.misses import Why, tell_misses
 from raypool.engine.work import Work
 from raypool.errors import LossReason, WorkerLostError
@@ -23,25 +25,29 @@ class Casualties:
         self.words = ""  # what was said of the newest loss
         self.to_retry: list[tuple[Slice, BaseException]] = []  # what has raised something that `retry_on` names, just now
         self._fallen: list[Slice] = []  # what the worker was running that the event at hand is the loss of
+        self._lost: list[Slice] = []  # of that, attempts: begun, or charged, as nobody knows whether they were
         self._leaving: dict[int, str] = {}  # by place: what was said of its end
         self._vacated = NOBODY  # who was in the place that was given back last
         self._scheduler = scheduler
 
     def turn_page(self) -> None:
         """Note that another event is at hand."""
-        self.to_retry, self._fallen = [], []
+        self.to_retry, self._fallen, self._lost = [], [], []
 
     def note_going(self, place: int, words: str) -> None:
         """Note why a place is gone, or will be."""
         self.words = self._leaving[place] = words
 
-    def note_fallen(self, pieces: Iterable[Slice], attempt_id: int) -> None:
-        """Note what an attempt held whose worker is lost, as far as it is still waited for."""
+    def note_fallen(self, call: Call, reason: LossReason, was_idle: bool) -> None:
+        """Note what a call held whose worker is lost, as far as it is still waited for."""
         tasks = self._scheduler.backlog.tasks
-        for piece in pieces:
+        is_attempt = not was_idle and (call.began_at is not None or reason not in policy.FORGIVEN)
+        for piece, _ in call.sent:
             task = tasks.get(piece.task_id)
-            if task is not None and attempt_id in (task.flights or ()):
+            if task is not None and call.attempt_id in (task.flights or ()):
                 self._fallen.append(piece)
+                if is_attempt:
+                    self._lost.append(piece)
 
     def note_vacated(self, worker: WorkerInfo) -> None:
         """Note who was in a place that is given back."""
@@ -49,8 +55,8 @@ class Casualties:
 
     def tell_misses(self, works: Mapping[int, Work], commands: Sequence[m.Command], speaker: WorkerInfo) -> None:
         """Tell works which of their items run again after the event at hand."""
-        if self._fallen or self.to_retry:
-            missed: list[tuple[Slice, Why]] = [*((piece, self.words) for piece in self._fallen), *self.to_retry]
+        if self._lost or self.to_retry:
+            missed: list[tuple[Slice, Why]] = [*((piece, self.words) for piece in self._lost), *self.to_retry]
             tell_misses(works, missed, commands, speaker)
 
     def error(self, items: Slice, what: str, reason: LossReason, at_hand: m.Event | None, speaker: WorkerInfo) -> WorkerLostError:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from raypool.core import messages as m
 from raypool.core.model import PoolState, Report, Slice, TaskSpec, TaskState, Worker, WorkerState
@@ -19,6 +19,7 @@ from raypool.engine.arrivals import Arrivals
 from raypool.engine.backend import NOBODY, Backend, Function, Part, Refusal, SliceResult, WorkerInfo, all_failed, nothing_done
 from raypool.engine.casualties import Casualties
 from raypool.engine.hub import Hub
+from raypool.engine.in_flight import InFlight, Sent
 from raypool.engine.inbox import Inbox, Message
 from raypool.engine.timers import Timers, is_of_use
 from raypool.engine.trace import TraceWriter
@@ -26,13 +27,6 @@ from raypool.engine.verdicts import Tell
 from raypool.engine.work import GangWork, Work
 from raypool.errors import LossReason, PoolBrokenError, PoolClosedError
 from raypool.futures import Future
-
-
-class Sent(NamedTuple):
-    """A slice of an attempt; `known` is what became of it if it was not sent at all."""
-
-    piece: Slice
-    known: SliceResult | None
 
 
 class Driver:
@@ -65,7 +59,7 @@ class Driver:
         self._drain_lock = threading.Lock()
         self._drainer: int | None = None  # the thread that has it
         self._timers = Timers(lambda timer: is_of_use(timer, scheduler))
-        self._sent: dict[int, list[Sent]] = {}  # by attempt
+        self._in_flight = InFlight()
         self.ask_call = self._ask_call  # bound once: every queued future holds it
         self._stopping: dict[int, list[Future[Any]]] = {}  # by attempt: cancelled while it ran
         self._answer: dict[int, list[tuple[Slice, SliceResult]]] = {}  # the one at hand, by task
@@ -243,7 +237,7 @@ class Driver:
         self._casualties.words = words or event.reason.value
         if isinstance(words, Refusal):
             self.arrivals.note_failed(worker.place, words)
-        self._bury(worker)
+        self._bury(worker, event.reason, event.was_idle)
 
     def _note_going(self, event: m.PlaceLeaving | m.PlaceLost, words: str | None) -> None:
         place = self.scheduler.crew.places.get(event.place)
@@ -254,14 +248,16 @@ class Driver:
         self._speaker = self._info_of(worker.worker_id)
         self._casualties.note_going(event.place, words or reason.value)
         if isinstance(event, m.PlaceLost) or not (event.is_kept or worker.state is WorkerState.BUSY):  # else it has its time
-            self._bury(worker)
+            self._bury(worker, reason)
 
-    def _bury(self, worker: Worker) -> None:
+    def _bury(self, worker: Worker, reason: LossReason, was_idle: bool = False) -> None:
         """Let go of what is known of a worker that is lost."""
         self._speaker = self._info_of(worker.worker_id)
         self._hub.forget(worker.worker_id)
+        calls = self._in_flight.lose(worker.worker_id)
         for attempt_id in worker.attempts:
-            self._casualties.note_fallen((piece for piece, _ in self._sent.pop(attempt_id, ())), attempt_id)
+            if attempt_id in calls:
+                self._casualties.note_fallen(calls[attempt_id], reason, was_idle)
             self._note_stopped(attempt_id, is_replaced=True)
 
     def _note_stopped(self, attempt_id: int, is_replaced: bool) -> None:
@@ -276,7 +272,7 @@ class Driver:
 
     def _with_reports(self, event: m.AttemptFinished, results: list[SliceResult]) -> m.AttemptFinished:
         """Say of each slice of the attempt what the scheduler has to know."""
-        sent = self._sent.pop(event.attempt_id, [])
+        sent = self._in_flight.bring_back(event.worker_id, event.attempt_id)
         if self._stopping:
             self._note_stopped(event.attempt_id, is_replaced=False)
         answers = iter(results)
@@ -350,11 +346,11 @@ class Driver:
         worker = self._info_of(command.worker_id)
         parts: list[Part] = []
         functions: dict[int, Function] = {}
-        sent = self._sent[command.attempt_id] = []
+        call = self._in_flight.send(command.worker_id, command.attempt_id)
         for piece in command.slices:
             work = self.works[piece.task_id]
             known = None
-            if not work.begin(piece, worker):
+            if not work.begin(piece, worker, call):
                 # It was cancelled in this instant. Whoever does that will say so, but may be held up by a callback until then.
                 known = nothing_done()
                 self._inbox.put((m.CancelRequested(piece.task_id), None))
@@ -364,7 +360,7 @@ class Driver:
                     functions[work.function.fn_id] = work.function
                 except Exception as error:  # also a full object store, or a Ray that has ended
                     known = all_failed(piece.start, piece.stop, verdicts.unsent(work.describe(piece), error))
-            sent.append(Sent(piece, known))
+            call.sent.append(Sent(piece, known))
         if parts:
             self._backend.run(command.worker_id, command.attempt_id, parts, list(functions.values()))
         else:

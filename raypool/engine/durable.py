@@ -24,7 +24,6 @@ from raypool.journal.files import Damaged, make_folder
 from raypool.journal.journal import Journal, Outcome, Stored
 from raypool.journal.outcomes import row_of
 from raypool.journal.source import Source
-from raypool.results import Span
 
 UNCHANGEABLE = frozenset({int, float, bool, str, bytes, type(None)})
 """Types whose values stay what they are."""
@@ -173,22 +172,21 @@ class DurableLoop(LoopWork):
 
     def settle(self, piece: Slice, result: SliceResult, worker: WorkerInfo) -> None:
         """Have the outcomes written."""
-        self._note_stopped(piece)
         self._recorder.put(partial(self._settled, piece, result, worker))
 
     def fail(self, piece: Slice, error: TaskError) -> None:
         """Have the error written for each of these items."""
-        span = self._span(piece)
-        self._note_stopped(piece)
-        self._recorder.put(partial(self._failed, Lost(piece, error, span)))
+        self._recorder.put(partial(self._failed, Lost(piece, error, self._let_go(piece))))
 
     def miss(self, piece: Slice, worker: WorkerInfo, why: str | BaseException) -> None:
         """Have it written that these items run again."""
-        super().miss(piece, worker, why)
-        self._recorder.put(partial(self._missed, piece, worker, why, self._span(piece, worker)))
+        where = self._where(piece, worker)
+        self._note_missed(piece, why, where)
+        self._recorder.put(partial(self._missed, piece, why, where))
 
     def end(self, state: TaskState, error: BaseException | None) -> None:
         """Wake whoever waits, when all is written."""
+        self._note_cancelled(state)  # here: by then it may have come back
         self._recorder.end(partial(self._ended, state, error))
 
     # --- in the recorder's thread -------------------------------------------------------------------------------------
@@ -242,8 +240,7 @@ class DurableLoop(LoopWork):
         how = Outcome("", lost.items.attempt, "failed", error=lost.error, **({} if lost.span is None else lost.span._asdict()))
         return Step([how._replace(key=self.keys[index]) for index in self.numbers(lost.items)], partial(self._keep_failed, lost))
 
-    def _missed(self, piece: Slice, worker: WorkerInfo, why: str | BaseException, span: Span | None) -> Step:
-        where = {"worker": worker.index, "gpu": worker.gpu, "host": worker.host} if span is None else span._asdict()
+    def _missed(self, piece: Slice, why: str | BaseException, where: dict[str, Any]) -> Step:
         if isinstance(why, str):
             how = Outcome("", piece.attempt, "lost", words=why, **where)
         else:
@@ -257,14 +254,14 @@ class DurableLoop(LoopWork):
                 with contextlib.suppress(Exception):  # it is the user's class, and may refuse attributes
                     self.first_error.add_note(f"raypool: {trouble}")
             state, error = TaskState.FAILED, error or trouble
-        super().end(state, error)
+        self._wake(state, error)
 
     def _give_up(self, error: BaseException) -> None:
         mistake = InternalError(
             "What writes the journal has failed. This is a mistake in raypool; report it with the cause.", story=()
         )
         mistake.__cause__ = error
-        super().end(TaskState.FAILED, mistake)
+        self._wake(TaskState.FAILED, mistake)
 
 
 def _values_of(piece: Slice, result: SliceResult) -> list[Any]:

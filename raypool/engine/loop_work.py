@@ -5,21 +5,22 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from time import time
 from typing import Any, NamedTuple, cast
 
 from raypool.core.model import Slice, TaskState
 from raypool.engine.backend import Function, Part, SliceResult, WorkerInfo
+from raypool.engine.in_flight import Call
 from raypool.engine.work import Pack, described
 from raypool.errors import TaskError
 from raypool.feed import Feed
 from raypool.results import Miss, Row, Span, told
 
-CALLS_AT_ONCE = 2
-"""So many calls may be on their way to a worker: the one that it is at, and the next one."""
+CALLS_KEPT = 3
+"""So many calls of a worker are of interest: one that has just come back, the one that it is at, and the next one."""
 
 
 class Segment(NamedTuple):
@@ -38,17 +39,17 @@ class Lost(NamedTuple):
     span: Span | None
 
 
-class Begun(NamedTuple):
-    """A call that was sent to a worker."""
+class Share(NamedTuple):
+    """What a call to a worker holds of a loop. Which of these items it is at is not known before it comes back."""
 
     items: Slice
     worker: WorkerInfo
-    sent_at: float
+    call: Call
 
-    def span(self) -> Span:
-        """Return where it ran, until now."""
-        now = datetime.now(UTC).timestamp()
-        return Span(self.worker.index, self.worker.gpu, self.worker.host, self.sent_at, max(now - self.sent_at, 0.0))
+    def span(self) -> Span | None:
+        """Return where it ran, until now; None if it has not begun."""
+        began_at, worker = self.call.began_at, self.worker
+        return None if began_at is None else Span(worker.index, worker.gpu, worker.host, began_at, max(time() - began_at, 0.0))
 
 
 class Restored(NamedTuple):
@@ -103,8 +104,7 @@ class LoopWork:
         self.lost: list[Lost] = []
         self.misses: list[Miss] = []
         self.run = 1  # the number of this call, among those with the same folder
-        self._begun: dict[int, deque[Begun]] = {}  # by worker: what was sent there last
-        self.running: dict[int, tuple[Slice, float]] = {}  # worker index -> what it runs, since when
+        self._shares: dict[int, tuple[Share, ...]] = {}  # by worker: what was sent there last
         self.state = TaskState.QUEUED
         self.broken_by: BaseException | None = None
         self.num_settled = 0
@@ -156,14 +156,21 @@ class LoopWork:
         order = self._order
         return range(piece.start, piece.stop) if order is None else order[piece.start : piece.stop]
 
-    def begin(self, piece: Slice, worker: WorkerInfo) -> bool:
-        """Note what the worker runs now."""
+    def begin(self, piece: Slice, worker: WorkerInfo, call: Call) -> bool:
+        """Note what the worker runs now, or next."""
         self.state = TaskState.RUNNING
-        self._note_stopped(piece)  # elsewhere, if it runs again because a worker was lost
-        now = datetime.now(UTC).timestamp()
-        self.running[worker.index] = (piece, now)
-        self._begun.setdefault(worker.index, deque(maxlen=CALLS_AT_ONCE)).append(Begun(piece, worker, now))
+        before = self._shares.get(worker.index, ())
+        self._shares[worker.index] = (*before[1 - CALLS_KEPT :], Share(piece, worker, call))
         return True
+
+    @property
+    def running(self) -> dict[int, tuple[Slice, float]]:
+        """What each worker is at, by its index, and since when. From any thread."""
+        return {share.worker.index: (share.items, share.call.began_at or 0.0) for share in self._running_shares()}
+
+    def _running_shares(self) -> list[Share]:
+        shares = itertools.chain.from_iterable(self._shares.copy().values())  # at once: the driver's thread goes on
+        return [share for share in shares if share.call.is_running]
 
     def part(self, piece: Slice, pack: Pack) -> Part:
         """Return these items, packed."""
@@ -204,7 +211,6 @@ class LoopWork:
         """Keep the outcomes."""
         if result.catch_up is not None:
             self._catch_ups[worker.index] = result.catch_up
-        self._note_stopped(piece)
         self._keep(Segment(piece, result, worker), self._errors_of(piece, result, worker))
 
     def _errors_of(self, piece: Slice, result: SliceResult, worker: WorkerInfo) -> dict[int, BaseException]:
@@ -228,9 +234,7 @@ class LoopWork:
 
     def fail(self, piece: Slice, error: TaskError) -> None:
         """Keep the error for each of these items."""
-        span = self._span(piece)
-        self._note_stopped(piece)
-        self._keep_failed(Lost(piece, error, span))
+        self._keep_failed(Lost(piece, error, self._let_go(piece)))
 
     def _keep_failed(self, lost: Lost) -> None:
         for index in self.numbers(lost.items):
@@ -240,29 +244,52 @@ class LoopWork:
 
     def miss(self, piece: Slice, worker: WorkerInfo, why: str | BaseException) -> None:
         """Note where the items ran that run again."""
+        self._note_missed(piece, why, self._where(piece, worker))
+
+    def _note_missed(self, piece: Slice, why: str | BaseException, where: dict[str, Any]) -> None:
         status, words = ("lost", why) if isinstance(why, str) else ("retried", told(why))
-        self._note_missed(piece, status, self._span(piece, worker), words)
+        self._add_misses(piece, Row(status, attempts=piece.attempt, run=self.run, **where), words)
 
-    def _span(self, piece: Slice, worker: WorkerInfo | None = None) -> Span | None:
-        """Return where and when the newest call ran that had this attempt at the items; None if none is known."""
-        calls = self._begun.values() if worker is None else [self._begun.get(worker.index, ())]
-        fitting = [
-            call
-            for call in itertools.chain.from_iterable(calls)
-            if call.items.attempt == piece.attempt and call.items.start <= piece.start < call.items.stop
-        ]
-        return max(fitting, key=lambda call: call.sent_at).span() if fitting else None
-
-    def _note_missed(self, piece: Slice, status: str, span: Span | None, words: str | None) -> None:
-        where = {} if span is None else span._asdict()
-        row = Row(status, attempts=piece.attempt, run=self.run, **where)
+    def _add_misses(self, piece: Slice, row: Row, words: str | None) -> None:
         self.misses += (Miss(index, row, words) for index in self.numbers(piece))
+
+    def _where(self, piece: Slice, worker: WorkerInfo) -> dict[str, Any]:
+        """Return where and, if it has begun, when the worker's newest call ran that had this attempt at the items."""
+        share = self._newest(piece, self._shares.get(worker.index, ()))
+        span = None if share is None else share.span()
+        return {"worker": worker.index, "gpu": worker.gpu, "host": worker.host} if span is None else span._asdict()
+
+    def _let_go(self, piece: Slice) -> Span | None:
+        """Take it that nobody waits for items any more, wherever they were sent; return where and when they ran last."""
+        share = self._newest(piece, itertools.chain.from_iterable(self._shares.values()))
+        if share is None:
+            return None
+        index = share.worker.index
+        self._shares[index] = tuple(each for each in self._shares[index] if each is not share)
+        return share.span()
+
+    def _newest(self, piece: Slice, shares: Iterable[Share]) -> Share | None:
+        fitting = [
+            share
+            for share in shares
+            if share.items.attempt == piece.attempt and share.items.start <= piece.start < share.items.stop
+        ]
+        return max(fitting, key=lambda share: share.call.attempt_id, default=None)
 
     def end(self, state: TaskState, error: BaseException | None) -> None:
         """Wake whoever waits; what still runs then runs for nobody."""
-        if state is not TaskState.FINISHED:
-            for piece, _ in list(self.running.values()):
-                self._note_missed(piece, "cancelled", self._span(piece), None)
+        self._note_cancelled(state)
+        self._wake(state, error)
+
+    def _note_cancelled(self, state: TaskState) -> None:
+        """Note what still runs of a loop that ends; what waits in a worker behind it never begins."""
+        if state is TaskState.FINISHED:
+            return
+        for share in self._running_shares():
+            piece, where = share.items, self._where(share.items, share.worker)
+            self._add_misses(piece, Row("cancelled", attempts=piece.attempt, run=self.run, **where), None)
+
+    def _wake(self, state: TaskState, error: BaseException | None) -> None:
         with self.changed:
             self.broken_by = error
             self.state = state
@@ -272,11 +299,6 @@ class LoopWork:
         self.errors[index] = error
         if self.first_error is None:
             self.first_error = error
-
-    def _note_stopped(self, piece: Slice) -> None:
-        for index, (running, _) in list(self.running.items()):
-            if running.start <= piece.start < running.stop:
-                del self.running[index]
 
     def _note_settled(self, piece: Slice) -> None:
         with self.changed:

@@ -11,6 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 from raypool.core.model import Slice, TaskState
 from raypool.engine.backend import Failure, Function, Part, SliceResult, WorkerInfo
 from raypool.engine.diary import add_last_lines
+from raypool.engine.in_flight import Call
 from raypool.engine.verdicts import where
 from raypool.errors import RemoteTraceback, TaskError
 from raypool.futures import Deferred, Future
@@ -27,8 +28,8 @@ class Work(Protocol):
     def holder(self) -> Any:
         """Whoever is told what the task reports and prints, for as long as somebody holds it."""
 
-    def begin(self, piece: Slice, worker: WorkerInfo) -> bool:
-        """Note that a slice is about to run; False if nobody wants it any more."""
+    def begin(self, piece: Slice, worker: WorkerInfo, call: Call) -> bool:
+        """Note that a slice is about to be sent with a call; False if nobody wants it any more."""
 
     def part(self, piece: Slice, pack: Pack) -> Part:
         """Return the slice ready to travel."""
@@ -87,7 +88,7 @@ class CallWork:
         """The future."""
         return self.future
 
-    def begin(self, piece: Slice, worker: WorkerInfo) -> bool:
+    def begin(self, piece: Slice, worker: WorkerInfo, call: Call) -> bool:
         """Mark the future as running, unless it was cancelled in this instant."""
         future = self.future
         if not future.running() and not future.start():

@@ -17,6 +17,7 @@ from raypool.core.model import Slice, TaskSpec, TaskState
 from raypool.engine.backend import NOBODY, Function, Part, SliceResult, WorkerInfo
 from raypool.engine.driver import Driver
 from raypool.engine.engine import Engine
+from raypool.engine.in_flight import Call
 from raypool.engine.work import Pack, described
 from raypool.errors import InvalidValueError, ResourceError, TaskError, TaskTimeoutError
 from raypool.futures import Future
@@ -106,7 +107,7 @@ class SpmdWork:
             )
             num_seen[host] += 1
 
-    def begin(self, piece: Slice, worker: WorkerInfo) -> bool:
+    def begin(self, piece: Slice, worker: WorkerInfo, call: Call) -> bool:
         """Say whether anybody still wants it."""
         return self._is_wanted
 

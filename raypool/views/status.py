@@ -125,7 +125,7 @@ class LoopStatus:
         """Return how long the rest will take, about [s]; None if nobody knows."""
         if self.is_over or self.total is None or self.num_new <= 0 or self._work is None:
             return None
-        running = self._work.running.copy()  # at once: the driver's thread goes on
+        running = self._work.running
         self._tally.look_at(self._work)
         num_left = self.total - self.num_settled
         if self.num_new >= STEADY * len(running):
@@ -144,7 +144,7 @@ class LoopStatus:
             return Rows([], 0, 0)
         self._tally.look_at(work)
         self._memory.look()
-        running = work.running.copy()  # at once: the driver's thread goes on
+        running = work.running
         workers = sorted(self._tally.num_done.keys() | running.keys())
         most = max(min(most, MAX_ROWS), 1)
         shown = workers if len(workers) <= most else workers[: most - 1]

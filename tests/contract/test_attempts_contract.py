@@ -6,13 +6,16 @@ import json
 import os
 import pickle
 import signal
+import sys
 import time
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from raypool import ParallelPool, Results, current_task, load_results
+from raypool.core.model import Slice
 
 from .conftest import PoolMaker
 
@@ -49,6 +52,8 @@ def test_each_attempt_is_told(pool: ParallelPool, tmp_path: Path) -> None:
         assert set(attempts["worker"]) <= {worker.index for worker in pool.workers}
         assert attempts["host"].notna().all()
         assert set(attempts["run"]) == {1}
+        is_missed = attempts["status"] == "retried"
+        assert attempts[is_missed].equals(results.attempts[is_missed]), "memory and journal say the same"
         loaded.timeline(tmp_path / "trace.json")
         events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
         assert sum(event["ph"] == "X" for event in events) == 4
@@ -80,6 +85,64 @@ def test_what_ran_when_the_loop_ended_was_cancelled(pool: ParallelPool, tmp_path
     attempts = caught.value.results.attempts  # type: ignore[attr-defined]
     assert attempts[["item", "status"]].to_numpy().tolist() == [[0, "cancelled"], [1, "failed"]]
     assert attempts["started_at"].notna().all()
+
+
+def when_held_at(item: int, pool: ParallelPool, eventually: Any) -> list[Slice]:
+    """Return what the only worker has in its two calls, once the first of them does not get beyond this item."""
+    (worker,) = pool._engine.driver.scheduler.crew.workers.values()
+
+    def pieces() -> list[Slice]:
+        return [piece for attempt in list(worker.attempts.values()) for piece in attempt.slices]
+
+    assert eventually(lambda: len(pieces()) == 2 and pieces()[0].start <= item < pieces()[0].stop)
+    pool._engine.driver.barrier()
+    return pieces()
+
+
+@pytest.mark.parametrize("make_pool", ["threads", "local"], indirect=True)
+@pytest.mark.parametrize("is_durable", [False, True])
+def test_what_waited_behind_a_call_was_not_cancelled(
+    make_pool: PoolMaker, is_durable: bool, gate: Any, eventually: Any, tmp_path: Path
+) -> None:
+    """A worker has its next call before it has ended the one before."""
+    folder = tmp_path / "run" if is_durable else None
+    with make_pool(1) as pool, ThreadPoolExecutor(1) as executor:
+        loop = executor.submit(pool.parfor, lambda item: gate.wait() if item == 400 else item, 2000, run_dir=folder)
+        at_400, behind = when_held_at(400, pool, eventually)
+        (work,) = pool._engine.driver.works.values()
+        running = [piece for piece, _ in work.running.values()]
+        pool.cancel_all()
+        with pytest.raises(CancelledError) as caught:
+            loop.result(60)
+
+    assert running == [at_400]
+    attempts = caught.value.results.attempts  # type: ignore[attr-defined]
+    assert attempts["item"].tolist() == list(range(at_400.stop))
+    assert at_400.stop <= behind.start
+    assert attempts["status"].tolist() == ["finished"] * at_400.start + ["cancelled"] * (at_400.stop - at_400.start)
+    finished, cancelled = attempts[: at_400.start], attempts[at_400.start :]
+    assert (cancelled["started_at"] >= finished["started_at"].max()).all(), "its clock runs from when it began"
+
+
+@pytest.mark.parametrize("make_pool", ["threads"], indirect=True)
+def test_what_waited_behind_a_call_that_ended_its_worker_has_no_time(make_pool: PoolMaker, gate: Any, eventually: Any) -> None:
+    def end_once(item: int) -> int:
+        if item == 400 and current_task().attempt == 1:
+            gate.wait()
+            sys.exit(3)
+        return item
+
+    with make_pool(1, retries=1) as pool, ThreadPoolExecutor(1) as executor:
+        loop = executor.submit(pool.parfor, end_once, 2000)
+        at_400, behind = when_held_at(400, pool, eventually)
+        gate.open()
+        results = loop.result(60)
+
+    lost = results.attempts[results.attempts["status"] == "lost"]
+    assert lost["item"].tolist() == [*range(at_400.start, at_400.stop), *range(behind.start, behind.stop)]
+    assert lost["started_at"].notna().tolist() == [item < at_400.stop for item in lost["item"]]
+    assert lost["worker"].notna().all()
+    assert results.attempts["item"].value_counts()[behind.start] == 2, "it was charged an attempt"
 
 
 def die_once(item: int) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 
 from raypool.core.model import Slice, TaskState
 from raypool.engine.backend import Failure, Function, GpuMemory, LocalValues, SliceResult, WorkerInfo
+from raypool.engine.in_flight import Call
 from raypool.engine.loop_work import LoopOptions, LoopWork
 from raypool.views.status import LoopStatus
 
@@ -22,15 +23,20 @@ class FakeLoop:
         self.status = LoopStatus(label, self._ask_memory, clock=lambda: self.now)
         self.work = LoopWork(Function(0, None, label), items, LoopOptions(label))
         self.total: int | None = len(items)
+        self._calls: dict[int, dict[Slice, Call]] = {}  # of each worker, in their order
+        self._num_sent = 0
 
     def _ask_memory(self, take: Callable[[dict[int, GpuMemory]], object]) -> None:
         self.num_asked += 1
         take(self.memory)
 
     def run(self, worker: int, start: int, stop: int | None = None, attempt: int = 1) -> Slice:
-        """Let a worker begin some items."""
+        """Send a worker some items, which it begins when it has none."""
         piece = Slice(0, start, stop or start + 1, attempt)
-        self.work.running[worker] = (piece, self.now)
+        self._num_sent += 1
+        calls = self._calls.setdefault(worker, {})
+        call = calls[piece] = Call(self._num_sent, began_at=None if calls else self.now)
+        self.work.begin(piece, WorkerInfo(worker, "here", 1), call)
         return piece
 
     def finish(self, worker: int, piece: Slice, error: Exception | None = None, took_s: float = 1.0) -> None:
@@ -39,6 +45,10 @@ class FakeLoop:
         failures = {} if error is None else {piece.start: Failure(error, None)}
         durations = array("d", [took_s] * count)
         result = SliceResult(piece.start, count, LocalValues([None] * count), 0, failures, durations, self.now)
+        calls = self._calls[worker]
+        calls.pop(piece).is_over = True
+        for call in list(calls.values())[:1]:
+            call.began_at = self.now
         self.work.settle(piece, result, WorkerInfo(worker, "here", 1))
 
     def report(self, item: int, attempt: int = 1, **metrics: Any) -> None:

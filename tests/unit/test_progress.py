@@ -106,7 +106,7 @@ def test_shows_what_each_worker_is_at(terminal: Terminal) -> None:
 
 
 def test_shows_what_was_reported_last(terminal: Terminal) -> None:
-    terminal.run(0, 0)
+    first = terminal.run(0, 0)
     terminal.run(1, 1, attempt=2)
     terminal.report(0, epoch=3, loss=0.41234567, phase="train")
     terminal.report(0, loss=1e-7)
@@ -115,6 +115,7 @@ def test_shows_what_was_reported_last(terminal: Terminal) -> None:
         "item 0 network=cnn, lr=0 epoch=3, loss=1e-07, phase=train",
         "item 1, attempt 2 network=cnn, lr=0.01",
     ]
+    terminal.finish(0, first)
     piece = terminal.run(0, 2, 5)
     terminal.report(2, loss=1.0)
     assert terminal.at(2)[1].endswith("items 2 to 4")
@@ -186,6 +187,14 @@ def test_a_worker_without_work_is_idle(terminal: Terminal) -> None:
     assert [" ".join(line.split()) for line in terminal.at(1)[2:]] == ["worker 1 0 done 1.0 s items 1 to 3"]
     terminal.finish(1, piece)
     assert [" ".join(line.split()) for line in terminal.at(2)[2:]] == ["worker 1 3 done idle"]
+
+
+def test_what_waits_in_a_worker_behind_another_call_is_not_what_it_is_at(terminal: Terminal) -> None:
+    first = terminal.run(0, 0, 4)
+    terminal.run(0, 4, 9)
+    assert [" ".join(line.split()) for line in terminal.at(1.5)[1:]] == ["worker 0 0 done 1.5 s items 0 to 3"]
+    terminal.finish(0, first)
+    assert [" ".join(line.split())[:35] for line in terminal.at(2.5)[1:2]] == ["worker 0 4 done 1.0 s items 4 to 8"]
 
 
 def test_a_generator_has_no_end_until_it_is_known(terminal: Terminal) -> None:
