@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from raypool.views.words import describe_item, one_line
+from raypool.views.words import describe_item, number_in, one_line
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -43,7 +43,7 @@ def cell(value: Any) -> Cell:
         return _cut(value)
     if type(value).__name__ in MISSING:
         return None
-    value = _number_in(value)
+    value = number_in(value)
     if isinstance(value, bool):
         return value
     return _number(value) if isinstance(value, (int, float)) else describe_item(value)
@@ -60,14 +60,6 @@ def short(value: Any) -> Cell:
         return float(f"{value:.8g}")
     shown = cell(value)
     return float(f"{shown:.8g}") if isinstance(shown, float) else shown
-
-
-def _number_in(value: Any) -> Any:
-    """Return the number in what has no dimension: NumPy's numbers, tensors."""
-    try:
-        return value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
-    except Exception:  # the user's own class, or a tensor on a device that is not here
-        return value
 
 
 def _number(value: int | float) -> Cell:

@@ -9,6 +9,9 @@ from typing import Any
 MAX_DESCRIPTION = 200
 MAX_VALUE = 60
 
+TIMES = ("m", "M")
+"""The kinds of NumPy's values that are points in time, or how long: as numbers nobody knows them again."""
+
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = MAX_VALUE
 
@@ -74,7 +77,7 @@ def describe_item(item: Any) -> str:
     if isinstance(item, dict) and all(isinstance(key, str) for key in item):
         text = ", ".join(f"{key}={_number(value, 6)}" for key, value in item.items())
     else:
-        text = _repr(item)
+        text = _repr(item) if number_in(item) is item else _number(item, 6)
     return one_line(text[: 10 * MAX_DESCRIPTION])[:MAX_DESCRIPTION]
 
 
@@ -102,7 +105,24 @@ def describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
+def number_in(value: Any) -> Any:
+    """Return the number in what has no dimension: NumPy's numbers, tensors.
+
+    Example:
+        >>> import numpy as np
+        >>> number_in(np.float32(0.5)), number_in(np.array(7)), number_in("a")
+        (0.5, 7, 'a')
+    """
+    try:
+        has_one = getattr(value, "shape", None) == () and hasattr(value, "item")
+        is_time = has_one and getattr(getattr(value, "dtype", None), "kind", "") in TIMES
+        return value.item() if has_one and not is_time else value
+    except Exception:  # the user's own class, or a tensor on a device that is not here
+        return value
+
+
 def _number(value: Any, digits: int) -> str:
+    value = number_in(value)
     return f"{value:.{digits}g}" if isinstance(value, float) else _value(value)
 
 

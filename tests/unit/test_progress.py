@@ -8,6 +8,7 @@ import sys
 import types
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -422,6 +423,9 @@ class Broken:
         (None, "None"),
         (list(range(100)), "[0, 1, 2, 3, 4, 5, ...]"),
         ({"n": 10**5000}, "n=a int"),
+        ({"lr": np.float32(0.1), "n": np.int64(3), "is_deep": np.True_, "w": np.array(0.5)}, "lr=0.1, n=3, is_deep=True, w=0.5"),
+        (np.float32(0.1), "0.1"),
+        ({"from": np.datetime64("2026-11-22", "ns")}, "from=np.datetime64('2026-11-22T00:00:00.000000000')"),
     ],
 )
 def test_describes_an_item_in_one_line(item: Any, text: str) -> None:
