@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from html import escape
 from typing import Any
 
+from raypool.views.kernel import notebook_shell
 from raypool.views.lines import line
 from raypool.views.status import LoopStatus, Rows, WorkerRow
 from raypool.views.words import duration
@@ -26,11 +27,7 @@ CUT = CELL + "; max-width: 28em; overflow: hidden; text-overflow: ellipsis"
 
 def in_notebook() -> bool:
     """Whether this process is the kernel of a notebook."""
-    if "IPython" not in sys.modules:
-        return False
-    from IPython import get_ipython
-
-    return getattr(get_ipython(), "kernel", None) is not None
+    return notebook_shell() is not None
 
 
 class NotebookView:

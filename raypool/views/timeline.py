@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from raypool.errors import InvalidValueError
 from raypool.journal.files import write_file
 from raypool.views.cells import cell
+from raypool.views.kernel import notebook_shell
 from raypool.views.lanes import COLOURS, Plan, plan, took, unit_of
 
 if TYPE_CHECKING:
@@ -68,14 +68,11 @@ def draw(attempts: pd.DataFrame, title: str | None) -> Figure:
 
 def let_notebooks_show_it() -> None:
     """Make a notebook that this process is the kernel of show figures, which it does by itself only where pyplot is in use."""
-    if "IPython" not in sys.modules:
+    shell = notebook_shell()
+    if shell is None:
         return
-    from IPython import get_ipython
     from matplotlib.figure import Figure
 
-    shell: Any = get_ipython()
-    if getattr(shell, "kernel", None) is None:
-        return
     formatters = shell.display_formatter.formatters
     if not any(Figure in formatters[kind] for kind in ("image/png", "image/svg+xml", "image/jpeg", "application/pdf")):
         from IPython.core.pylabtools import select_figure_formats

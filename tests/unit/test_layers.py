@@ -47,7 +47,7 @@ LAYERS = [
     ["results", "checkpoint", "options", "shared", "waiting", "gathered", "metric_buffer"],
     ["views.report", "views.charts", "views.timeline"],
     ["views.curves"],
-    ["views.cells", "views.lanes", "views.words", "journal.files"],
+    ["views.cells", "views.kernel", "views.lanes", "views.words", "journal.files"],
     ["profiles"],
     ["profile_checks"],
     ["resources", "labels", "tls"],

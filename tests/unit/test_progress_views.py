@@ -10,6 +10,7 @@ import re
 import sys
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -555,6 +556,14 @@ def test_in_a_notebook_it_is_a_picture(threads: ParallelPool, cells: Notebook, m
 
 def test_a_test_is_no_notebook() -> None:
     assert not notebook.in_notebook()
+
+
+@pytest.mark.parametrize(("shell", "is_one"), [(None, False), (SimpleNamespace(), False), (SimpleNamespace(kernel=1), True)])
+def test_only_a_kernel_is_a_notebook(shell: Any, is_one: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    import IPython
+
+    monkeypatch.setattr(IPython, "get_ipython", lambda: shell)
+    assert notebook.in_notebook() is is_one
 
 
 def test_tasks_show_nothing(threads: ParallelPool, bars: list[Bar], errors: Callable[[], list[str]]) -> None:
