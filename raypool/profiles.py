@@ -31,7 +31,7 @@ class Profile:
     """Where a pool runs and what its workers get; `parpool` takes one, or its name (see `raypool.profile_files`).
 
     Args:
-        backend: "ray" (processes), "threads" or "inline" (both in this process, without Ray).
+        backend: "ray" (processes), "threads" or "inline" (both in this process, without Ray; at most 1,024 workers).
         address: A Ray cluster to connect to: "ray://HOST:10001" from any machine that reaches it (Ray Client), "HOST:6379" on a
             machine that is one of its nodes. None: the Ray that runs in this process, else a new one on this machine.
         token_file: The file with the token that the cluster asks for. None: as Ray finds it (RAY_AUTH_TOKEN,

@@ -35,7 +35,7 @@ from raypool.engine.guard import ThreadGuard
 from raypool.engine.machine import gpus_here
 from raypool.engine.mirrors import ItemFolders, home_here, temporary_here
 from raypool.engine.runner import RawResult, Surroundings, run_parts, set_up
-from raypool.errors import LossReason
+from raypool.errors import LossReason, ResourceError
 from raypool.folders import TemporaryFolder
 from raypool.profiles import Profile
 from raypool.store import FindWay, way_finder_here
@@ -49,6 +49,9 @@ TEARDOWN_TIMEOUT_S = 10.0
 
 KEPT_INTERRUPTS = 64
 """So many tasks that Ctrl-C has ended are kept in mind; each is needed until the driver comes to handle what is posted next."""
+
+MOST_WORKERS = 1024
+"""So many workers a pool in this process may have: each takes a thread, and thousands of them bring a machine to a halt."""
 
 logger = logging.getLogger("raypool")
 
@@ -78,8 +81,9 @@ class InlineBackend:
         self._profile = profile
         self._post = post
         self._say = say
-        self._default_workers = default_workers
+        self._default_workers = min(default_workers, MOST_WORKERS)
         self._next_place = 0
+        self._places: set[int] = set()  # claimed, with a worker or without
         self._workers: dict[int, WorkerInfo] = {}  # by worker id
         self._guards: dict[int, ThreadGuard] = {}
         self._set_ups: set[int] = set()  # workers whose setup has succeeded, so that they have something to tear down
@@ -118,13 +122,27 @@ class InlineBackend:
     sizing = contextlib.nullcontext  # nobody else changes the size of the pool
 
     def claim(self, least: int | None, most: int | None) -> list[int]:
-        """Claim as many places as wanted: there is no limit to workers in one process."""
+        """Claim as many places as wanted, up to `MOST_WORKERS`.
+
+        Raises:
+            ResourceError: They would be more; nothing is claimed.
+        """
         if least is None or most is None:
             count = self._default_workers
         else:
             count = most if least == most else max(least, min(most, self._default_workers))
+        available = MOST_WORKERS - len(self._places)
+        if count > available:
+            raise ResourceError(
+                f"Workers: requested {count}, available {available}. A pool in this process may have {MOST_WORKERS}, since each "
+                'takes a thread. Ask for fewer, or take processes: profile="local", or address= for those of a cluster.',
+                requested=count,
+                available=available,
+                holders=(),
+            )
         places = list(range(self._next_place, self._next_place + count))
         self._next_place += count
+        self._places.update(places)
         return places
 
     def start_worker(self, worker_id: int, place: int, setups: Sequence[Function]) -> None:
@@ -149,6 +167,8 @@ class InlineBackend:
 
     def vacate(self, place: int, *, keep: bool = False) -> None:
         """Forget the worker in this place."""
+        if not keep:
+            self._places.discard(place)
         for worker_id in self._workers_in(place):
             self._forget(worker_id)
 

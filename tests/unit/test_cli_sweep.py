@@ -159,6 +159,14 @@ def test_the_folder_of_another_sweep_is_wrong_use(folder: Path) -> None:
     assert len(load_results("run")) == 2
 
 
+def test_more_threads_than_a_process_should_have_are_wrong_use(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raypool.engine.inline.MOST_WORKERS", 3)
+    done = sweep("train", "good.csv", "--profile", "threads", "--workers", "4")
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert "Workers: requested 4, available 3." in " ".join(done.stderr.split())
+    assert not (folder / "run").exists()
+
+
 def test_a_run_dir_is_asked_for(folder: Path) -> None:
     done = CliRunner().invoke(main, ["sweep", "module_of_sweep:train", "good.csv"])
     assert (done.exit_code, "Missing option '--run-dir'" in done.stderr) == (2, True)
