@@ -89,7 +89,7 @@ def examine(inventory: Inventory | None = None, load_nvml: Callable[[], Any] = l
     told = ray.told
     yield doctor.judge_memory(told.get("free", memory.available), told.get("total", memory.total))
     yield from _tried("shared memory", lambda: [doctor.judge_shared_memory(_free("/dev/shm"), told.get("store"))])
-    yield from _tried("Ray's files", lambda: [_disk(Path(told.get("folder") or "/tmp/ray"))])
+    yield from _tried("Ray's files", lambda: [_disk(Path(told.get("folder") or _folder_of_ray()))])
     yield doctor.judge_open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
     yield from _tried("ports", lambda: [_ports()])
     yield from _tried("settings", _settings)
@@ -186,9 +186,9 @@ def _cards(bus: Path = Path("/sys/bus/pci/devices")) -> list[str]:
     )
 
 
-def _kernel_driver() -> str | None:
-    """Return the version of the driver's part in the kernel."""
-    found = re.search(r"Kernel Module\D*([\d.]+)", _text(Path("/proc/driver/nvidia/version")))
+def _kernel_driver(told: Path = Path("/proc/driver/nvidia/version")) -> str | None:
+    """Return the version of the driver's part in the kernel; in the line of the open one an architecture comes before it."""
+    found = re.search(r"Kernel Module\b.*?\s(\d+(?:\.\d+)+)\s", _text(told))
     return found and found[1]
 
 
@@ -204,6 +204,11 @@ def _text(path: Path) -> str:
 
 def _free(folder: str) -> int | None:
     return shutil.disk_usage(folder).free if Path(folder).is_dir() else None
+
+
+def _folder_of_ray() -> Path:
+    """Return where Ray keeps its files, by the rule of Ray 2.60, for one that does not say so itself."""
+    return Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp") / "ray"
 
 
 def _disk(folder: Path) -> Finding:

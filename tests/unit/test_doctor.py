@@ -192,6 +192,21 @@ def test_cards_on_the_bus_are_seen_without_a_driver(tmp_path: Path) -> None:
     assert checkup._cards(tmp_path / "none") == []
 
 
+@pytest.mark.parametrize(
+    ("line", "version"),
+    [
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024", "550.54.15"),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build  (dvs-builder@U16)", "570.86.15"),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for aarch64  570.86.15  Release Build  (dvs-builder@U16)", "570.86.15"),
+        ("NVRM version: something else", None),
+    ],
+)
+def test_the_driver_in_the_kernel_closed_and_open(tmp_path: Path, line: str, version: str | None) -> None:
+    (tmp_path / "version").write_text(f"{line}\nGCC version:  gcc version 12.2.0 (Debian 12.2.0-14)\n")
+    assert checkup._kernel_driver(tmp_path / "version") == version
+    assert checkup._kernel_driver(tmp_path / "none") is None
+
+
 # --- the machine ------------------------------------------------------------------------------------------------------
 
 
@@ -219,6 +234,15 @@ def test_cores_memory_and_shared_memory() -> None:
 def test_the_disk_of_rays_files(folder: str, free: int, is_writable: bool, state: str, words: str) -> None:
     finding = judge_disk(folder, free * GIB, 100 * GIB, is_writable)
     check(finding, state, words, None if state == "ok" else "RAY_TMPDIR")
+
+
+def test_the_folder_of_rays_files_where_ray_does_not_say_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkup, "imported", lambda code: torch())
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    for variable, folder in (("TMPDIR", "/tmp/a"), ("RAY_TMPDIR", "/tmp/b")):  # the second counts first
+        monkeypatch.setenv(variable, folder)
+        (finding,) = (found for found in checkup.examine() if found.check == "Ray's files")
+        assert finding.fact.endswith(f"are free where {folder}/ray is")
 
 
 def test_open_files_and_ports() -> None:
