@@ -23,7 +23,7 @@ def read_configs(path: Path) -> list[Config]:
     Of a CSV file, which is read by pandas, the first line names the columns, and each further line is a configuration. What all
     cells of a column can be, they are: integers, numbers, true or false, else text. An empty cell is None: it is there to say
     that there is nothing; a line that ends too early is an error. In JSON lines each line is an object. A YAML file is a list of
-    mappings; numbers are as in YAML 1.2, so that 1e-3 is one.
+    mappings, in which numbers are those of YAML 1.2: 1e-3 is one, 1:30 is text.
 
     Args:
         path: The file; what it is called ends in .csv, .jsonl, .yaml or .yml.
@@ -161,8 +161,18 @@ def _json_object(place: str, pairs: list[tuple[str, Any]]) -> Config:
     return dict(pairs)
 
 
-YAML_1_2_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+")
-"""Numbers that PyYAML, which keeps to YAML 1.1, takes for text: there they need a dot and a sign, 1.0e-3."""
+YAML_1_2 = {
+    "null": ("~|null|Null|NULL|", ["~", "n", "N", ""]),
+    "bool": ("true|True|TRUE|false|False|FALSE", list("tTfF")),
+    "int": ("[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", list("-+0123456789")),
+    "float": (
+        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        list("-+.0123456789"),
+    ),
+    "merge": ("<<", ["<"]),
+}
+"""What is no text: how it is written (as an integer, if it can be one), and how that can begin. Source: YAML 1.2.2, 10.3.2, the
+core schema; `<<` is of YAML 1.1. PyYAML keeps to that, in which 010 is 8, 1:30 is 90 and off is false, but 1e-3 is text."""
 
 YAML_MERGE = "tag:yaml.org,2002:merge"
 """The tag of <<, which takes over the names of other mappings; those may be overridden."""
@@ -199,7 +209,7 @@ def _from_yaml(text: str, name: str) -> list[Config]:
 
 
 def _yaml_loader(file: str) -> Any:
-    """Return a class that reads numbers as YAML 1.2 has them, and refuses a name that is there twice."""
+    """Return a class that takes for numbers what YAML 1.2 takes for them, and refuses a name that is there twice."""
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -209,8 +219,21 @@ def _yaml_loader(file: str) -> Any:
             _refuse_twice(names, f"{file}, line {node.start_mark.line + 1}")
             return node
 
-    Loader.add_implicit_resolver("tag:yaml.org,2002:float", YAML_1_2_FLOAT, list("-+.0123456789"))
+    Loader.yaml_implicit_resolvers = {}  # none of PyYAML's
+    for kind, (pattern, beginnings) in YAML_1_2.items():
+        Loader.add_implicit_resolver(f"tag:yaml.org,2002:{kind}", re.compile(rf"(?:{pattern})\Z"), beginnings)
+    Loader.add_constructor("tag:yaml.org,2002:int", _yaml_int)
+    Loader.add_constructor("tag:yaml.org,2002:float", _yaml_float)
     return Loader
+
+
+def _yaml_int(loader: Any, node: Any) -> int:
+    text = loader.construct_scalar(node)
+    return int(text, 0 if text.startswith(("0o", "0x")) else 10)
+
+
+def _yaml_float(loader: Any, node: Any) -> float:
+    return float(re.sub(r"(?i)\.(?=inf|nan)", "", loader.construct_scalar(node)))
 
 
 PARSERS: dict[str, Callable[[str, str], list[Config]]] = {

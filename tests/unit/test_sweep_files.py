@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,69 @@ def test_yaml_has_the_numbers_of_today(write: Write, name: str) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("0", 0),
+        ("010", 10),
+        ("-08", -8),
+        ("+12", 12),
+        ("0o17", 15),
+        ("0x1F", 31),
+        ("1_000", "1_000"),
+        ("0b11", "0b11"),
+        ("1:30", "1:30"),
+        ("12:30:45", "12:30:45"),
+        ("1:30.5", "1:30.5"),
+        ("2026-11-22", "2026-11-22"),
+        ("5.", 5.0),
+        (".5", 0.5),
+        ("-1.5e+3", -1500.0),
+        ("1e3", 1000.0),
+        ("1_0.5", "1_0.5"),
+        (".", "."),
+        (".inf", math.inf),
+        ("-.INF", -math.inf),
+        ("inf", "inf"),
+        ("nan", "nan"),
+        ("true", True),
+        ("True", True),
+        ("TRUE", True),
+        ("false", False),
+        ("tRue", "tRue"),
+        ("on", "on"),
+        ("off", "off"),
+        ("yes", "yes"),
+        ("No", "No"),
+        ("~", None),
+        ("null", None),
+        ("", None),
+        ("=", "="),
+        ("'010'", "010"),
+        ("!!str 010", "010"),
+        ("!!int '010'", 10),
+        ("!!float 1", 1.0),
+    ],
+)
+def test_what_is_no_text_in_yaml_is_what_version_1_2_says(write: Write, text: str, value: Any) -> None:
+    (config,) = read(write, "a.yaml", f"- norm: {text}\n")
+    assert (config["norm"], type(config["norm"])) == (value, type(value))
+
+
+def test_names_in_yaml_are_text_where_values_would_be(write: Write) -> None:
+    assert read(write, "a.yaml", "- {on: 1, y: 2, lr: .nan}\n")[0].keys() == {"on", "y", "lr"}
+    assert math.isnan(read(write, "a.yaml", "- {lr: .NaN}\n")[0]["lr"])
+
+
+def test_yaml_is_read_by_others_as_before(write: Write) -> None:
+    import yaml
+
+    before = yaml.safe_load("[010, 1:30, off, 2026-11-22, 1e-3]")
+    read(write, "a.yaml", "- {lr: 1e-3}\n")
+    assert yaml.safe_load("[010, 1:30, off, 2026-11-22, 1e-3]") == before
+    assert before[:3] == [8, 90, False]
+
+
 def test_what_a_mapping_takes_over_from_others_may_be_overridden(write: Write) -> None:
     content = "- &base {lr: 0.1, width: 8}\n- &wide {<<: *base, width: 16}\n- {<<: *wide, width: 32}\n"
     assert read(write, "a.yaml", content) == [{"lr": 0.1, "width": width} for width in (8, 16, 32)]
@@ -128,6 +192,7 @@ def test_what_a_mapping_takes_over_from_others_may_be_overridden(write: Write) -
         ("- a: 1\n- lr: 0.1\n  lr: 0.2\n", "line 2: the name 'lr' is there twice"),
         ("- net: {width: 8, width: 16}\n", "line 1: the name 'width' is there twice"),
         ("[" * 100_000, "is not YAML: maximum recursion depth"),
+        ("- lr: !!int ten\n", "is not YAML: invalid literal for int"),
         ("[]\n", "has no configuration in it"),
         ("# nothing\n", "has no configuration in it"),
     ],
