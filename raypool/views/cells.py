@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from raypool.views.words import describe_item, number_in, one_line
@@ -27,6 +28,17 @@ MAX_EXACT = 2**53
 
 MAX_KEYS = 24
 """Configurations within a configuration are spread over columns of their own up to so many keys."""
+
+
+def number_column(taken: Collection[str]) -> str:
+    """Return what to call the column with the numbers of items: "index", unless that is one of the names that are taken.
+
+    Example:
+        >>> number_column(["lr"]), number_column(["lr", "index"])
+        ('index', 'item number')
+    """
+    names = itertools.chain(("index", "item number"), map("item number {}".format, itertools.count(2)))
+    return next(name for name in names if name not in taken)
 
 
 def cell(value: Any) -> Cell:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from raypool.errors import InvalidValueError, RemoteTraceback
 from raypool.journal.files import write_file
 from raypool.views import charts
-from raypool.views.cells import columns, is_numeric
+from raypool.views.cells import columns, is_numeric, number_column
 from raypool.views.curves import curves_of, last_of
 from raypool.views.lanes import COLOURS, Plan, plan, took, unit_of
 from raypool.views.words import describe_error
@@ -151,7 +151,7 @@ def _table(story: Story) -> dict[str, Any]:
     about = frame[list(story.run)].assign(started_at=started).rename(columns={"started_at": "started_at (UTC)"})
     kinds["run"] = [(name, cells) for name, cells in columns(about, about.columns).items() if set(cells) != {None}]
     taken = {name for pairs in kinds.values() for name, _ in pairs}
-    number = next(name for name in ("index", "item number", *map("item number {}".format, range(2, 99))) if name not in taken)
+    number = number_column(taken)
     status = kinds["run"].pop(0)
     entries = [(number, "run", [int(index) for index in frame.index]), (status[0], "run", status[1])]
     entries += [(name, kind, cells) for kind, pairs in kinds.items() for name, cells in pairs]

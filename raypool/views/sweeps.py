@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 from rich.text import Text
 
+from raypool.views.cells import number_column
 from raypool.views.devices import is_missing
 from raypool.views.words import describe_item, one_line
 
@@ -37,11 +38,13 @@ LEFT_OUT = ("started_at", "peak_memory_bytes", "reason", "error")
 def as_json(frame: pd.DataFrame) -> str:
     """Return a table of results as JSON: a list with an object for each item, each on a line.
 
-    NaN and infinities, which JSON does not have, are null, as what is missing. What JSON cannot say otherwise is text.
+    What stands first in an object is the item's number; it is called "index", unless a column is (see `number_column`). NaN and
+    infinities, which JSON does not have, are null, as what is missing. What JSON cannot say otherwise is text.
     """
     names = list(map(str, frame))
+    number = number_column(names)
     rows = zip(*(frame[name].tolist() for name in frame), strict=True)
-    objects = (_plain({"index": index, **dict(zip(names, row, strict=True))}) for index, row in enumerate(rows))
+    objects = (_plain({number: index, **dict(zip(names, row, strict=True))}) for index, row in enumerate(rows))
     return "[" + ",\n ".join(map(json.dumps, objects)) + "]"
 
 

@@ -37,6 +37,9 @@ def interrupted(config):
         raise KeyboardInterrupt
     return config["width"]
 
+def indexed(config):
+    return {"index": 9}
+
 def other(config): ...
 """
 
@@ -91,6 +94,20 @@ def test_json_is_one_document_and_nothing_else(folder: Path) -> None:
     assert wanted.items() <= rows[0].items()
     assert (rows[1]["status"], rows[1]["error"]) == ("failed", "ValueError: 36 is no multiple of 8")
     assert len(done.stdout.splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("header", "function", "number"),
+    [("index", "train", "item number"), ("index,item number", "train", "item number 2"), ("lr", "indexed", "item number")],
+)
+def test_the_number_of_an_item_is_in_json_whatever_columns_are_called(
+    folder: Path, header: str, function: str, number: str
+) -> None:
+    cells = "7" + ",7" * header.count(",")
+    (folder / "named.csv").write_text(f"width,{header}\n8,{cells}\n36,{cells}\n")
+    rows = json.loads(sweep(function, "named.csv", "--json").stdout)
+    assert [next(iter(row.items())) for row in rows] == [(number, 0), (number, 1)]
+    assert [row["index"] for row in rows] == ([7, 7] if "index" in header else [9, 9])
 
 
 def test_a_name_that_the_configuration_lacks_is_said_with_those_that_it_has(folder: Path) -> None:
