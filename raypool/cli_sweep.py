@@ -52,14 +52,16 @@ def sweep(target: str, configs: Path, is_json: bool, **options: Any) -> None:
     130 after Ctrl-C.
     """
     from raypool.sweep_files import read_configs
-    from raypool.targets import find_function
+    from raypool.targets import check_takes_whole, find_function
 
     run_dir: str = options["run_dir"]
     items: list[Config] = []
     with contextlib.redirect_stdout(sys.stderr), errors_said():
         try:
             items = read_configs(configs)
-            results = _run(find_function(target), items, options)
+            function = find_function(target)
+            check_takes_whole(function, items)
+            results = _run(function, items, options)
         except KeyboardInterrupt as interrupt:
             _say_interrupted(interrupt, run_dir, len(items))
             raise SystemExit(INTERRUPTED) from None

@@ -9,7 +9,7 @@ import os
 import pkgutil
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -55,7 +55,7 @@ def _module(name: str) -> ModuleType:
     """Import a module by its name."""
     _look_in(Path.cwd())
     try:
-        return importlib.import_module(name)
+        module = importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise _broken(name, error) from error
@@ -67,6 +67,24 @@ def _module(name: str) -> ModuleType:
         raise
     except BaseException as error:
         raise _broken(name, error) from error
+    if "." not in name:
+        _refuse_another(module, name, Path(f"{name}.py").resolve())
+    return module
+
+
+def _refuse_another(module: ModuleType, name: str, path: Path) -> None:
+    """Make sure that a file of this folder is not passed over for a module that Python has imported already under its name."""
+    if path.is_file() and _origin(module) not in (path, path.with_suffix("") / "__init__.py"):
+        raise InvalidValueError(
+            f"{name!r} is the name of {_origin(module) or 'a module of Python'}, which was imported first, and of {path}. "
+            "Give the file another name."
+        )
+
+
+def _origin(module: ModuleType) -> Path | None:
+    """Return the file that a module was read from, if it was read from one."""
+    file = getattr(module, "__file__", None)
+    return None if file is None else Path(file).resolve()
 
 
 def _file(path: Path) -> ModuleType:
@@ -87,8 +105,8 @@ def _file(path: Path) -> ModuleType:
         raise
     except BaseException as error:
         raise _broken(path.name, error) from error
-    other = getattr(module, "__file__", None)
-    if other is None or Path(other).resolve() != path:
+    other = _origin(module)
+    if other != path:
         raise InvalidValueError(
             f"{path.name!r} cannot be imported: {path.stem!r} is also the name of {other or 'a module of Python'}. "
             "Give the file another name."
@@ -98,7 +116,7 @@ def _file(path: Path) -> ModuleType:
 
 def _look_in(folder: Path) -> None:
     """Let modules be found in a folder before all others."""
-    if str(folder) not in sys.path:
+    if sys.path[:1] != [str(folder)]:
         sys.path.insert(0, str(folder))
 
 
@@ -124,7 +142,8 @@ def _member(module: ModuleType, name: str, place: str) -> Any:
     value: Any = module
     for part in name.split("."):
         if not hasattr(value, part):
-            functions = [key for key, entry in vars(value).items() if callable(entry) and not key.startswith("_")]
+            there = getattr(value, "__dict__", {})  # a text or a number has none
+            functions = [key for key, entry in there.items() if callable(entry) and not key.startswith("_")]
             raise InvalidValueError(f"{place} has no function {name!r}.{_near(part, functions)}")
         value = getattr(value, part)
     if not callable(value):
@@ -145,6 +164,31 @@ def _check_call(function: Callable[..., Any], target: str) -> None:
             f"{target}{signature} cannot be called with one argument, the configuration, which is a dict. "
             "Write it as def train(config), and take what it needs from there: config['lr']."
         ) from None
+
+
+def check_takes_whole(function: Callable[[Any], Any], configs: Iterable[Mapping[str, Any]]) -> None:
+    """Make sure that a function does not want one value of a configuration where it gets the configuration.
+
+    Raises:
+        InvalidTypeError: Its parameter is called as such a value is.
+
+    Example:
+        >>> def train(lr, epochs=3): ...
+        >>> check_takes_whole(train, [{"lr": 0.1, "epochs": 5}])
+        Traceback (most recent call last):
+        raypool.errors.InvalidTypeError: train(lr, epochs=3) would get the whole configuration, a dict, as lr, ...
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some that are written in C do not say
+        return
+    first = next(iter(signature.parameters), None)
+    if first != "config" and any(first in config for config in configs):
+        name = getattr(function, "__name__", "train")
+        raise InvalidTypeError(
+            f"{name}{signature} would get the whole configuration, a dict, as {first}, which is a value in it. "
+            f"Write it as def {name}(config), and take what it needs from there: config[{first!r}]."
+        )
 
 
 def _modules_of(package: str) -> list[str]:

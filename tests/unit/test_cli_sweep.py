@@ -40,6 +40,8 @@ def interrupted(config):
 def indexed(config):
     return {"index": 9}
 
+def narrow(width, epochs=3): ...
+
 def other(config): ...
 """
 
@@ -149,6 +151,7 @@ def test_ctrl_c_keeps_what_has_finished_and_says_how_to_go_on(folder: Path) -> N
     ("arguments", "words"),
     [
         (["module_of_sweep:trian", "good.csv"], "module_of_sweep has no function 'trian'. Did you mean train?"),
+        (["module_of_sweep:narrow", "good.csv"], "narrow(width, epochs=3) would get the whole configuration, a dict, as width"),
         (["module_of_swep:train", "good.csv"], "Did you mean module_of_sweep"),
         (["module_of_sweep:train", "none.csv"], "none.csv could not be read: No such file"),
         (["module_of_sweep:train", "good.csv", "--profile", "nowhere"], "There is no profile 'nowhere'"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from raypool import InvalidTypeError, InvalidValueError
-from raypool.targets import find_function
+from raypool.targets import check_takes_whole, find_function
 
 SWEEP = """
 import helpers_of_targets
@@ -91,6 +92,8 @@ def test_a_module_of_a_package_is_found(write: Write) -> None:
         ("missing/train.py:train", "There is no file 'missing/train.py'.$"),
         ("sweep_of_targets:trian", "sweep_of_targets has no function 'trian'. Did you mean train?"),
         ("sweep_of_targets:fit", "There are: Trainer, keywords, train."),
+        ("os:sep.foo", "os has no function 'sep.foo'.$"),
+        ("sweep_of_targets:LIMIT.real.go", "has no function 'LIMIT.real.go'.$"),
         ("sweep_of_targets:Trainer.go", r"has no function 'Trainer.go'. There are: run."),
     ],
 )
@@ -125,6 +128,43 @@ def test_a_module_that_cannot_be_imported_says_why_and_where(write: Write, targe
     write("broken_of_targets.py", text)
     with pytest.raises(InvalidValueError, match=f"cannot be imported: {words}"):
         find_function(target)
+
+
+def test_this_folder_comes_first_also_where_it_is_on_the_path_already(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    write("elsewhere/module_of_two_folders.py", "def train(config): return 'elsewhere'\n")
+    write("module_of_two_folders.py", "def train(config): return 'here'\n")
+    monkeypatch.setattr(sys, "path", [str(Path("elsewhere").resolve()), str(Path.cwd()), *sys.path])
+    assert find_function("module_of_two_folders:train")({}) == "here"
+
+
+def test_a_module_with_the_name_of_one_that_is_imported_is_refused(write: Write) -> None:
+    assert find_function("random:choice") is random.choice
+    file = write("random.py", "def choice(config): ...\n")
+    with pytest.raises(
+        InvalidValueError, match=rf"'random' is the name of {random.__file__}, which .* and of {file}. Give the file another name"
+    ):
+        find_function("random:choice")
+
+
+def test_a_package_beside_a_file_of_its_name_is_found_as_by_python(write: Write) -> None:
+    write("both_of_targets/__init__.py", "def train(config): return 'package'\n")
+    write("both_of_targets.py", "def train(config): return 'file'\n")
+    assert find_function("both_of_targets:train")({}) == "package"
+
+
+def test_a_function_that_wants_one_value_gets_no_whole_configuration() -> None:
+    def train(lr: float, epochs: int = 3) -> None: ...
+
+    def right(config: object) -> None: ...
+
+    with pytest.raises(
+        InvalidTypeError, match=r"would get the whole configuration, a dict, as lr.*def train\(config\).*config\['lr'\]"
+    ):
+        check_takes_whole(train, [{"width": 8}, {"lr": 0.1}])
+    check_takes_whole(train, [{"width": 8, "epochs": 3}])
+    check_takes_whole(right, [{"config": "a.yaml"}])
+    check_takes_whole(print, [{"sep": ""}])
+    check_takes_whole(max, [{"lr": 0.1}])
 
 
 def test_a_file_with_the_name_of_another_module_is_refused(write: Write) -> None:
