@@ -20,7 +20,8 @@ ARGUMENTS = [
     "--headless=new",
     "--no-sandbox",  # tests may run as root
     "--disable-dev-shm-usage",
-    "--disable-gpu",
+    "--use-angle=swiftshader",  # WebGL on the cores: parallel coordinates are drawn by it
+    "--enable-unsafe-swiftshader",
     "--window-size=1400,1000",
     "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
 ]

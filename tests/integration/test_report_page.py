@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -64,11 +66,6 @@ def open_page(browser: Any, path: Path) -> None:
     assert eventually(lambda: browser.execute_script("return document.querySelectorAll('#items tbody tr').length") > 0)
 
 
-def serious(browser: Any) -> list[str]:
-    """Return the complaints, but for what Chromium says of a machine without a GPU."""
-    return [text for text in complaints(browser) if "WebGL" not in text]
-
-
 @pytest.fixture
 def page(browser: Any, results: Results, tmp_path: Path) -> Any:
     open_page(browser, results.report(tmp_path / "sweep.html", title=HOSTILE))
@@ -77,10 +74,60 @@ def page(browser: Any, results: Results, tmp_path: Path) -> Any:
 
 def test_it_loads_without_a_complaint_and_asks_nobody(page: Any) -> None:
     assert page.execute_script("return document.querySelectorAll('.js-plotly-plot').length") == 4
-    assert serious(page) == []
+    assert complaints(page) == []
     assert {address.partition(":")[0] for address in requests(page)} <= {"file", "data", "blob"}
     assert page.execute_script("return window.hacked") is None
     assert page.execute_script("return document.querySelectorAll('[data-title*=hare]').length") == 0, "nothing sends data away"
+
+
+EXTENTS = """
+const boxes = [...document.querySelectorAll(arguments[0])].map((mark) => mark.getBoundingClientRect());
+return boxes.map(({ width, height }) => [width, height]);
+"""
+
+PIXELS = """
+return [...document.querySelectorAll("#coordinates .gl-container canvas")].map((drawn) => {
+  const copy = Object.assign(document.createElement("canvas"), { width: drawn.width, height: drawn.height }).getContext("2d");
+  copy.drawImage(drawn, 0, 0);
+  return copy.getImageData(0, 0, drawn.width, drawn.height).data.filter((part, i) => i % 4 === 3 && part > 0).length;
+});
+"""
+"""How many pixels of each canvas of the parallel coordinates are not transparent."""
+
+
+def test_every_chart_has_drawn_something(page: Any) -> None:
+    def wide(marks: str) -> int:
+        return sum(width > 1 and height > 1 for width, height in page.execute_script(EXTENTS, marks))
+
+    assert eventually(lambda: wide("#curves .scatterlayer .js-line") == 8), "a line for each item"
+    assert eventually(lambda: sum(height > 5 for _, height in page.execute_script(EXTENTS, "#timeline .bars path")) >= 2)
+    assert eventually(lambda: wide("#concurrency .scatterlayer path") >= 1)
+    assert eventually(lambda: max(page.execute_script(PIXELS), default=0) > 1000), page.execute_script(PIXELS)
+    assert complaints(page) == []
+
+
+def colours_of(browser: Any) -> int:
+    """Return how many colours there are on the whole page, also below the window."""
+    from PIL import Image
+
+    size = browser.execute_cdp_cmd("Page.getLayoutMetrics", {})["cssContentSize"]
+    wanted = {"captureBeyondViewport": True, "clip": {**size, "scale": 1}}
+    shot = browser.execute_cdp_cmd("Page.captureScreenshot", wanted)["data"]
+    return len(Image.open(io.BytesIO(base64.b64decode(shot))).convert("RGB").getcolors(2**24) or ())
+
+
+def test_the_page_is_not_blank(page: Any) -> None:
+    assert eventually(lambda: colours_of(page) > 100)
+
+
+def test_the_page_of_an_empty_run_loads_without_a_complaint(browser: Any, tmp_path: Path) -> None:
+    with parpool(1, profile="inline", quiet=True) as pool:
+        path = pool.parfor(train, []).report(tmp_path / "empty.html")
+    complaints(browser), requests(browser)
+    browser.get(path.as_uri())
+    assert "There are no items" in browser.execute_script("return document.body.innerText")
+    assert complaints(browser) == []
+    assert {address.partition(":")[0] for address in requests(browser)} <= {"file", "data", "blob"}
 
 
 def test_numbers_sort_as_numbers(page: Any) -> None:
@@ -92,7 +139,7 @@ def test_numbers_sort_as_numbers(page: Any) -> None:
     assert eventually(lambda: cells(page, "lr") == ["0.1", "0.1", "0.2", "0.2", "0.3", "0.3", "10", "10"])
     heading.click()
     assert eventually(lambda: cells(page, "lr") == ["10", "10", "0.3", "0.3", "0.2", "0.2", "0.1", "0.1"])
-    assert serious(page) == []
+    assert complaints(page) == []
 
 
 def curves_drawn(page: Any) -> int:
@@ -107,7 +154,7 @@ def test_the_search_filters_the_table_and_the_charts(page: Any) -> None:
     page.find_element(By.CSS_SELECTOR, "div.dt-search input").send_keys("mlp")
     assert eventually(lambda: cells(page, "network") == ["mlp"] * 4)
     assert eventually(lambda: curves_drawn(page) == 4)
-    assert serious(page) == []
+    assert complaints(page) == []
 
 
 def test_a_column_can_be_filtered(page: Any) -> None:
@@ -130,7 +177,14 @@ def test_another_metric_can_be_chosen(page: Any) -> None:
     labels = page.execute_script("return document.getElementById('coordinates').data[0].dimensions.map((axis) => axis.label)")
     assert labels[0] == "lr"
     assert labels[-1] == "duration_s"
-    assert serious(page) == []
+    assert complaints(page) == []
+
+
+def test_values_that_are_too_close_to_be_written_beside_each_other_have_round_ticks_instead(page: Any) -> None:
+    axes = "return document.getElementById('coordinates').data[0].dimensions.map((axis) => [axis.label, axis.ticktext ?? null])"
+    written = dict(page.execute_script(axes))
+    assert sorted(written["lr"]) == ["0.1", "0.2", "10"]
+    assert written["accuracy"] is None, "0.8, 0.9 and -9"
 
 
 @pytest.mark.parametrize("width", [1400, 420])
@@ -167,7 +221,7 @@ def test_other_runs_load_without_a_complaint(
     open_page(browser, path)
 
     assert len(cells(browser, "status")) == len(items)
-    assert serious(browser) == []
+    assert complaints(browser) == []
 
 
 def test_a_notebook_shows_the_timeline_also_without_pyplot(tmp_path: Path) -> None:

@@ -103,6 +103,12 @@ function colourBar(name, { least, most, isLog }) {
   };
 }
 
+// Whether the values of an axis are so far apart that each can be written beside it.
+function areApart(values) {
+  const sorted = [...values].sort((a, b) => a - b), least = (sorted.at(-1) - sorted[0]) / 25;
+  return values.length <= 8 && sorted.every((value, i) => i === 0 || value - sorted[i - 1] >= least);
+}
+
 // An axis of the parallel coordinates; null where a column has too many different texts for one.
 function axisOf(name, items) {
   const { cells, is_numeric } = column[name];
@@ -111,10 +117,10 @@ function axisOf(name, items) {
   if (is_numeric) {
     const there = distinct(values), least = there.reduce((a, b) => Math.min(a, b), Infinity), most = there.reduce((a, b) => Math.max(a, b), -Infinity);
     if (least > 0 && most / least >= WIDE) {
-      const ticks = there.length <= 8 ? there : [0, 1, 2, 3, 4].map((i) => least * (most / least) ** (i / 4));
+      const ticks = areApart(there.map(Math.log10)) ? there : [0, 1, 2, 3, 4].map((i) => least * (most / least) ** (i / 4));
       return { label, values: values.map(Math.log10), tickvals: ticks.map(Math.log10), ticktext: ticks.map(written) };
     }
-    const ticks = there.length <= 8 ? { tickvals: there, ticktext: there.map(written) } : {};
+    const ticks = areApart(there) ? { tickvals: there, ticktext: there.map(written) } : {};
     return { label, values, range: least < most ? undefined : [least - 1, most + 1], ...ticks };
   }
   const texts = distinct(values).map(String).sort();
