@@ -14,7 +14,7 @@ import subprocess
 import sys
 import termios
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -175,18 +175,29 @@ cells = [nbformat.v4.new_code_cell(source) for source in json.loads(sys.argv[1])
 notebook = nbformat.v4.new_notebook(cells=cells)
 with tempfile.TemporaryDirectory() as folder:  # its name is short: those of sockets may not be long
     config = traitlets.config.Config(KernelManager=dict(transport="ipc", ip=folder + "/kernel"))
-    Client(notebook, timeout=100, config=config).execute()
-print(json.dumps([list(updates.values()), [cell.outputs for cell in notebook.cells]]))
+    client = Client(notebook, timeout=100, config=config)
+    with client.setup_kernel():
+        outputs = [list(client.execute_cell(cells[number], number).outputs) for number in json.loads(sys.argv[3])]
+print(json.dumps([list(updates.values()), outputs]))
 """
 
 
-def run_cells(cells: list[str], gate: Path, folder: Path) -> tuple[list[list[float]], list[list[dict[str, Any]]]]:
-    """Run cells in a kernel; open a gate when an output has been replaced three times.
+def run_cells(
+    cells: list[str], gate: Path, folder: Path, order: Sequence[int] | None = None
+) -> tuple[list[list[float]], list[list[dict[str, Any]]]]:
+    """Run cells in a kernel, each once or in this order; open a gate when an output has been replaced three times.
 
-    Return when each output was replaced [Unix s], by output, and the outputs of each cell, as the saved notebook has them.
+    Return when each output was replaced [Unix s], by output, and the outputs of each run of a cell, as a saved notebook has them.
     """
     folders = dict.fromkeys(("IPYTHONDIR", "JUPYTER_RUNTIME_DIR"), str(folder))
-    command = [sys.executable, "-c", RUN_CELLS, json.dumps(cells), str(gate)]
+    command = [
+        sys.executable,
+        "-c",
+        RUN_CELLS,
+        json.dumps(cells),
+        str(gate),
+        json.dumps(list(range(len(cells)) if order is None else order)),
+    ]
     done = subprocess.run(command, env={**os.environ, **folders}, text=True, capture_output=True, timeout=110)
     assert done.returncode == 0, done.stderr
     updates, outputs = json.loads(done.stdout.splitlines()[-1])
@@ -229,6 +240,27 @@ def test_pictures_in_a_notebook(tmp_path: Path, gate: Any) -> None:
     every = [*first, *again, *both, *raised]
     assert all(output["output_type"] in ("display_data", "stream") for output in every)
     assert all(output.get("name") != "stderr" for output in every)
+
+
+@pytest.mark.slow
+def test_a_cell_that_is_run_again_has_one_picture_again(tmp_path: Path) -> None:
+    """The one of before is gone with the outputs of before, and nothing is left of it that would write into the new ones."""
+    cells = [
+        TRAIN.format(held=8, gate=""),
+        "results = pool.parfor(train, range(8), on_error='collect'); print(len(results))",
+        "pool.delete()",
+    ]
+    updates, (_, *runs, end) = run_cells(cells, tmp_path / "gate", tmp_path, order=[0, 1, 1, 1, 2])
+    for outputs in runs:
+        (page,) = page_of(outputs)
+        assert "8 of 8" in page
+        assert "1 failed" in page
+        assert [(output["name"], output["text"]) for output in outputs if output["output_type"] == "stream"] == [
+            ("stdout", "8\n")
+        ]
+        assert {output["output_type"] for output in outputs} == {"display_data", "stream"}
+    assert end == []
+    assert len(updates) == len(runs), "each run has replaced its own picture only"
 
 
 # --- a log ------------------------------------------------------------------------------------------------------------
