@@ -154,6 +154,21 @@ def parpool(
         raypool: 2 workers (threads of this process)
         2
     """
+    pool = open_pool(num_workers, profile=profile, initializer=initializer, initargs=initargs, **changes)
+    if not in_task():
+        _note_current(pool)
+    return pool
+
+
+def open_pool(
+    num_workers: int | tuple[int, int] | None = None,
+    *,
+    profile: str | Profile = "local",
+    initializer: Callable[..., object] | None = None,
+    initargs: Iterable[Any] = (),
+    **changes: Any,
+) -> ParallelPool:
+    """Do as `parpool` does, but for whoever opens a pool for itself and ends it: it never becomes the current one (`gcp`)."""
     asked = checked_range(num_workers)
     if initializer is not None:
         changes = _with_setup(initializer, initargs, changes)
@@ -169,7 +184,6 @@ def parpool(
         engine.shutdown(wait=True, cancel_queued=True, cancel_running=True)
         raise
     pool = ParallelPool(engine)
-    _note_current(pool)
     if not settings.quiet:
         sys.stdout.write(f"raypool: {_described(engine)}{_duration(settings, started)}\n")
         sys.stdout.flush()

@@ -189,6 +189,19 @@ class Engine:
                 self.driver.post(ResizeRequested(remove=-more))
                 self.driver.barrier()
 
+    def grow(self, most: int) -> None:
+        """Give the pool so many workers if it has fewer, on Ray as many as there is room for; return when they are up.
+
+        Raises:
+            ResourceError: There is no room for a single one more.
+            StartupError: None of them came up.
+        """
+        with self.backend.sizing():
+            self.driver.barrier()
+            more = most - self.driver.scheduler.crew.size
+            if more > 0:
+                self.add_workers(1 if self.profile.backend == "ray" else more, more)
+
     def _check_devices(self) -> None:
         """Make sure that no two workers that should have a whole GPU see the same one.
 

@@ -19,6 +19,7 @@ from joblib.parallel import (
     Parallel,
     ParallelBackendBase,
     SequentialBackend,
+    get_active_backend,
 )
 
 from raypool.errors import InvalidValueError
@@ -149,10 +150,19 @@ class RaypoolBackend(ParallelBackendBase):  # type: ignore[misc]
     def _copy_with(self, settings: dict[str, Any]) -> RaypoolBackend:
         """Return what a single `Parallel` works with; what it was given besides joblib's own is for us."""
         mine = {name: value for name, value in settings.items() if name not in JOBLIBS_OWN}
-        origin = RaypoolBackend(mine.pop("pool", None), **mine) if mine else self
-        own = RaypoolBackend(None, self.nesting_level, self.inner_max_num_threads)
-        own._source, own._origin, own._find_origin = origin._source, origin, weakref.ref(origin)
+        origin = self._with(mine) if mine else self._of_block()
+        own = RaypoolBackend.__new__(RaypoolBackend)  # and not made anew: the pool is its origin's, which ends it
+        own.__dict__.update(vars(origin), nesting_level=self.nesting_level, _batch_size=BatchSize())
+        own._origin, own._find_origin = origin, weakref.ref(origin)
         return own
+
+    def _with(self, settings: dict[str, Any]) -> RaypoolBackend:
+        return RaypoolBackend(**{"inner_max_num_threads": self.inner_max_num_threads, **settings})
+
+    def _of_block(self) -> RaypoolBackend:
+        """Return the backend of the `parallel_config` block here, if that is one of ours and this one was told no pool."""
+        active, _ = get_active_backend()
+        return active if type(active) is RaypoolBackend and not self._source.is_said else self
 
     # --- one call of a Parallel ---------------------------------------------------------------------------------------
 

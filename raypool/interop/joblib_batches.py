@@ -5,14 +5,14 @@ A batch is a call of the pool, or becomes several: a worker that has begun one w
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
+import queue
 import sys
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from joblib.parallel import TASK_ERROR, BatchCompletionCallBack, Parallel
@@ -82,7 +82,10 @@ class Batches:
         self._is_over = False
         self.newest_run_s = 0.0
         self._lock = threading.Lock()
-        self._thread = ThreadPoolExecutor(1, "raypool-joblib")
+        self._ended: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._end_thread = weakref.finalize(self, self._ended.put, None)
+        self._end_thread.atexit = False
+        threading.Thread(target=_call_each, args=(self._ended,), name="raypool-joblib", daemon=True).start()
 
     def hand_in(self, tasks: list[Task], callback: BatchCompletionCallBack) -> None:
         """Take a batch. Nothing is raised: `callback` is called with a function that gives the values, or raises."""
@@ -124,20 +127,13 @@ class Batches:
     def _pass_on(self, piece: Piece, future: Future[Any]) -> None:
         """Leave the pool's thread: joblib's callback draws from the user's generator."""
         if not self._is_over:  # else joblib wants no answer any more
-            with contextlib.suppress(RuntimeError):  # it is over in this instant
-                self._thread.submit(self._answer, piece, future)
+            self._ended.put(functools.partial(self._answer, piece, future))
 
     def _answer(self, piece: Piece, future: Future[Any]) -> None:
         """Begin what has waited for this call, and let joblib have what is back."""
-        with self._lock:
-            self._running.discard(future)
-            next_one = self._waiting.popleft() if self._waiting else None
-            if next_one is None:
-                self._num_begun -= 1
-        if next_one is not None:
-            self._begin(next_one)
         callback = piece.batch.callback
         try:
+            self._begin_next(future)
             outcome = self._outcome(piece, future)
             if outcome is not None:
                 self.newest_run_s = piece.batch.run_s
@@ -146,6 +142,15 @@ class Batches:
                     self._draw_ahead(callback.parallel)
         except BaseException as error:
             _fail(callback, error)
+
+    def _begin_next(self, ended: Future[Any]) -> None:
+        with self._lock:
+            self._running.discard(ended)
+            next_one = self._waiting.popleft() if self._waiting else None
+            if next_one is None:
+                self._num_begun -= 1
+        if next_one is not None:
+            self._begin(next_one)
 
     def _outcome(self, piece: Piece, future: Future[Any]) -> Callable[[], list[Any]] | None:
         """Return what gives the values of a whole batch, or raises its error; None while something of it is missing."""
@@ -177,9 +182,16 @@ class Batches:
             running = list(self._running)
         for future in running:
             future.cancel()
-        self._thread.shutdown(wait=False)
+        self._end_thread()
         if self._shared is not None:
             self._shared.forget()
+
+
+def _call_each(calls: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    """Call what comes, until None does; in a plain thread, since the interpreter closes executors before the last threads end."""
+    while (call := calls.get()) is not None:
+        call()
+        del call  # it holds the batches, whose end ends this
 
 
 def _fail(callback: BatchCompletionCallBack, error: BaseException) -> None:

@@ -283,37 +283,6 @@ def test_parallel_in_parallel_on_a_single_worker_ends(make_pool: Any) -> None:
         assert Parallel()(delayed(inner)(number) for number in range(4)) == [0, 0, 0, 1]
 
 
-def test_a_single_worker_that_was_opened_for_joblib_is_used() -> None:
-    with parallel_config("raypool", profile="threads", num_workers=1, quiet=True):
-        assert Parallel()(delayed(worker_of)() for _ in range(4)) == [0] * 4
-
-
-@pytest.mark.parametrize("profile", ["threads", "inline"])
-def test_a_pool_that_was_opened_for_joblib_ends_with_the_block(profile: str, eventually: Any) -> None:
-    before = gcp(create=False)
-    with parallel_config("raypool", profile=profile, num_workers=2, quiet=True):
-        assert Parallel()(delayed(square)(x) for x in range(5)) == [0, 1, 4, 9, 16]
-        pool = gcp(create=False)
-        assert pool is not None
-        assert pool is not before
-        Parallel()(delayed(square)(x) for x in range(5))
-        assert gcp(create=False) is pool  # the same for all of the block
-    del pool
-    assert eventually(lambda: gcp(create=False) is before)
-
-
-def test_a_pool_that_a_single_parallel_has_opened_ends_with_it(eventually: Any) -> None:
-    before = gcp(create=False)
-    numbers = (delayed(square)(x) for x in range(5))
-    assert Parallel(n_jobs=2, backend="raypool", profile="threads", quiet=True)(numbers) == [0, 1, 4, 9, 16]
-    assert eventually(lambda: gcp(create=False) is before)
-
-
-def test_where_joblib_can_open_no_pool_the_error_says_so() -> None:
-    with parallel_config("raypool", profile="no such profile"), pytest.raises(InvalidValueError, match="no such profile"):
-        Parallel()(delayed(square)(x) for x in range(5))
-
-
 def test_arguments_that_cannot_work_are_refused(pool: ParallelPool) -> None:
     with pytest.raises(InvalidTypeError, match="pool=3 is not a pool"):
         parallel_config("raypool", pool=3)
