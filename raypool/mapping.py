@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, ParamSpec, TypeVar
 
 from raypool.errors import InvalidTypeError, InvalidValueError
 from raypool.futures import Future
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -108,11 +109,11 @@ class MapResults(Iterator[T], Generic[T]):
             self.close()
 
 
-def unless_interrupted(submit: Callable[[tuple[Any, ...]], Future[T]]) -> Callable[[tuple[Any, ...]], Future[T]]:
+def unless_interrupted(submit: Callable[P, Future[T]]) -> Callable[P, Future[T]]:
     """Let Ctrl-C in a call that runs while it is handed in end the handing in: it means all the calls."""
 
-    def submit_unless(args: tuple[Any, ...]) -> Future[T]:
-        future = submit(args)
+    def submit_unless(*args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        future = submit(*args, **kwargs)
         try:
             if isinstance(future.error, KeyboardInterrupt):
                 raise future.error

@@ -78,9 +78,9 @@ class Collector:
             self._at_end = at_end
         self._ended.put(None)
 
-    def check_thread(self) -> None:
-        """Raise InvalidValueError in a callback: who waits for a job there waits for itself."""
-        if threading.current_thread() is self.thread:
+    def check_wait(self, timeout: float | None = None) -> None:
+        """Raise InvalidValueError in a callback: who waits for a job there waits for itself, for ever or until the time is up."""
+        if threading.current_thread() is self.thread and (timeout is None or timeout > 0):
             raise InvalidValueError(
                 "A callback cannot wait for results of its pool, or join it: the pool would wait for itself. "
                 "Give what is waited for a callback too."
@@ -123,28 +123,24 @@ def joined(chunks: list[list[Any]]) -> list[Any]:
     return list(itertools.chain.from_iterable(chunks))
 
 
-class AsyncResult(Generic[T]):
-    """The result of one call, or of the calls of one `map`, which may not be there yet.
+class Gathering(Generic[T]):
+    """The calls of one `apply_async` or `map_async`, and their result when all of them have ended.
 
     Args:
-        pool: Kept from being collected until the result is there.
+        pool: Kept from being collected until then.
         collector: Who calls back.
         futures: The calls.
         assemble: Makes the result from their values.
         callback: Called with the result.
         error_callback: Called with the error.
 
-    Source:
-        multiprocessing.pool.AsyncResult.
+    Attributes:
+        collector: The same.
+        ended: Set when all have ended and the callback was called.
+        is_success: Whether `value` is the result; else it is the error.
 
-    Example:
-        >>> from raypool.interop.multiprocessing import Pool
-        >>> with Pool(2, profile="threads") as pool:
-        ...     result = pool.map_async(abs, [-1, -2])
-        ...     result.get(timeout=10)
-        ...     result.ready(), result.successful()
-        [1, 2]
-        (True, True)
+    Raises:
+        ValueError: The pool was closed; the calls are cancelled.
     """
 
     def __init__(
@@ -157,13 +153,13 @@ class AsyncResult(Generic[T]):
         error_callback: Callback | None,
     ) -> None:
         self._pool: object = pool
-        self._collector = collector
+        self.collector = collector
         self._futures = futures
         self._assemble = assemble
         self._callbacks = (error_callback, callback)
-        self._event = threading.Event()
-        self._success = False
-        self._value: Any = None
+        self.ended = threading.Event()
+        self.is_success = False
+        self.value: Any = None
         self._missing = len(futures)
         self._lock = threading.Lock()
         try:
@@ -181,23 +177,23 @@ class AsyncResult(Generic[T]):
             self._missing -= 1
             if self._missing:
                 return
-        self._collector.note_ended(self)
+        self.collector.note_ended(self)
 
     def finish(self) -> None:
-        """Fetch the values, and call back. For the pool."""
+        """Fetch the values, and call back."""
         try:
-            self._value, self._success = self._assemble([outcome_of(future) for future in self._futures]), True
+            self.value, self.is_success = self._assemble([outcome_of(future) for future in self._futures]), True
         except BaseException as error:
-            self._value = error
+            self.value = error
         self._futures = ()
-        callback = self._callbacks[self._success]
+        callback = self._callbacks[self.is_success]
         self._callbacks = (None, None)
         if callback is not None:
             try:
-                callback(self._value)
+                callback(self.value)
             except BaseException:
-                logger.exception("A callback of %r has failed; nothing else is harmed.", self)
-        self._event.set()
+                logger.exception("A callback of a pool, %r, has failed; nothing else is harmed.", callback)
+        self.ended.set()
         self._pool = None
 
     def hurry(self) -> None:
@@ -207,13 +203,36 @@ class AsyncResult(Generic[T]):
         """Do nothing: all was handed in."""
 
     def cancel(self) -> None:
-        """Cancel what has not ended. For the pool."""
+        """Cancel what has not ended."""
         for future in self._futures:
             future.cancel()
 
+
+class AsyncResult(Generic[T]):
+    """The result of one call, or of the calls of one `map`, which may not be there yet.
+
+    Args:
+        gathering: The calls.
+
+    Source:
+        multiprocessing.pool.AsyncResult.
+
+    Example:
+        >>> from raypool.interop.multiprocessing import Pool
+        >>> with Pool(2, profile="threads") as pool:
+        ...     result = pool.map_async(abs, [-1, -2])
+        ...     result.get(timeout=10)
+        ...     result.ready(), result.successful()
+        [1, 2]
+        (True, True)
+    """
+
+    def __init__(self, gathering: Gathering[T]) -> None:
+        self._gathering = gathering
+
     def ready(self) -> bool:
         """Return whether all calls have ended."""
-        return self._event.is_set()
+        return self._gathering.ended.is_set()
 
     def successful(self) -> bool:
         """Return whether they ended without an exception.
@@ -223,7 +242,7 @@ class AsyncResult(Generic[T]):
         """
         if not self.ready():
             raise ValueError(f"{self!r} not ready")
-        return self._success
+        return self._gathering.is_success
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until all calls have ended and the callback was called, at most `timeout` seconds.
@@ -232,8 +251,8 @@ class AsyncResult(Generic[T]):
             InvalidValueError: This is a callback of the same pool: it would wait for itself.
         """
         if not self.ready():
-            self._collector.check_thread()
-        self._event.wait(timeout)
+            self._gathering.collector.check_wait(timeout)
+        self._gathering.ended.wait(timeout)
 
     def get(self, timeout: float | None = None) -> T:
         """Return the result; wait for it at most `timeout` seconds.
@@ -247,9 +266,9 @@ class AsyncResult(Generic[T]):
         self.wait(timeout)
         if not self.ready():
             raise multiprocessing.TimeoutError(f"The result had not come after {timeout:g} s; the work goes on.")
-        if self._success:
-            return self._value  # type: ignore[no-any-return]
+        if self._gathering.is_success:
+            return self._gathering.value  # type: ignore[no-any-return]
         try:
-            raise self._value
+            raise self._gathering.value
         finally:
             del self  # the traceback of the error would hold it

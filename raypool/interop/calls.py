@@ -8,12 +8,16 @@ import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from multiprocessing.context import BaseContext
 from typing import Any, NoReturn, TypeVar
 
 from raypool.engine.calls import submit_function
+from raypool.engine.engine import Engine
 from raypool.errors import InvalidTypeError, InvalidValueError, SerializationError
 from raypool.futures import Future
 from raypool.interop.async_results import AsyncResult
+from raypool.loop import is_serial
+from raypool.mapping import unless_interrupted
 from raypool.options import check_callable, check_count
 from raypool.task import retire_process
 from raypool.view import PoolView
@@ -125,6 +129,14 @@ def check_chunksize(chunksize: Any) -> None:
     check_count("chunksize", chunksize, least=1)
 
 
+def check_context(context: Any) -> None:
+    """Refuse what is none of `multiprocessing`'s contexts, by which somebody would want to say something."""
+    if context is not None and not isinstance(context, BaseContext):
+        raise InvalidTypeError(
+            f"context={context!r} is no context of multiprocessing. Leave it out: Ray starts the workers, whatever it is."
+        )
+
+
 def waited_for(hand_in: Callable[..., AsyncResult[T]], *arguments: Any) -> T:
     """Return a result that nobody else can get: if handing in or waiting is broken off (Ctrl-C), its calls are cancelled."""
     futures: list[Future[Any]] = []
@@ -150,8 +162,18 @@ def ready(view: PoolView, work: Work) -> Callable[..., Future[Any]]:
         InvalidTypeError: The function is none.
         UnpicklableError: It cannot be sent; what is returned raises this for an argument.
     """
-    check_callable(work.func)
+    return _ready(view, view._engine_here(), work)
+
+
+def ready_for_many(view: PoolView, work: Work) -> Callable[..., Future[Any]]:
+    """Do as `ready` does, for the calls of a map: where they run while they are handed in, Ctrl-C in one of them ends that."""
     engine = view._engine_here()
+    submit = _ready(view, engine, work)
+    return unless_interrupted(submit) if is_serial(engine) else submit
+
+
+def _ready(view: PoolView, engine: Engine, work: Work) -> Callable[..., Future[Any]]:
+    check_callable(work.func)
     try:
         function = engine.function(work.bare)
     except SerializationError as error:

@@ -11,13 +11,14 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from multiprocessing.context import BaseContext
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
 from raypool.engine.backend import WorkerInfo, function_name
 from raypool.errors import InvalidTypeError, InvalidValueError
 from raypool.futures import Future
-from raypool.interop.async_results import AsyncResult, Callback, Collector, joined, only
+from raypool.interop.async_results import AsyncResult, Callback, Collector, Gathering, joined, only
 from raypool.interop.calls import (
     Call,
     Each,
@@ -26,14 +27,16 @@ from raypool.interop.calls import (
     Work,
     cancel,
     check_chunksize,
+    check_context,
     chunks,
     ready,
+    ready_for_many,
     task_limit,
     waited_for,
 )
 from raypool.interop.imap_results import Drawing, IMapIterator
 from raypool.options import check_count
-from raypool.pool import ParallelPool, parpool
+from raypool.pool import ParallelPool, open_pool
 from raypool.profile_files import resolve_profile
 from raypool.profiles import Profile
 from raypool.resources import WorkerResources
@@ -72,6 +75,7 @@ class Pool:
         initargs: What it is called with.
         maxtasksperchild: A worker's process is replaced after so many tasks; a task is one call, or one chunk of a map. It means
             nothing in pools of this process ("threads", "inline").
+        context: Changes nothing: whatever it is of `multiprocessing`'s, Ray starts the workers.
         pool: Use this pool, a part of one, or a view of it; to `close` or `terminate` leaves it open. None: one is opened, which
             ends with this one.
         profile: Where the pool runs that is opened; see `parpool`.
@@ -95,12 +99,13 @@ class Pool:
         (3, 1)
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - those of the standard pool, and ours
         self,
         processes: int | None = None,
         initializer: Callable[..., object] | None = None,
         initargs: Iterable[Any] = (),
         maxtasksperchild: int | None = None,
+        context: BaseContext | None = None,
         *,
         pool: PoolView | None = None,
         profile: str | Profile = "local",
@@ -112,6 +117,7 @@ class Pool:
                 f"initializer={initializer!r} is not callable. Give a function; initargs= is what it is called with."
             )
         check_count("processes", processes, least=1)
+        check_context(context)
         self._limit = task_limit(maxtasksperchild)
         if pool is not None and not isinstance(pool, PoolView):
             raise InvalidTypeError(f"pool={pool!r} is not a pool of raypool's. Give what parpool() returns, or leave it out.")
@@ -179,8 +185,9 @@ class Pool:
         callback: Callback | None = None,
         error_callback: Callback | None = None,
     ) -> AsyncResult[T]:
-        futures.append(self._submitter(Call(func, self._limit))(*args, **kwds))
-        return AsyncResult(self, self._collector, futures, only, callback, error_callback)
+        self._check_running()
+        futures.append(ready(self._view, Call(func, self._limit))(*args, **kwds))
+        return AsyncResult(Gathering(self, self._collector, futures, only, callback, error_callback))
 
     # --- many calls ---------------------------------------------------------------------------------------------------
 
@@ -237,7 +244,8 @@ class Pool:
         callback: Callback | None = None,
         error_callback: Callback | None = None,
     ) -> AsyncResult[list[Any]]:
-        submit = self._submitter(work)
+        self._check_running()
+        submit = ready_for_many(self._view, work)
         items = list(iterable)
         self._check_running()  # the iterable may have taken its time
         if chunksize is None:
@@ -248,7 +256,7 @@ class Pool:
         except BaseException:
             cancel(futures)
             raise
-        return AsyncResult(self, self._collector, futures, joined, callback, error_callback)
+        return AsyncResult(Gathering(self, self._collector, futures, joined, callback, error_callback))
 
     def imap(
         self, func: Callable[[Any], T], iterable: Iterable[Any], chunksize: int = 1, buffersize: int | None = None
@@ -281,7 +289,8 @@ class Pool:
         self, func: Callable[[Any], T], iterable: Iterable[Any], chunksize: int, buffersize: int | None, is_ordered: bool
     ) -> IMapIterator[T]:
         is_chunked = chunksize != 1
-        submit = self._submitter(Each(func, self._limit) if is_chunked else Call(func, self._limit))
+        self._check_running()
+        submit = ready_for_many(self._view, Each(func, self._limit) if is_chunked else Call(func, self._limit))
         check_chunksize(chunksize)
         check_count("buffersize", buffersize, least=1)
         items = iter(iterable)
@@ -296,16 +305,6 @@ class Pool:
             self, self._collector, submit, calls, is_chunked=is_chunked, is_ordered=is_ordered, most_ahead=most_ahead
         )
         return IMapIterator(drawing)
-
-    def _submitter(self, work: Work) -> Callable[..., Future[Any]]:
-        """Return what hands in calls of this work, which is packed once.
-
-        Raises:
-            ValueError: The pool was closed.
-            UnpicklableError: The function cannot be sent; so does what is returned, for an argument.
-        """
-        self._check_running()
-        return ready(self._view, work)
 
     def _num_workers(self) -> int:
         return max(len(self._view._numbers()), 1)
@@ -344,7 +343,7 @@ class Pool:
         """
         if self._state == multiprocessing.pool.RUN:
             raise ValueError("Pool is still running")
-        self._collector.check_thread()
+        self._collector.check_wait()
         for job in self._collector.jobs():
             job.hurry()
         self._collector.thread.join()
@@ -390,9 +389,9 @@ def _opened(processes: int | None, profile: str | Profile, changes: dict[str, An
     of their own, by which it knows where there is room.
     """
     if in_task():
-        return parpool(processes)
+        return open_pool(processes)
     settings = resolve_profile(profile, {"quiet": True, **changes})
     each = settings.resources
     if processes is not None and settings.address is None and isinstance(each, WorkerResources) and each.cpus is None:
         settings = replace(settings, resources=replace(each, cpus=SHARED_CPUS))
-    return parpool(processes, profile=settings)
+    return open_pool(processes, profile=settings)

@@ -12,6 +12,7 @@ import pytest
 import raypool
 from raypool import ParallelPool, parpool
 from raypool.engine.inline import KEPT_INTERRUPTS
+from raypool.interop.multiprocessing import Pool
 
 INTERRUPTED = 2
 
@@ -121,3 +122,45 @@ def test_what_was_interrupted_long_ago_is_forgotten(pool: ParallelPool) -> None:
         with pytest.raises(KeyboardInterrupt):
             pool.parfor(Work(), range(4))
     assert len(pool._engine.backend._interrupted) <= KEPT_INTERRUPTS  # type: ignore[attr-defined]
+
+
+MAPS = {
+    "map": lambda mp, fn, size: mp.map(fn, range(6), size),
+    "starmap": lambda mp, fn, size: mp.starmap(fn, [(item,) for item in range(6)], size),
+    "map_async": lambda mp, fn, size: mp.map_async(fn, range(6), size).get(20),
+    "imap": lambda mp, fn, size: list(mp.imap(fn, range(6), size)),
+    "imap_unordered": lambda mp, fn, size: list(mp.imap_unordered(fn, range(6), size)),
+}
+
+
+@pytest.mark.parametrize("verb", MAPS)
+@pytest.mark.parametrize("chunksize", [1, 2])
+def test_it_ends_those_of_multiprocessing(pool: ParallelPool, verb: str, chunksize: int) -> None:
+    begun: list[int] = []
+
+    def work(item: int) -> int:  # some of these run in a thread that draws, to which no signal comes
+        begun.append(item)
+        if item == INTERRUPTED:
+            raise KeyboardInterrupt
+        return -item
+
+    with Pool(pool=pool) as mp:
+        with pytest.raises(KeyboardInterrupt):
+            MAPS[verb](mp, work, chunksize)
+        assert begun == [0, 1, 2]
+        assert mp.map(abs, [-1]) == [1]
+
+
+@pytest.mark.parametrize("verb", ["imap", "imap_unordered"])
+def test_it_comes_after_the_results_that_were_there(pool: ParallelPool, verb: str) -> None:
+    def work(item: int) -> int:
+        if item == INTERRUPTED:
+            raise KeyboardInterrupt
+        return -item
+
+    with Pool(pool=pool) as mp:
+        results = getattr(mp, verb)(work, range(6))
+        assert [next(results), next(results)] == [0, -1]
+        with pytest.raises(KeyboardInterrupt):
+            next(results)
+        assert list(results) == []

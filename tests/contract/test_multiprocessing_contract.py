@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 from raypool import ParallelPool, SerializationError, current_task
-from raypool.interop.multiprocessing import LOOK_AHEAD, Pool
+from raypool.interop.multiprocessing import LOOK_AHEAD, AsyncResult, IMapIterator, Pool
 
 beside_each_other = pytest.mark.parametrize("make_pool", ["threads", "local"], indirect=True)
 in_processes = pytest.mark.parametrize("make_pool", ["local"], indirect=True)
@@ -284,6 +284,23 @@ def test_a_callback_cannot_wait_for_its_own_pool(mp: Pool, caplog: pytest.LogCap
     assert mp.map(abs, [-1]) == [1]
 
 
+def test_a_callback_may_look_whether_something_is_there(mp: Pool, caplog: pytest.LogCaptureFixture) -> None:
+    seen: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def look(_: int) -> None:
+        other = mp.apply_async(abs, (-2,))
+        other.wait(0)
+        seen.put(other.ready())
+        with pytest.raises(multiprocessing.TimeoutError):
+            other.get(-1)
+        seen.put(other)
+
+    mp.apply_async(abs, (-1,), callback=look).wait(60)
+    assert not caplog.text
+    assert seen.get_nowait() is False, "its callbacks come after this one"
+    assert seen.get_nowait().get(60) == 2
+
+
 def test_arguments_and_results_are_not_kept(mp: Pool, eventually: Any) -> None:
     class Thing:
         pass
@@ -465,12 +482,27 @@ def test_a_pool_within_a_task_is_serial(mp: Pool) -> None:
         ({"maxtasksperchild": 0}, ValueError, "maxtasksperchild=0"),
         ({"maxtasksperchild": 2.5}, ValueError, "maxtasksperchild=2.5"),
         ({"pool": 4}, TypeError, "pool=4"),
+        ({"context": "spawn"}, TypeError, "context='spawn' is no context"),
         ({"workers": 3, "profile": "threads"}, TypeError, "workers"),
     ],
 )
 def test_arguments_that_cannot_work(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         Pool(**arguments)
+
+
+@pytest.mark.parametrize("context", [None, multiprocessing.get_context(), multiprocessing.get_context("spawn")])
+def test_it_takes_the_arguments_of_the_standard_pool(pool: ParallelPool, context: Any) -> None:
+    with Pool(None, None, (), None, context, pool=pool) as mp:
+        assert mp.map(abs, [-1]) == [1]
+
+
+def test_results_have_no_other_methods_than_the_standard_ones(mp: Pool) -> None:
+    def public(kind: type) -> set[str]:
+        return {name for name in vars(kind) if not name.startswith("_")}
+
+    assert public(AsyncResult) == public(multiprocessing.pool.AsyncResult)
+    assert public(IMapIterator) == public(multiprocessing.pool.IMapIterator)
 
 
 @pytest.mark.parametrize("arguments", [{"processes": 2}, {"profile": "threads"}, {"gpus": [0]}])
