@@ -58,11 +58,27 @@ def task_limit(maxtasksperchild: int | None) -> TaskLimit | None:
     return TaskLimit(maxtasksperchild, uuid.uuid4().hex)
 
 
+def call(func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Call the function once."""
+    return func(*args, **kwargs)
+
+
+def call_each(func: Callable[..., Any], chunk: Iterable[Any]) -> list[Any]:
+    """Call the function with each item of a chunk."""
+    return [func(item) for item in chunk]
+
+
+def call_each_starred(func: Callable[..., Any], chunk: Iterable[Iterable[Any]]) -> list[Any]:
+    """Call the function with the arguments in each item of a chunk."""
+    return [func(*arguments) for arguments in chunk]
+
+
 @dataclass(frozen=True)
 class Work:
-    """What a worker calls: a user's function, and after how many tasks its process is to be replaced."""
+    """What a worker calls: a user's function, how, and after how many tasks its process is to be replaced."""
 
     func: Callable[..., Any]
+    how: Callable[..., Any]
     limit: TaskLimit | None
 
     @property
@@ -72,48 +88,15 @@ class Work:
     @property
     def bare(self) -> Callable[..., Any]:
         """This, or if it adds nothing the function itself, which may travel by its name alone."""
-        return self
+        return self.func if self.how is call and self.limit is None else self
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Do it, and count it."""
         try:
-            return self.run(*args, **kwargs)
+            return self.how(self.func, *args, **kwargs)
         finally:
             if self.limit is not None:
                 self.limit.count()
-
-    def run(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Do it."""
-        raise NotImplementedError
-
-
-class Call(Work):
-    """One call."""
-
-    @property
-    def bare(self) -> Callable[..., Any]:
-        """This, or if it adds nothing the function itself, which may travel by its name alone."""
-        return self if self.limit is not None else self.func
-
-    def run(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Call the function."""
-        return self.func(*args, **kwargs)
-
-
-class Each(Work):
-    """A call for each item of a chunk."""
-
-    def run(self, /, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call the function with each item."""
-        return [self.func(item) for item in args[0]]
-
-
-class EachStarred(Work):
-    """A call for the arguments in each item of a chunk."""
-
-    def run(self, /, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call the function with the arguments in each item."""
-        return [self.func(*arguments) for arguments in args[0]]
 
 
 def chunks(items: Iterator[Any], size: int) -> Iterator[tuple[Any, ...]]:

@@ -20,11 +20,11 @@ from raypool.errors import InvalidTypeError, InvalidValueError
 from raypool.futures import Future
 from raypool.interop.async_results import AsyncResult, Callback, Collector, Gathering, joined, only
 from raypool.interop.calls import (
-    Call,
-    Each,
-    EachStarred,
     UnpicklableError,
     Work,
+    call,
+    call_each,
+    call_each_starred,
     cancel,
     check_chunksize,
     check_context,
@@ -186,14 +186,14 @@ class Pool:
         error_callback: Callback | None = None,
     ) -> AsyncResult[T]:
         self._check_running()
-        futures.append(ready(self._view, Call(func, self._limit))(*args, **kwds))
+        futures.append(ready(self._view, Work(func, call, self._limit))(*args, **kwds))
         return AsyncResult(Gathering(self, self._collector, futures, only, callback, error_callback))
 
     # --- many calls ---------------------------------------------------------------------------------------------------
 
     def map(self, func: Callable[[Any], T], iterable: Iterable[Any], chunksize: int | None = None) -> list[T]:
         """Return `[func(item) for item in iterable]`, called on all workers at once."""
-        return waited_for(self._map_async, Each(func, self._limit), iterable, chunksize)
+        return waited_for(self._map_async, Work(func, call_each, self._limit), iterable, chunksize)
 
     def map_async(
         self,
@@ -218,11 +218,11 @@ class Pool:
             UnpicklableError: The function or an item cannot be sent; it names the variable.
             ValueError: The pool was closed.
         """
-        return self._map_async([], Each(func, self._limit), iterable, chunksize, callback, error_callback)
+        return self._map_async([], Work(func, call_each, self._limit), iterable, chunksize, callback, error_callback)
 
     def starmap(self, func: Callable[..., T], iterable: Iterable[Iterable[Any]], chunksize: int | None = None) -> list[T]:
         """Return `[func(*arguments) for arguments in iterable]`, called on all workers at once."""
-        return waited_for(self._map_async, EachStarred(func, self._limit), iterable, chunksize)
+        return waited_for(self._map_async, Work(func, call_each_starred, self._limit), iterable, chunksize)
 
     def starmap_async(
         self,
@@ -233,7 +233,7 @@ class Pool:
         error_callback: Callback | None = None,
     ) -> AsyncResult[list[T]]:
         """Do as `map_async` does, for a function of several arguments."""
-        return self._map_async([], EachStarred(func, self._limit), iterable, chunksize, callback, error_callback)
+        return self._map_async([], Work(func, call_each_starred, self._limit), iterable, chunksize, callback, error_callback)
 
     def _map_async(
         self,
@@ -290,7 +290,7 @@ class Pool:
     ) -> IMapIterator[T]:
         is_chunked = chunksize != 1
         self._check_running()
-        submit = ready_for_many(self._view, Each(func, self._limit) if is_chunked else Call(func, self._limit))
+        submit = ready_for_many(self._view, Work(func, call_each if is_chunked else call, self._limit))
         check_chunksize(chunksize)
         check_count("buffersize", buffersize, least=1)
         items = iter(iterable)
