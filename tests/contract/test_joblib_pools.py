@@ -75,6 +75,19 @@ def test_it_grows_with_n_jobs_and_never_shrinks() -> None:
         assert pool.num_workers == 5
 
 
+@pytest.mark.usefixtures("ray_session", "by_value")
+def test_on_ray_it_grows_as_far_as_there_is_room() -> None:
+    with parallel_config("raypool", quiet=True, resources=WorkerResources(gpus=0)) as config:
+        assert Parallel(2)(delayed(square)(x) for x in range(4)) == [0, 1, 4, 9]
+        assert opened_by(config).num_workers == joblib.effective_n_jobs(-1) == 2
+        assert Parallel(3)(delayed(square)(x) for x in range(4)) == [0, 1, 4, 9]
+        assert opened_by(config).num_workers == joblib.effective_n_jobs(-1) == 3
+        with pytest.warns(UserWarning, match="n_jobs=40 is more than the number of workers that the pool has, 4"):
+            assert Parallel(40)(delayed(square)(x) for x in range(4)) == [0, 1, 4, 9]
+        assert Parallel(50)(delayed(square)(x) for x in range(4)) == [0, 1, 4, 9], "where there is no room it goes on as it is"
+        assert opened_by(config).num_workers == 4
+
+
 @pytest.mark.parametrize(
     ("opening", "size"), [({"num_workers": 2}, 2), ({"resources": [WorkerResources(gpus=0), WorkerResources(gpus=0)]}, 2)]
 )
