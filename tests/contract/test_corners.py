@@ -57,7 +57,8 @@ def test_a_callback_cannot_end_the_pool_by_an_exception(pool: ParallelPool, capl
     future.add_done_callback(leave)
     assert future.result(30) == 2
     assert pool.parfeval(abs, -3).result(30) == 3
-    assert "wanted to end the process" in caplog.text
+    assert "has failed" in caplog.text
+    assert "SystemExit: 3" in caplog.text
 
 
 def test_a_task_that_asks_for_the_current_pool_gets_a_serial_one(pool: ParallelPool) -> None:
