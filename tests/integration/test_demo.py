@@ -79,7 +79,9 @@ def test_trains_all_networks_on_ray(tmp_path: Path) -> None:
     code = "import sys; from pathlib import Path; from raypool.demo import run; run(2, out=Path(sys.argv[1]))"
     done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, check=False, timeout=170)
     assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
+    assert all(line.startswith("raypool: training: ") for line in done.stderr.splitlines()), (
+        done.stderr
+    )  # how it goes, after 10 s
     assert "raypool: 2 workers on " in done.stdout
     rows = check_files(tmp_path)
     assert {row["worker"] for row in rows} == {"0", "1"}
