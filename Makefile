@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+PEERS := $(VENV)/.peers
 
-.PHONY: demo test test-long test-gpu chaos check bench bench-gpu format clean
+.PHONY: demo test test-long test-gpu chaos check bench bench-full bench-gpu format clean
 
 demo: $(INSTALLED)  ## install, then train a dozen models at once on real data
 	$(BIN)/raypool demo
@@ -29,8 +30,11 @@ check: $(INSTALLED)  ## formatting, lint, types, layers, the documentation's sit
 	$(BIN)/pytest -q tests/unit/test_layers.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-bench: $(INSTALLED)  ## how fast, as ratios against Ray and the standard library
+bench: $(PEERS)  ## how fast, as ratios against the peers: ten minutes
 	$(BIN)/python -m benchmarks
+
+bench-full: $(PEERS)  ## likewise, all that there is: most of an hour
+	$(BIN)/python -m benchmarks full
 
 bench-gpu: $(INSTALLED)  ## how fast on a GPU: several trainings on one, logs, transfers
 	$(BIN)/python -m benchmarks gpu
@@ -46,4 +50,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c "import sys; assert sys.version_info >= (3, 11), 'raypool needs Python 3.11 or newer; run: make PYTHON=python3.11 ...'"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[demo,plots,joblib,cluster,docs,dev]"
+	touch $@
+
+$(PEERS): $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[bench]"
 	touch $@

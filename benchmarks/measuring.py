@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from statistics import median
 
@@ -19,7 +19,7 @@ class Line:
 
     `values` are raypool's, one for each round; `others` those of the other party in the same rounds (None: `values` are held
     against the target as they are). The line says how many times `values` is of `others`, or with `is_speedup` the other way
-    round. Without a target it is there to be known.
+    round. Without a target it is there to be known. `reason` says why a target is missed, where it is known.
     """
 
     area: str
@@ -31,6 +31,12 @@ class Line:
     target: float | None = None
     is_speedup: bool = False
     note: str = ""
+    reason: str = ""
+
+    @classmethod
+    def of_record(cls, entry):
+        """Return the line that a record was made of."""
+        return cls(**{field.name: entry[field.name] for field in fields(cls) if field.name in entry})
 
     def ratios(self):
         """Return the number that the target is about, for each round."""
@@ -78,9 +84,14 @@ def percentile(values, percent):
     return sorted(values)[min(int(len(values) * percent / 100), len(values) - 1)]
 
 
+def search_path():
+    """Return `PYTHONPATH` for processes that import from here too."""
+    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+
+
 def fresh_process(program, *arguments):
     """Run a program in a new interpreter; return the last line that it prints."""
     command = [sys.executable, "-c", program, *map(str, arguments)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": search_path()}
     done = subprocess.run(command, env=environment, cwd=ROOT, text=True, stdout=subprocess.PIPE, check=True)
     return done.stdout.strip().splitlines()[-1]

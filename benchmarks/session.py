@@ -8,7 +8,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.measuring import ROOT
+from benchmarks.measuring import search_path
 from benchmarks.tasks import Bare, nothing
 from raypool import ParallelPool, parpool
 from raypool.engine.ray_session import ENVIRONMENT, make_token
@@ -29,7 +29,7 @@ class Session:
 def prepare_environment():
     """Set what Ray reads when it is imported; also for processes that are started from here."""
     os.environ.update(ENVIRONMENT)
-    os.environ["PYTHONPATH"] = str(ROOT)  # the workers import `benchmarks` too
+    os.environ["PYTHONPATH"] = search_path()  # the workers import `benchmarks` too
     make_token()
 
 

@@ -3,6 +3,8 @@
 import queue
 import time
 
+import numpy as np
+
 from raypool import report
 
 
@@ -12,6 +14,17 @@ def nothing(_item=None):
 
 def rest(seconds):
     time.sleep(seconds)
+
+
+def array_of(number_and_size):
+    """Return an array of so many bytes, full of a number."""
+    number, num_bytes = number_and_size
+    return np.full(num_bytes // 8, number, np.int64)
+
+
+def ends_of(array):
+    """Return what tells an array from others: how long it is, its first number and its last."""
+    return len(array), int(array[0]), int(array[-1])
 
 
 def reports(count):

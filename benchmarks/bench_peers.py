@@ -1,0 +1,23 @@
+"""raypool and its peers, two workers each, in one process tree: the same functions, the same items, the same answers.
+
+Each system is given work in its own words, with no settings for the occasion: all items at once, a call for each, or as they
+come. In each round all have their turn, and every answer is compared with what a plain loop gives. A number says how many times
+as long as raypool a system takes for an item; below 1 it is faster.
+"""
+
+from __future__ import annotations
+
+from benchmarks.contest import Workload, contest
+from benchmarks.peers import on_one_ray, peers
+from benchmarks.session import WORKERS
+from benchmarks.tasks import rest
+
+WORKLOADS = [
+    Workload("nothing", rest, {"map": [0.0] * 2_000, "submit": [0.0] * 500, "unordered": [0.0] * 500}),
+    Workload("1 ms", rest, {"map": [0.001] * 1_000, "submit": [0.001] * 500, "unordered": [0.001] * 500}),
+]
+
+
+def run():
+    with on_one_ray(WORKERS), peers(WORKERS) as opened:
+        return contest(opened, WORKLOADS)

@@ -1,0 +1,60 @@
+"""Which benchmarks there are, in the order of the page; each is the `run` of a module `bench_<name>`."""
+
+from __future__ import annotations
+
+SUITE = {
+    "peers": "Beside the peers: short items",
+    "peers_long": "Beside the peers: long items",
+    "peers_data": "Beside the peers: large data",
+    "sweep": "A real sweep",
+    "peers_start": "Beside the peers: beginning and end",
+    "start": "Until something runs",
+    "parfor": "An item of a loop",
+    "futures": "A future",
+    "gap": "Between two tasks",
+    "skew": "One long item among short ones",
+    "cancel": "Cancelling",
+    "closure": "A large array for all tasks",
+    "report": "Reporting",
+    "queue": "Queues",
+    "spmd": "Every worker at once",
+    "train": "One model on all workers",
+    "durable": "Sweeps that survive",
+    "joblib": "Behind joblib",
+    "live_view": "Loops, shown",
+    "report_page": "A page of results",
+    "cloud": "Files of clusters, and the command line",
+    "devices": "Looking at GPUs",
+    "telemetry": "Looking at GPUs all the time",
+    "kinds": "GPUs of several kinds",
+    "scheduler": "The scheduler by itself",
+}
+"""The name of each, and its heading."""
+
+SHORT = (
+    "peers",
+    "start",
+    "parfor",
+    "futures",
+    "gap",
+    "skew",
+    "cancel",
+    "closure",
+    "report",
+    "queue",
+    "joblib",
+    "live_view",
+    "report_page",
+)
+"""What `make bench` runs: ten minutes on two cores."""
+
+ON_RAY = frozenset(
+    {"parfor", "futures", "gap", "skew", "cancel", "closure", "report", "queue", "spmd", "train", "durable", "joblib"}
+)
+"""Those that take part in one session on Ray. The others are in processes of their own, and come first."""
+
+ON_GPU = "gpu"
+"""By itself, on a machine that has one."""
+
+MATRICES = frozenset({"peers", "sweep", "peers_long", "peers_data", "peers_start"})
+"""Those of many systems: the page has a row for each of these, and no row for each line."""
