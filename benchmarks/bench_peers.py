@@ -13,8 +13,8 @@ from benchmarks.session import WORKERS
 from benchmarks.tasks import rest
 
 WORKLOADS = [
-    Workload("nothing", rest, {"map": [0.0] * 2_000, "submit": [0.0] * 500, "unordered": [0.0] * 500}),
-    Workload("1 ms", rest, {"map": [0.001] * 1_000, "submit": [0.001] * 500, "unordered": [0.001] * 500}),
+    Workload("nothing", rest, {"map": [0.0] * 1_000, "submit": [0.0] * 300, "unordered": [0.0] * 300}),
+    Workload("1 ms", rest, {"map": [0.001] * 500, "submit": [0.001] * 300, "unordered": [0.001] * 300}),
 ]
 
 
