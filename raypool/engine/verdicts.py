@@ -113,6 +113,12 @@ def pool_broken(words: str) -> PoolBrokenError:
 
 def driver_failed(cause: BaseException | None) -> PoolBrokenError:
     """Return the error for those who still want something of a driver that has failed."""
+    if isinstance(cause, ConnectionError):  # Ray Client's, before anybody has noticed that nothing comes any more
+        ended = PoolBrokenError(
+            f"The connection to the cluster has ended: {str(cause).rstrip('.')}. Connect again, and open a new pool."
+        )
+        ended.__cause__ = cause
+        return ended
     broken = PoolBrokenError("The pool's driver has failed. This is a mistake in raypool; report it with the cause below.")
     broken.__cause__ = cause
     return broken

@@ -313,7 +313,7 @@ with pool_of(2) as pool:
     try:
         future.result(60)
     except RaypoolError as error:
-        said["error"] = type(error).__name__, str(error), time.monotonic() - began
+        said["error"] = type(error).__name__, f"{error} {error.__cause__!r}", time.monotonic() - began
     from raypool.engine import outside, ray_nodes
     said["asked"] = []
     for ask in (ray_nodes.look, outside.home_node):
