@@ -6,13 +6,13 @@ begins when all workers are up and have trained for some steps, so that starting
 
 from __future__ import annotations
 
-import contextlib
 import os
 from functools import partial
 from statistics import median
 
 from benchmarks import small_trainings
 from benchmarks.measuring import Line, in_turns, timed
+from benchmarks.own_ray import own_ray
 from raypool import parpool
 
 ROUNDS = 3
@@ -23,28 +23,10 @@ FIRST_GPU = {"gpus": (0,)}
 
 
 def run():
-    with ray_here():
+    with own_ray():
         lines = fillings(FIRST_GPU, TOGETHER)
         with parpool(1, **FIRST_GPU, quiet=True) as pool:
             return [*lines, *logs(pool), *transfers(pool)]
-
-
-@contextlib.contextmanager
-def ray_here():
-    """Start Ray as the other benchmarks do, with the GPUs that there are."""
-    import ray
-
-    ray.init(
-        address="local",
-        object_store_memory=500_000_000,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-    )
-    try:
-        yield
-    finally:
-        ray.shutdown()
 
 
 def fillings(where, together, rounds=ROUNDS, steps=None):

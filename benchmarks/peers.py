@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
+from benchmarks.own_ray import own_ray
 from benchmarks.tasks import nothing
 
 Way = Callable[[Callable[[Any], Any], list[Any]], list[Any]]
@@ -248,20 +249,6 @@ def peers(num_workers: int) -> Iterator[dict[str, Peer]]:
         yield opened
 
 
-@contextlib.contextmanager
 def on_one_ray(num_workers):
     """Start a Ray with room for all that use it, each with so many workers."""
-    import ray
-
-    ray.init(
-        address="local",
-        num_cpus=4 * num_workers,
-        object_store_memory=1_500_000_000,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-    )
-    try:
-        yield
-    finally:
-        ray.shutdown()
+    return own_ray(1_500_000_000, num_cpus=4 * num_workers)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.measuring import search_path
+from benchmarks.own_ray import own_ray
 from benchmarks.tasks import Bare, nothing
 from raypool import ParallelPool, parpool
 from raypool.engine.ray_session import ENVIRONMENT, make_token
@@ -36,18 +37,11 @@ def prepare_environment():
 @contextlib.contextmanager
 def session():
     """Start Ray, and on it two workers of each kind."""
-    with multiprocessing.get_context("spawn").Pool(WORKERS) as process_pool:
+    spawned = multiprocessing.get_context("spawn").Pool
+    with spawned(WORKERS) as process_pool, own_ray(num_cpus=2 * WORKERS):
         import ray
         from ray.util import multiprocessing as ray_multiprocessing
 
-        ray.init(
-            address="local",
-            num_cpus=2 * WORKERS,
-            object_store_memory=500_000_000,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level="ERROR",
-        )
         actors = [ray.remote(Bare).options(num_cpus=0).remote() for _ in range(WORKERS)]
         ray_pool = ray_multiprocessing.Pool(WORKERS)
         try:
@@ -58,4 +52,3 @@ def session():
                 yield Session(pool, actors, ray_pool, process_pool)
         finally:
             ray_pool.terminate()
-            ray.shutdown()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from raypool import Future, ParallelPool, WorkerResources, parpool
+from raypool.interop.multiprocessing import Pool
 
 PROFILES = ("inline", "threads", "local")
 
@@ -107,3 +108,12 @@ def check_pool() -> Callable[[ParallelPool], None]:
         assert pool.statistics().queued == pool.statistics().running == 0
 
     return check
+
+
+@pytest.fixture
+def mp(pool: ParallelPool) -> Iterator[Pool]:
+    """Give a pool in the shape of `multiprocessing.Pool`, on the pool that the tests of a file share."""
+    mp = Pool(pool=pool)
+    yield mp
+    mp.terminate()
+    mp.join()

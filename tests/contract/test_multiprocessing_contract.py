@@ -47,15 +47,6 @@ def refuse(number: int) -> int:
     return number
 
 
-@pytest.fixture
-def mp(pool: ParallelPool) -> Iterator[Pool]:
-    """Give a pool in the standard library's shape, on the pool that the tests of this file share."""
-    mp = Pool(pool=pool)
-    yield mp
-    mp.terminate()
-    mp.join()
-
-
 # --- the verbs --------------------------------------------------------------------------------------------------------
 
 

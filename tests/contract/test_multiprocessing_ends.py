@@ -24,15 +24,6 @@ class Refused(Exception):
     """An exception of a user's."""
 
 
-@pytest.fixture
-def mp(pool: ParallelPool) -> Iterator[Pool]:
-    """Give a pool in the standard library's shape, on the pool that the tests of this file share."""
-    mp = Pool(pool=pool)
-    yield mp
-    mp.terminate()
-    mp.join()
-
-
 # --- work that is handed in while it ends -----------------------------------------------------------------------------
 
 

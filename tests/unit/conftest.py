@@ -1,7 +1,9 @@
-"""What the tests of the scheduler share: a scheduler to whom events are told in short words."""
+"""What these tests share: a scheduler to whom events are told in short words, and the way to the benchmarks."""
 
 from __future__ import annotations
 
+import importlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,15 @@ from raypool.core.invariants import check_invariants
 from raypool.core.model import Report, Slice, TaskSpec
 from raypool.core.scheduler import Scheduler
 from raypool.errors import LossReason
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def benchmark_of(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Give `benchmark_of(name)`, which imports a module of the benchmarks."""
+    monkeypatch.syspath_prepend(str(ROOT))
+    return lambda name: importlib.import_module(f"benchmarks.{name}")
 
 
 class Pool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import subprocess
 import sys
@@ -13,13 +12,6 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def benchmark_of(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Give `benchmark_of(name)`, which imports a module of the benchmarks."""
-    monkeypatch.syspath_prepend(str(ROOT))
-    return lambda name: importlib.import_module(f"benchmarks.{name}")
 
 
 @pytest.fixture
