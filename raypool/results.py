@@ -50,7 +50,7 @@ class Row:
 
 
 class Span(NamedTuple):
-    """Where and when a call ran, or was on its way: from `started_at` (Unix time [s]) for `duration_s`."""
+    """Where and when a call ran: from `started_at` (Unix time [s]) for `duration_s` [s]."""
 
     worker: int
     gpu: int | None
