@@ -21,6 +21,7 @@ import psutil
 
 from benchmarks.contest import WrongAnswersError
 from benchmarks.measuring import ROOT, Line, in_turns, search_path
+from raypool.engine.ray_session import ENVIRONMENT
 
 SCRIPTS = {
     "raypool": ("raypool", "with_raypool"),
@@ -65,7 +66,8 @@ def lines_of(script):
 def _run(name, scores):
     """Run a script in a process of its own; return how long it took [us], and the most memory of its processes [MB]."""
     with tempfile.TemporaryDirectory(prefix="raypool-benchmark-") as folder:
-        environment = {**os.environ, "PYTHONPATH": search_path(), "HOME": folder}
+        users = {name: value for name, value in os.environ.items() if name not in ENVIRONMENT}  # none of what we set for Ray
+        environment = {**users, "PYTHONPATH": search_path(), "HOME": folder}
         command = [sys.executable, "-W", "ignore", "-m", f"benchmarks.sweeps.{SCRIPTS[name][1]}"]
         started = time.perf_counter()
         process = subprocess.Popen(
