@@ -60,6 +60,9 @@ def _stream(name: str) -> Any:
 
 _num_listeners = 0
 _switching = threading.Lock()
+_recent: deque[Echo] = deque(maxlen=8)
+"""Up to Python 3.13, `print` writes its text and the end of the line to a stream that it holds no reference to: the last ones
+live on, for a thread that is at it while another takes its stream away, which would crash the process."""
 
 
 def install() -> None:
@@ -80,6 +83,7 @@ def remove() -> None:
         for name in STREAMS:
             stream = getattr(sys, name)
             if isinstance(stream, Echo):
+                _keep(stream)
                 setattr(sys, name, stream.original)
 
 
@@ -99,7 +103,14 @@ def _put_on() -> None:
     for name in STREAMS:
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, Echo):
-            setattr(sys, name, Echo(name, stream))
+            echo = next((echo for echo in _recent if echo.original is stream and echo._name == name), None) or Echo(name, stream)
+            _keep(echo)
+            setattr(sys, name, echo)
+
+
+def _keep(echo: Echo) -> None:
+    if echo not in _recent:
+        _recent.append(echo)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,8 @@ import logging
 import pickle
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -211,3 +212,22 @@ def test_memory_for_the_last_lines_is_bounded(listener: Listener) -> None:
             sys.stdout.write("x" * 10_000)
     assert listener.note.printed is not None
     assert sum(len(text) for _, text in listener.note.printed) <= diary.KEPT_WRITES * diary.KEPT_TEXT
+
+
+def test_a_stream_can_be_taken_away_from_under_a_print(run_python: Callable[..., Any]) -> None:
+    """What one thread prints while the last task ends in another: `print` itself holds no reference to the stream."""
+    run_python("""
+        import gc, sys
+        from raypool.engine import diary
+        class Stream:
+            def write(self, text):
+                if text != "\\n":
+                    diary.remove()
+                    gc.collect()
+                    self.others = [bytearray(size) for size in range(1, 1000) for _ in range(10)]
+        for _ in range(20):
+            sys.stdout = Stream()
+            diary.install()
+            print("text")
+        sys.stdout = sys.__stdout__
+    """)
