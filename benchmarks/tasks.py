@@ -12,8 +12,13 @@ def nothing(_item=None):
     return None
 
 
+def same(item):
+    return item
+
+
 def rest(seconds):
     time.sleep(seconds)
+    return seconds
 
 
 def array_of(number_and_size):

@@ -72,6 +72,9 @@ class VirtualClock:
         """Whether nothing waits to be handled now."""
         return not self._messages
 
+    def give_way(self) -> None:
+        """Do nothing: whoever hands something in is the driver."""
+
     def now(self) -> float:
         """Return the time [s]."""
         return self._now

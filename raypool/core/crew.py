@@ -262,8 +262,9 @@ class Crew:
 
     def offer_ahead(self, worker: Worker, last: Attempt) -> None:
         """Let a busy worker take one more call or not, now that `last` is the last that it has."""
-        is_short = last.pace.is_short and not last.runs_alone  # nothing is to wait behind something long
-        if is_short and len(worker.attempts) < policy.MAX_IN_FLIGHT and self._is_for_all(worker):
+        pace = last.pace  # nothing is to wait behind something long, nor where workers differ, for one that others do quicker
+        is_brief = pace.is_short or (pace.is_brief and not self.squads.is_mixed)
+        if is_brief and not last.runs_alone and len(worker.attempts) < policy.MAX_IN_FLIGHT and self._is_for_all(worker):
             self.ahead[worker.worker_id] = None
         else:
             self.ahead.pop(worker.worker_id, None)

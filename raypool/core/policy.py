@@ -11,6 +11,15 @@ from raypool.errors import LossReason
 SHORT_S = 0.050
 """An item that takes less than this on average shares its call with others [s]."""
 
+LOOK_AHEAD_S = 0.250
+"""Where none has taken longer than this of late, one may wait at its worker for the one that runs there [s]."""
+
+FADING = 0.9
+"""What is left of how long the longest item has taken, with each call after it."""
+
+PLENTY = 2
+"""So many items for each worker are enough for that: who waits behind a long one is not the last to run."""
+
 CHUNK_S = 0.050
 """What a shared call should last [s]: long beside the millisecond that a call costs, short beside anybody's patience."""
 
@@ -58,12 +67,18 @@ class Pace:
     spoilt: int = 0  # of the calls: nothing in them has finished
     lost: int = 0  # calls that have taken their worker with them, or too long
     blamed: int = 0  # of these two, calls for which their place was taken out
+    longest_s: float = math.inf  # an item has taken so long of late, on average in its call
     speeds: Speeds = UNKNOWN  # of the kinds of workers, where costs are known
 
     @property
     def is_short(self) -> bool:
         """Whether its items should share calls."""
         return self.mean_s < SHORT_S
+
+    @property
+    def is_brief(self) -> bool:
+        """Whether something may wait behind one of its items."""
+        return self.longest_s < LOOK_AHEAD_S
 
     @property
     def good(self) -> int:
@@ -86,8 +101,9 @@ class Pace:
         self.calls += 1
         mean_s = busy_s / items
         if self.calls == 1:
-            self.mean_s = mean_s
+            self.mean_s = self.longest_s = mean_s
         else:
+            self.longest_s = max(mean_s, FADING * self.longest_s)
             self.mean_s += (mean_s - self.mean_s) * max(1 / self.calls, NEWEST_WEIGHT)
 
 
@@ -109,16 +125,28 @@ def chunk_size(pace: Pace, num_workers: int) -> int:
         return 1
     mean_s = max(pace.mean_s, 1e-9)
     share = -(-pace.waiting // (2 * max(num_workers, 1)))
-    size = min(max(share, int(LEAST_CHUNK_S / mean_s)), int(CHUNK_S / mean_s), GROWTH * pace.items)
+    least = int(LEAST_CHUNK_S / mean_s)
+    size = min(max(share, least), int(CHUNK_S / mean_s), GROWTH * pace.items)
+    if 0 < pace.waiting - size < least // 2 and pace.waiting <= GROWTH * pace.items:
+        size = pace.waiting  # no call for a rest that is not worth one
     return max(size, 1)
 
 
 def should_look_ahead(pace: Pace, num_workers: int) -> bool:
     """Whether a worker that is busy with something short gets its next call now: it need not wait for the driver then.
 
-    Only short items, and only while there is enough for everybody: what waits behind a busy worker can't be moved.
+    Only while there is enough for everybody, since what waits behind a busy worker can't be moved; the longer an item, the more
+    there has to be. Of what takes longer than that, the millisecond or two until the next call are not one part in a hundred.
+
+    Example:
+        >>> [should_look_ahead(Pace(longest_s=mean_s, mean_s=mean_s, waiting=8), num_workers=4) for mean_s in (0.01, 0.1, 1.0)]
+        [True, False, False]
+        >>> [should_look_ahead(Pace(longest_s=mean_s, mean_s=mean_s, waiting=9), num_workers=4) for mean_s in (0.01, 0.1, 1.0)]
+        [True, True, False]
     """
-    return pace.is_short and pace.waiting > num_workers
+    if pace.is_short:
+        return pace.waiting > num_workers
+    return pace.is_brief and pace.waiting > PLENTY * num_workers
 
 
 def piece_size(lost: int, attempts_left: int) -> int:

@@ -92,7 +92,9 @@ class Driver:
                 raise (self.crash_error() if self.crash else PoolClosedError("The pool is closed. Open another with parpool()."))
             task_id = next(self._task_ids)
             self._inbox.put((m.TaskSubmitted(make_spec(task_id)), work))
-        if not self._inbox.is_threaded:
+        if self._inbox.is_threaded:
+            self._inbox.give_way()
+        else:
             self._drain()
         return task_id
 

@@ -9,6 +9,9 @@ from typing import Any, Protocol
 
 from raypool.core.messages import Event
 
+BURST = 8
+"""With so many messages waiting, whoever hands in more lets the driver run."""
+
 LONGEST_WAIT_S = 3600.0
 """Operating systems do not take any number of seconds; whoever waits longer looks again."""
 
@@ -27,6 +30,9 @@ class Inbox(Protocol):
 
     def put(self, message: Message) -> None:
         """Take in a message, from any thread."""
+
+    def give_way(self) -> None:
+        """Let the driver begin, where a thread would hand in one thing after the other for as long as Python lets it run."""
 
     def get(self, until: float | None) -> Message | None:
         """Return the next message; None when `until` has come or, in a driver without a thread, nothing more can come."""
@@ -50,6 +56,11 @@ class ThreadInbox:
         """Whether nothing waits to be handled now."""
         return self._queue.empty()
 
+    def give_way(self) -> None:
+        """Let the driver begin with a burst of messages, once: else it has Python's lock only after `sys.getswitchinterval()`."""
+        if self._queue.qsize() == BURST:
+            time.sleep(0)
+
     def get(self, until: float | None) -> Message | None:
         """Wait for a message, or until the time has come."""
         try:
@@ -72,6 +83,9 @@ class InlineInbox:
     def is_empty(self) -> bool:
         """Whether nothing waits to be handled now."""
         return not self._messages
+
+    def give_way(self) -> None:
+        """Do nothing: whoever hands something in is the driver."""
 
     def get(self, until: float | None) -> Message | None:
         """Return what is there; if only time can bring more, wait for that."""

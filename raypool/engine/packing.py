@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextvars import ContextVar
-from types import FunctionType
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -232,9 +232,11 @@ def _pickled_by_name(value: Any) -> bytes | None:
 
     What cloudpickle would do with them, in a tenth of its time: for a future that is most of what it costs.
     """
-    if isinstance(value, FunctionType):
-        if value.__module__ in (None, "__main__") or cloudpickle.list_registry_pickle_by_value():
-            return None
+    if isinstance(value, FunctionType) and (
+        value.__module__ in (None, "__main__") or cloudpickle.list_registry_pickle_by_value()
+    ):
+        return None
+    if isinstance(value, FunctionType) or (isinstance(value, BuiltinFunctionType) and isinstance(value.__self__, ModuleType)):
         try:
             return pickle.dumps(value, protocol=5)
         except (pickle.PicklingError, AttributeError):

@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import psutil
 import ray
 
 from raypool.core.messages import AttemptFinished, Signal, WorkerLost, WorkerReady
@@ -25,6 +24,7 @@ from raypool.engine.claims import Claim, locate
 from raypool.engine.hub import Hub
 from raypool.engine.nodes import Nodes, NodeWatch
 from raypool.engine.outside import is_outside, note_deaths
+from raypool.engine.pulse import Pulse
 from raypool.engine.ray_calls import when_done
 from raypool.engine.ray_failures import loss_reason, loss_text
 from raypool.engine.ray_nodes import CutOff, look, why_cut_off
@@ -216,7 +216,7 @@ class RayBackend:
             options["runtime_env"] = {"env_vars": env}
         seat.worker_id, seat.known, seat.stale, seat.calls, seat.is_ending = worker_id, set(), [], 0, False
         seat.is_spent = False
-        seat.process = None
+        seat.pulse = None
         seat.actor = self._actor_class.options(**options).remote(
             place, worker_id, self._profile.inventory, self._sharing(seat), self._profile.max_leftover_bytes
         )
@@ -280,8 +280,8 @@ class RayBackend:
     def _note_process(self, worker_id: int, info: WorkerInfo) -> None:
         seat = self._by_worker.get(worker_id)
         if seat is not None and info.host == platform.node():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                seat.process = psutil.Process(info.pid)
+            with contextlib.suppress(ProcessLookupError):
+                seat.pulse = Pulse(info.pid)
 
     # --- calls --------------------------------------------------------------------------------------------------------
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-import psutil
 import ray
 
 from raypool.engine import outside
 from raypool.engine.claims import Claim
+from raypool.engine.pulse import Pulse
 
 
 class Seat:
@@ -24,7 +24,7 @@ class Seat:
         "is_spent",
         "known",
         "place",
-        "process",
+        "pulse",
         "run",
         "stale",
         "worker_id",
@@ -37,7 +37,7 @@ class Seat:
         self.actor: Any = None
         self.run: Any = None  # its method, ready to be called
         self.known: set[int] = set()  # functions that the worker has
-        self.process: psutil.Process | None = None  # if it is on this machine
+        self.pulse: Pulse | None = None  # if its process is on this machine
         self.calls = 0  # in flight
         self.is_ending = False  # the worker is lost, or about to be killed
         self.is_spent = False  # the worker is to be replaced, and has said so
@@ -47,16 +47,9 @@ class Seat:
         """Whether the worker is dead already, as far as is known here: what is sent to it now would never begin."""
         if not ray.is_initialized() or self.actor is None:
             return True
-        if self.process is not None and not _lives(self.process):
-            return True  # on this machine; Ray hears of it some tenths of a second later
+        if self.pulse is not None and self.pulse.has_ended:
+            return True  # Ray hears of it some tenths of a second later
         return outside.is_dead(self.actor)
-
-
-def _lives(process: psutil.Process) -> bool:
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def note_stale(seat_ref: weakref.ref[Seat], fn_id: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import operator
 import pickle
 import threading
 from os.path import basename
@@ -88,6 +90,15 @@ def test_functions_by_name_and_by_value() -> None:
     assert unpack(pack(basename, "f"))("/a/b") == "b"
     assert unpack(pack(lambda x: factor * x, "f"))(2) == 6
     assert len(pack(basename, "f")) < 60
+
+
+def test_built_in_functions() -> None:
+    for fn in (operator.neg, math.sqrt, len, np.array):
+        assert pack(fn, "f") == pickle.dumps(fn, protocol=5)
+        assert unpack(pack(fn, "f")) is fn
+    assert unpack(pack(torch.add, "f")) is torch.add
+    assert unpack(pack([1, 2].count, "f"))(2) == 1
+    assert unpack(pack([lambda: 3].pop, "f"))()() == 3  # a method, of something that has no name
 
 
 def test_a_call_with_plain_arguments_is_a_plain_pickle() -> None:

@@ -22,6 +22,9 @@ from raypool.core.policy import Pace
         (0.001, 1000, 81, 4, 11),
         (0.001, 1000, 8, 4, 5),  # but not less than 5 ms of work
         (0.001, 1000, 0, 4, 5),
+        (0.0001, 1000, 62, 2, 62),  # a rest of 1 ms is not worth a call
+        (0.0001, 1000, 80, 2, 50),
+        (0.0001, 4, 70, 2, 50),
         (0.020, 1000, 8, 4, 1),
         (0.0, 1000, 1_000_000, 1, 16_000),  # too short to be measured
         (0.001, 1000, 80, 0, 40),  # a pool without workers, for now
@@ -32,16 +35,33 @@ def test_chunk_size(mean_s, items, waiting, num_workers, expected):
 
 
 @pytest.mark.parametrize(
-    ("mean_s", "waiting", "num_workers", "expected"),
+    ("mean_s", "longest_s", "waiting", "num_workers", "expected"),
     [
-        (0.001, 5, 4, True),
-        (0.001, 4, 4, False),  # everybody gets one as it is
-        (0.050, 1000, 4, False),
-        (math.inf, 1000, 4, False),
+        (0.001, 0.001, 5, 4, True),
+        (0.001, 0.001, 4, 4, False),  # everybody gets one as it is
+        (0.001, 2.000, 5, 4, True),
+        (0.050, 0.050, 9, 4, True),  # longer ones, if there are plenty
+        (0.050, 0.050, 8, 4, False),
+        (0.100, 0.249, 1000, 4, True),
+        (0.100, 0.250, 1000, 4, False),  # some are long
+        (math.inf, math.inf, 1000, 4, False),
     ],
 )
-def test_should_look_ahead(mean_s, waiting, num_workers, expected):
-    assert policy.should_look_ahead(Pace(mean_s, waiting=waiting), num_workers) is expected
+def test_should_look_ahead(mean_s, longest_s, waiting, num_workers, expected):
+    assert policy.should_look_ahead(Pace(mean_s, longest_s=longest_s, waiting=waiting), num_workers) is expected
+
+
+def test_a_long_item_is_remembered_for_a_while():
+    pace = Pace()
+    assert not pace.is_brief
+    pace.observe(1, 1.0)  # the first, which also imports a library, say
+    for _ in range(13):
+        pace.observe(1, 0.1)
+        assert not pace.is_brief
+    pace.observe(1, 0.1)
+    assert pace.is_brief
+    pace.observe(1, 0.3)
+    assert not pace.is_brief
 
 
 @pytest.mark.parametrize(

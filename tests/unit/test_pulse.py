@@ -1,0 +1,42 @@
+"""A process is dead from the moment of its end, whoever has started it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from raypool.engine.pulse import Pulse
+
+
+def test_it_stops_with_the_process() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        pulse = Pulse(process.pid)
+        assert not pulse.has_ended
+        process.communicate(b"\n")
+        assert pulse.has_ended
+
+
+def test_a_zombie_has_ended() -> None:
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    pulse = Pulse(process.pid)
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie
+    assert pulse.has_ended
+    process.communicate()
+
+
+def test_nobody_has_none() -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        process.wait()
+    with pytest.raises(ProcessLookupError):
+        Pulse(process.pid)
+
+
+def test_its_handle_goes_with_it() -> None:
+    before = os.listdir("/proc/self/fd")
+    for _ in range(10):
+        Pulse(os.getpid())
+    assert len(os.listdir("/proc/self/fd")) == len(before)
