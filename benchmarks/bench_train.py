@@ -1,21 +1,17 @@
-"""One model on two workers: how soon it trains, how fast, what a report costs, and what two workers are worth to `predict`.
+"""One model on two workers: how soon it trains, how fast `fit` is, what a report costs, what two workers are worth to `predict`.
 
 Bare Ray Train runs on the same Ray, with its default settings. What a rank computes is the same for all parties, with as many
-threads.
+threads. How fast a loop of one's own is stands under "One training by each launcher".
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-import socket
-import subprocess
-import sys
 import tempfile
 import time
 
 from benchmarks import trainings
-from benchmarks.measuring import ROOT, Line, in_turns, timed
+from benchmarks.measuring import Line, in_turns, timed
 from benchmarks.session import WORKERS
 
 FITS = 3
@@ -25,12 +21,11 @@ WARM_REPORTS = 100
 MB = 1_000_000
 PREDICTED = 1536
 BATCH = 64
-PATIENCE_S = 60
 AREA = f"training, {WORKERS} workers"
 
 
 def run(session):
-    return [*starts(session.pool), *steps(session.pool), *fits(session.pool), *costs(session.pool), *predictions(session.pool)]
+    return [*starts(session.pool), *fits(session.pool), *costs(session.pool), *predictions(session.pool)]
 
 
 def starts(pool):
@@ -73,79 +68,6 @@ def bare_fit(loop, config=None):
         run_config = RunConfig(storage_path=folder)
         trainer = TorchTrainer(loop, train_loop_config=config, scaling_config=scaling, run_config=run_config)
         return trainer.fit().return_value
-
-
-def steps(pool):
-    """Return what a step takes in the warm lane, under torchrun, and in two processes that were started by hand.
-
-    Torchrun gives each rank a session of its own, and Linux shares a busy machine's cores out among sessions: only on a quiet
-    machine is it the same as the others, which share one.
-    """
-    import torch
-
-    lines = []
-    num_threads = pool.parfeval(torch.get_num_threads).result()
-    with waiting_ranks(by_torchrun, num_threads) as torchrun, waiting_ranks(by_popen, num_threads) as by_hand:
-        for name in trainings.SIZES:
-            values = in_turns(
-                {
-                    "warm": lambda name=name: pool.train(trainings.steady_in_ray, {"size": name}).result().values[0],
-                    "torchrun": lambda name=name: torchrun(name),
-                    "by hand": lambda name=name: by_hand(name),
-                },
-                rounds=ROUNDS,
-            )
-            what, mine = f"a step of a {name} model, warm lane", values["warm"]
-            note = f"{num_threads} thread{'s' if num_threads > 1 else ''} each"
-            lines += [
-                Line(AREA, what, "torchrun", "us", mine, values["torchrun"], target=0.98, is_speedup=True, note=note),
-                Line(AREA, what, "two processes, without it", "us", mine, values["by hand"], target=0.98, is_speedup=True),
-            ]
-    return lines
-
-
-@contextlib.contextmanager
-def waiting_ranks(start, num_threads):
-    """Start ranks, which wait; give a function that has them train, and returns what a step took [us]."""
-    with contextlib.ExitStack() as stack:
-        server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        server.settimeout(PATIENCE_S)
-        program = ("-m", "benchmarks.trainings", str(server.getsockname()[1]))
-        for process in start(program, {**os.environ, "OMP_NUM_THREADS": str(num_threads)}):
-            stack.callback(end, process)
-        ranks = []
-        for _ in range(WORKERS):
-            connection = stack.enter_context(server.accept()[0])
-            connection.settimeout(PATIENCE_S)
-            ranks.append(stack.enter_context(connection.makefile("rw")))
-
-        def ask(name):
-            for rank in ranks:
-                print(name, file=rank, flush=True)
-            return max(float(rank.readline()) for rank in ranks)
-
-        yield ask
-
-
-def by_torchrun(program, environment):
-    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORKERS}")
-    return [subprocess.Popen([*launcher, *program], env=environment, cwd=ROOT)]
-
-
-def by_popen(program, environment):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    shared = {**environment, "WORLD_SIZE": str(WORKERS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    return [subprocess.Popen([sys.executable, *program], env={**shared, "RANK": str(rank)}, cwd=ROOT) for rank in range(WORKERS)]
-
-
-def end(process):
-    """Wait for it, as nobody asks it any more; end it if that does not help."""
-    try:
-        process.wait(PATIENCE_S)
-    except subprocess.TimeoutExpired:
-        process.terminate()  # it ends its ranks
-        process.wait()
 
 
 def fits(pool):

@@ -19,6 +19,7 @@ SUITE = {
     "queue": "Queues",
     "spmd": "Every worker at once",
     "train": "One model on all workers",
+    "launchers": "One training by each launcher",
     "durable": "Sweeps that survive",
     "joblib": "Behind joblib",
     "live_view": "Loops, shown",
@@ -56,5 +57,5 @@ ON_RAY = frozenset(
 ON_GPU = "gpu"
 """By itself, on a machine that has one."""
 
-MATRICES = frozenset({"peers", "sweep", "peers_long", "peers_data", "peers_start"})
+MATRICES = frozenset({"peers", "sweep", "peers_long", "peers_data", "peers_start", "launchers"})
 """Those of many systems: the page has a row for each of these, and no row for each line."""

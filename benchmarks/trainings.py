@@ -1,10 +1,9 @@
-"""The trainings that are timed, importable by whoever runs them. Run as a program it is a rank under torchrun."""
+"""The trainings that are timed, importable by whoever runs them."""
 
-import socket
-import sys
 import tempfile
 import time
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple
 
 import torch
@@ -74,22 +73,49 @@ def first_step():
     return time.time()
 
 
-def steady(size, wrap):
-    """Train on one batch, again and again; return what a step takes [us]."""
-    model = wrap(size.network())
-    optimizer = optimizer_of(model)
-    inputs, targets = (column[: size.batch // dist.get_world_size()] for column in size.samples())
-    num_steps = size.epochs * size.steps_per_epoch
+def steady(name, num_steps, prepare):
+    """Train on one batch, again and again; return what a step takes [us], and of the cores [us], and the loss in the end."""
+    size, num_ranks = SIZES[name], dist.get_world_size() if dist.is_initialized() else 1
+    torch.manual_seed(0)
+    model = size.network()
+    model, optimizer, backward = prepare(model, optimizer_of(model))
+    inputs, targets = (column[: size.batch // num_ranks] for column in size.samples())
     for number in range(WARM_UP + num_steps):
         if number == WARM_UP:
-            dist.barrier()
-            started = time.perf_counter()
-        step(model, optimizer, inputs, targets)
-    return (time.perf_counter() - started) / num_steps * 1e6
+            if num_ranks > 1:
+                dist.barrier()
+            started, cpu_before = time.perf_counter(), time.process_time()
+        optimizer.zero_grad()
+        loss = cross_entropy(model(inputs), targets)
+        backward(loss)
+        optimizer.step()
+    took, of_cores = time.perf_counter() - started, time.process_time() - cpu_before
+    return took / num_steps * 1e6, of_cores / num_steps * 1e6, loss.item()
+
+
+def in_ray(model, optimizer):
+    """Prepare a model as loops for Ray Train do."""
+    return prepared(model), optimizer, torch.Tensor.backward
 
 
 def steady_in_ray(config):
-    return steady(SIZES[config["size"]], prepared)
+    return steady(config["size"], config["num_steps"], in_ray)
+
+
+def reduced(num_bytes, repeats, all_reduce=dist.all_reduce):
+    """Return what it takes to add up tensors of so many bytes, the median of some [us], alone in a list."""
+    x = torch.zeros(num_bytes // 4)
+    times = []
+    for _ in range(repeats):
+        dist.barrier()
+        started = time.perf_counter()
+        all_reduce(x)
+        times.append((time.perf_counter() - started) * 1e6)
+    return [median(times)]
+
+
+def reduced_in_context(context, num_bytes, repeats):
+    return reduced(num_bytes, repeats, context.all_reduce)
 
 
 def by_hand(config):
@@ -171,16 +197,3 @@ def forwards(context, num_samples, batch):
             model(inputs)
     context.barrier()
     return (time.perf_counter() - started) * 1e6
-
-
-def serve(port):
-    """Be a rank under torchrun: run what is asked for, until nothing is."""
-    dist.init_process_group("gloo")
-    with socket.create_connection(("127.0.0.1", port)) as connection, connection.makefile("rw") as asked:
-        while name := asked.readline().strip():
-            print(steady(SIZES[name], torch.nn.parallel.DistributedDataParallel), file=asked, flush=True)
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    serve(int(sys.argv[1]))

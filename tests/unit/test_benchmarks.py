@@ -97,3 +97,78 @@ def test_a_benchmark_that_is_none_is_said() -> None:
     )
     assert done.returncode == 1
     assert "There is no benchmark parfro" in done.stderr
+
+
+def test_numbers_that_are_apart_are_found(benchmark_of: Any) -> None:
+    check_same, wrong = benchmark_of("bench_launchers").check_same, benchmark_of("contest").WrongAnswersError
+    check_same({"raypool": [1.0, 2.0], "other": [1.0, 2.00001]})
+    with pytest.raises(wrong, match=r"other has trained something else .* 0\.5 apart"):
+        check_same({"raypool": [1.0, 2.0], "other": [1.5, 2.0]})
+    with pytest.raises(wrong, match="other has trained something else"):
+        check_same({"raypool": [1.0], "other": [float("nan")]})
+
+
+def test_launchers_are_held_against_raypool_in_all_that_is_asked_of_their_ranks(benchmark_of: Any) -> None:
+    bench = benchmark_of("bench_launchers")
+
+    def of(us: float, loss: float = 0.5) -> dict[int, Callable[..., list[list[float]]]]:
+        def ranks(size: int) -> Callable[..., list[list[float]]]:
+            return lambda what, *_: [[us] if what == "reduce" else [us / size, 3.0, loss] for _ in range(size)]
+
+        return {1: ranks(1), 2: ranks(2)}
+
+    found = {"raypool": of(10.0), "torchrun": of(20.0), "by hand": of(5.0)}
+    ranks = {(name, size): ask for name, its in found.items() for size, ask in its.items()}
+    lines = [*bench.step_lines(ranks, 2, {"small": 7}), *bench.sum_lines(ranks, 2, {"1 MB": (1_000_000, 3)})]
+    assert [(line.what, line.against, line.ratios()[0], line.is_met()) for line in lines] == [
+        ("small model, 1 worker", "torchrun", 2.0, True),
+        ("small model, 1 worker", "by hand", 0.5, False),
+        ("small model, 2 workers", "torchrun", 2.0, True),
+        ("small model, 2 workers", "by hand", 0.5, False),
+        ("small model, 2 workers", "torchrun", 1.0, None),
+        ("small model, 2 workers", "by hand", 1.0, None),
+        ("small model", "torchrun", 1.0, None),
+        ("small model", "by hand", 1.0, None),
+        ("1 MB", "torchrun", 2.0, None),
+        ("1 MB", "by hand", 0.5, None),
+    ]
+    assert all(line.reason for line in lines if line.is_met() is False)
+    ranks["torchrun", 2] = of(20.0, loss=0.6)[2]
+    with pytest.raises(benchmark_of("contest").WrongAnswersError, match="torchrun"):
+        bench.step_lines(ranks, 2, {"small": 7})
+
+
+@pytest.mark.slow
+def test_ranks_wait_until_they_are_asked(benchmark_of: Any) -> None:
+    ranks = benchmark_of("ranks")
+    with ranks.waiting_ranks(ranks.by_hand(2), 2) as ask:
+        (took, of_cores, loss), (*_, other) = ask("train", "small", 3)
+        assert took > 0
+        assert of_cores > 0
+        assert loss == other  # they have put their gradients together
+        assert [len(answer) for answer in ask("reduce", 1000, 2)] == [1, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        "raypool",
+        "torchrun",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("TorchTrainer", "Accelerate", "Lightning Fabric")),
+    ],
+)
+def test_each_launcher_trains_as_a_plain_loop_does(benchmark_of: Any, launcher: str) -> None:
+    bench = benchmark_of("bench_launchers")
+    if launcher not in bench.there():
+        pytest.skip(f"{launcher} is not installed: it is one of the extra `bench`")
+    plainly = (
+        "from benchmarks.launchers import training as t; from torch.utils.data import DataLoader; model = t.network(); "
+        "t.show(t.train(model, t.optimizer_of(model), DataLoader(t.loader().dataset, t.SIZE.batch)))"
+    )
+    expected = benchmark_of("scripts").run_script("a plain loop", ["-c", plainly], bench.ONE_THREAD).said["weights"]
+    first_step_us, took_us, peak_mb = bench.whole(launcher, theirs := {})
+    bench.check_same({"raypool": theirs[launcher], "a plain loop": expected})
+    assert 0 < first_step_us < took_us
+    assert peak_mb > 0
+    assert bench.lines_of(bench.script(launcher)) > 5

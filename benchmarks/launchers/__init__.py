@@ -1,0 +1,1 @@
+"""One training, written for each launcher as its documentation would have it; model, data and steps are the same."""
