@@ -30,7 +30,7 @@ from benchmarks.scripts import lines_of, run_script
 from benchmarks.session import WORKERS
 from raypool import parpool
 
-ROUNDS = 7
+ROUNDS = 5
 WHOLE_ROUNDS = 3
 STEPS = {"small": 200, "big": 20}
 REDUCED = {"1 MB": (1_000_000, 40), "80 MB": (80_000_000, 3)}  # bytes, and how often in a turn

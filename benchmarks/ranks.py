@@ -80,17 +80,20 @@ def by_hand(size, num_threads=1):
 
 
 def _started(arguments, environment):
-    process = subprocess.Popen([sys.executable, "-W", "ignore", *arguments], env=environment, cwd=ROOT, stdout=subprocess.DEVNULL)
-    return lambda: _end(process)
+    folder = tempfile.TemporaryDirectory(prefix="raypool-benchmark-")  # torchrun leaves one behind
+    command, environment = [sys.executable, "-W", "ignore", *arguments], {**environment, "TMPDIR": folder.name}
+    process = subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.DEVNULL)
+    return lambda: _end(process, folder)
 
 
-def _end(process):
+def _end(process, folder):
     """Wait for it, as nobody asks it any more; end it if that does not help."""
     try:
         process.wait(PATIENCE_S)
     except subprocess.TimeoutExpired:
         process.terminate()  # it ends its ranks
         process.wait()
+    folder.cleanup()
 
 
 def by_ray_train(size):

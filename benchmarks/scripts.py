@@ -34,7 +34,8 @@ def run_script(name, arguments, more=()):
     """Run a program in a process of its own; `arguments` are Python's, `more` variables that it is to have."""
     with tempfile.TemporaryDirectory(prefix="raypool-benchmark-") as folder:
         users = {name: value for name, value in os.environ.items() if name not in ENVIRONMENT}  # none of what we set for Ray
-        environment = {**users, "PYTHONPATH": search_path(), "HOME": folder, **dict(more)}
+        places = {"HOME": folder, "TMPDIR": folder, "RAY_TMPDIR": tempfile.gettempdir()}  # Ray's sockets need short names
+        environment = {**users, "PYTHONPATH": search_path(), **places, **dict(more)}
         command = [sys.executable, "-W", "ignore", *arguments]
         started, started_at = time.perf_counter(), time.time()
         process = subprocess.Popen(
