@@ -4,8 +4,8 @@ A step: raypool's workers and the ranks of all launchers stand ready, and in eac
 two workers share out, or one has alone; each with one thread, and with what its documentation has a model prepared by. The loss
 has to be the same in the end. CPU time is that of all threads of a rank, with what a launcher does there beside the training.
 What two workers take of one's time is below 1 if the second is worth anything. "By hand" are two plain processes with torch's
-`DistributedDataParallel`, without a launcher. Accelerate starts several ranks on CPUs by MPI only if it is told that they are
-CPUs, so it is not.
+`DistributedDataParallel`, without a launcher. An all_reduce goes through the context of an spmd call in raypool, and is torch's
+own elsewhere. Accelerate starts several ranks on CPUs by MPI only if it is told that they are CPUs, so it is not.
 
 From the prompt: the scripts are in `benchmarks/launchers`, the same network of 7,000 weights on the same data for 500 steps, with
 each launcher's own way to share data out. Each runs in a fresh process, in turns, three rounds for want of time; the weights have
@@ -54,6 +54,7 @@ SESSIONS = (
     " Torchrun gives each rank a session of its own, as Accelerate does, and Linux shares a busy machine's cores out among "
     "sessions: there they may be faster or slower than ranks that share one, as Ray's do and those started by hand."
 )
+MEETING = "The ranks say first, in 1 KB each, what they are about to do: so one that does something else is found and named."
 NO_RAY = "It starts its ranks and nothing else; raypool starts Ray first, which is most of the difference."
 NO_RAY_IN = ("torchrun", "Accelerate", "Lightning Fabric")
 MEMORY = "Ray's own processes, and a driver that has imported torch beside the ranks."
@@ -152,7 +153,8 @@ def sum_lines(ranks, rounds, reduced):
             launcher: lambda ask=ranks[launcher, WORKERS], words=words: max(took for (took,) in ask("reduce", *words))
             for launcher in ("raypool", "torchrun", "by hand")
         }
-        lines += _lines(f"all_reduce, {WORKERS} workers", what, "us", in_turns(turns, rounds))
+        reasons = dict.fromkeys(turns, MEETING)
+        lines += _lines(f"all_reduce, {WORKERS} workers", what, "us", in_turns(turns, rounds), reasons=reasons)
     return lines
 
 
