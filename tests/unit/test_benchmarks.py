@@ -138,6 +138,28 @@ def test_launchers_are_held_against_raypool_in_all_that_is_asked_of_their_ranks(
         bench.step_lines(ranks, 2, {"small": 7})
 
 
+def test_a_launcher_that_trains_from_the_prompt_is_held_against_raypool(
+    benchmark_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = benchmark_of("bench_launchers")
+
+    def whole(name: str, weights: dict[str, list[float]]) -> tuple[float, float, float]:
+        weights[name] = [1.0]
+        return (4e6, 8e6, 500.0) if name == "raypool" else (2e6, 4e6, 250.0)
+
+    monkeypatch.setattr(bench, "whole", whole)
+    monkeypatch.setattr(bench, "there", lambda: ["raypool", "torchrun", "TorchTrainer"])
+    lines = [line for line in bench.wholes(3) if line.against == "torchrun"]
+    assert [(line.what, line.unit, line.ratios()[0]) for line in lines[:3]] == [
+        ("to the first step", "us", 0.5),
+        ("until all is over", "us", 0.5),
+        ("most memory", "MB", 0.5),
+    ]
+    assert all(line.reason for line in lines[:3])
+    assert lines[3].what == "lines"
+    assert lines[3].ratios()[0] > 1  # its script is longer
+
+
 @pytest.mark.slow
 def test_ranks_wait_until_they_are_asked(benchmark_of: Any) -> None:
     ranks = benchmark_of("ranks")
