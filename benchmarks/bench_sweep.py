@@ -7,11 +7,21 @@ of code are those of the script, without its docstrings and empty lines.
 
 from __future__ import annotations
 
+import ast
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
 from importlib.util import find_spec
 
+import psutil
+
 from benchmarks.contest import WrongAnswersError
-from benchmarks.measuring import Line, in_turns
-from benchmarks.scripts import lines_of, run_script
+from benchmarks.measuring import ROOT, Line, in_turns, search_path
+from raypool.engine.ray_session import ENVIRONMENT
 
 SCRIPTS = {
     "raypool": ("raypool", "with_raypool"),
@@ -22,6 +32,7 @@ SCRIPTS = {
     "Ray Tune": ("ray", "with_tune"),
     "dask.distributed": ("distributed", "with_dask"),
 }
+LOOK_S = 0.25
 
 
 def run():
@@ -39,17 +50,49 @@ def run():
         for name, theirs in runs.items():
             mine, others = [run[at] for run in ours], [run[at] for run in theirs]
             lines.append(Line(area, what, name, unit, mine, others, target, is_speedup=True))
-    count = [float(_lines("raypool"))]
-    lines += [Line(area, "lines", name, "", count, [float(_lines(name))], 1.0, is_speedup=True) for name in runs]
+    count = [float(lines_of(SCRIPTS["raypool"][1]))]
+    lines += [Line(area, "lines", name, "", count, [float(lines_of(SCRIPTS[name][1]))], 1.0, is_speedup=True) for name in runs]
     return lines
 
 
+def lines_of(script):
+    """Return how many lines of code a script has."""
+    source = (ROOT / "benchmarks" / "sweeps" / f"{script}.py").read_text()
+    texts = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)]
+    told = {number for node in texts for number in range(node.lineno, node.end_lineno + 1)}
+    return sum(bool(line.strip()) and number not in told for number, line in enumerate(source.splitlines(), start=1))
+
+
 def _run(name, scores):
-    """Run a script; return how long it took [us], and the most memory of its processes [MB]."""
-    done = run_script(name, ["-m", f"benchmarks.sweeps.{SCRIPTS[name][1]}"])
-    scores[name] = done.said
-    return done.took_us, done.peak_mb
+    """Run a script in a process of its own; return how long it took [us], and the most memory of its processes [MB]."""
+    with tempfile.TemporaryDirectory(prefix="raypool-benchmark-") as folder:
+        users = {name: value for name, value in os.environ.items() if name not in ENVIRONMENT}  # none of what we set for Ray
+        environment = {**users, "PYTHONPATH": search_path(), "HOME": folder}
+        command = [sys.executable, "-W", "ignore", "-m", f"benchmarks.sweeps.{SCRIPTS[name][1]}"]
+        started = time.perf_counter()
+        process = subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        peaks = []
+        watcher = threading.Thread(target=_watch, args=(psutil.Process(process.pid), peaks))
+        watcher.start()
+        said, errors = process.communicate(timeout=300)
+        took = time.perf_counter() - started
+        watcher.join()
+    if process.returncode:
+        raise RuntimeError(f"{name} has ended with {process.returncode}: {errors[-2000:]}")
+    scores[name] = json.loads(said.strip().splitlines()[-1])
+    return took * 1e6, max(peaks) / 1e6
 
 
-def _lines(name):
-    return float(lines_of(f"sweeps.{SCRIPTS[name][1]}"))
+def _watch(root, peaks):
+    """Note the memory of a process and its descendants, until it ends."""
+    while root.is_running() and root.status() != psutil.STATUS_ZOMBIE:
+        total = 0
+        for process in (root, *root.children(recursive=True)):
+            try:
+                total += process.memory_full_info().pss
+            except psutil.Error:
+                continue
+        peaks.append(total)
+        time.sleep(LOOK_S)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import os
 import subprocess
@@ -18,7 +19,11 @@ from benchmarks.measuring import ROOT, search_path
 from raypool.engine.ray_session import ENVIRONMENT
 
 LOOK_S = 0.25
-PATIENCE_S = 300
+RESTS = 20
+"""To weigh a process takes the kernel 10 ms; weighing all rests so many times as long, or it would slow down who has many."""
+
+LIMIT_S = 240.0
+"""No script may take longer [s]."""
 
 
 class Finished(NamedTuple):
@@ -41,28 +46,40 @@ def run_script(name, arguments, more=()):
         process = subprocess.Popen(
             command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
-        peaks = []
+        peaks = [0]
         watcher = threading.Thread(target=_watch, args=(psutil.Process(process.pid), peaks))
         watcher.start()
-        said, errors = process.communicate(timeout=PATIENCE_S)
-        took = time.perf_counter() - started
-        watcher.join()
+        try:
+            said, errors = process.communicate(timeout=LIMIT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()  # what it has started ends with it
+            raise
+        finally:
+            took = time.perf_counter() - started
+            watcher.join()
     if process.returncode:
         raise RuntimeError(f"{name} has ended with {process.returncode}: {errors[-2000:]}")
     return Finished(started_at, took * 1e6, max(peaks) / 1e6, json.loads(said.strip().splitlines()[-1]))
 
 
 def _watch(root, peaks):
-    """Note the memory of a process and its descendants, until it ends."""
+    """Note the memory of a process and its descendants now and then, until it ends."""
+    next_weighing = 0.0
     while root.is_running() and root.status() != psutil.STATUS_ZOMBIE:
-        total = 0
-        for process in (root, *root.children(recursive=True)):
-            try:
-                total += process.memory_full_info().pss
-            except psutil.Error:
-                continue
-        peaks.append(total)
+        started = time.perf_counter()
+        if started > next_weighing:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                peaks.append(sum(map(_weight, [root, *root.children(recursive=True)])))
+            ended = time.perf_counter()
+            next_weighing = ended + RESTS * (ended - started)
         time.sleep(LOOK_S)
+
+
+def _weight(process):
+    try:
+        return process.memory_full_info().pss
+    except psutil.Error:
+        return 0
 
 
 def lines_of(module):
