@@ -1,23 +1,22 @@
 """Run the short benchmarks, all (`full`), or those named on the command line; print a table, keep the numbers, write the page.
 
+If one fails, the others go on; it is named at the end, and the exit status is 1. Its last record stays.
+
 `python -m benchmarks gpu` measures what needs a GPU, by itself; it has a record for each kind of card.
 `python -m benchmarks page` measures nothing, and writes the page anew.
 """
 
 from __future__ import annotations
 
-import contextlib
 import sys
-import time
-from importlib import import_module
 
 from rich.console import Console
 
-from benchmarks.machine import cards, machine, slug, why_not
+from benchmarks.machine import cards, slug, why_not
 from benchmarks.page import table, write_page
-from benchmarks.records import described_by, keep
-from benchmarks.session import WORKERS, prepare_environment, session
-from benchmarks.suite import ON_GPU, ON_RAY, SHORT, SUITE
+from benchmarks.running import Run
+from benchmarks.session import prepare_environment
+from benchmarks.suite import ON_GPU, SHORT, SUITE
 
 
 def main(names):
@@ -25,15 +24,9 @@ def main(names):
     if unknown:
         sys.exit(f"There is no benchmark {', '.join(unknown)}. There are: {', '.join(SUITE)}; by itself {ON_GPU}; all: full.")
     prepare_environment()
-    found = []
-    for name in names:
-        if name not in ON_RAY:
-            found += measure(name, SUITE[name])
-    with session() if ON_RAY.intersection(names) else contextlib.nullcontext() as parties:
-        for name in names:
-            if name in ON_RAY:
-                found += measure(name, SUITE[name], parties)
-    show(found)
+    run = Run(names)
+    run.measure_all()
+    end(run)
 
 
 def measure_gpu():
@@ -44,22 +37,17 @@ def measure_gpu():
     prepare_environment()
     described = cards()
     card = described["gpus"][0]["name"]
-    show(measure(ON_GPU, f"On an {card}", described=described, kept_as=f"speed_on_{slug(card)}"))
+    run = Run([ON_GPU])
+    run.measure(ON_GPU, f"On an {card}", described=described, kept_as=f"speed_on_{slug(card)}")
+    end(run)
 
 
-def measure(name, title, *arguments, described=None, kept_as=None):
-    """Run a benchmark and keep what it has found; return its lines."""
-    print(f"{name} ...", file=sys.stderr, flush=True)
-    started, before = time.perf_counter(), machine()
-    lines = import_module(f"benchmarks.bench_{name}").run(*arguments)
-    took = {"workers": WORKERS, "took_s": round(time.perf_counter() - started)}
-    keep(kept_as or name, title, described_by(name), lines, {**before, **(described or {}), **took})
-    return lines
-
-
-def show(lines):
+def end(run):
+    """Write the page, show what this run has found, and exit with 1 if a part of it has failed."""
     write_page()
-    Console(width=None if sys.stdout.isatty() else 150).print(table(lines))
+    Console(width=None if sys.stdout.isatty() else 150).print(table(run.found))
+    if run.failed:
+        sys.exit("\n".join(f"{name} has failed: {said}" for name, said in run.failed.items()))
 
 
 if __name__ == "__main__":

@@ -75,7 +75,6 @@ def run(session):
         Line(area, "parfeval", "a bare actor's round trip", "us", values["futures"], values["trip"], 1.3),
         Line(area, "parfor", "such a trip after 60 ms of rest", "us", values["parfor"], values["rested"]),
         Line(area, "parfor", "a loop over bare actors", "us", values["parfor"], values["bare loop"]),
-        Line(area, "a loop over bare actors", "a bare actor's round trip", "us", values["bare loop"], values["trip"]),
     ]
 
 

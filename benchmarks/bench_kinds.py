@@ -1,6 +1,8 @@
 """Cards of several kinds: how long loops take if long items go to the fast ones, of what they take otherwise. In simulation.
 
 Two or three kinds of cards, 2 to 12 workers, 2 to 120 items; nothing is known of the speeds at the start of a loop.
+With costs that are off, single loops may take longer: an item's time is drawn in the order of starts, so two courses are
+not of the same items.
 """
 
 from __future__ import annotations

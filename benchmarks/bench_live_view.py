@@ -1,7 +1,8 @@
 """What it costs to show a loop of eight workers that report twenty times a second: how much more its process takes than without.
 
 Each view in a process of its own, with what it draws on: a terminal that somebody reads, the kernel of a notebook, a log file.
-The workers are threads that sleep, so that there is little else that takes time.
+The workers are threads that sleep, so that there is little else that takes time. A cost
+is the difference of two CPU times, with the view and without, so noise can make it negative.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def run(session):
     first, last = "12 items, the first is long", "12 items, the last is long"
     return [
         Line(first, "parfor", "the ideal", "us", values["raypool"], ideal, 1.05),
-        Line(first, "Ray's Pool.map, chunks of 1", "the ideal", "us", values["ray"], ideal),
+        Line(first, "parfor", "Ray's Pool.map, chunks of 1", "us", values["raypool"], values["ray"]),
         Line(last, "parfor with cost=", "the ideal", "us", values["cost"], ideal, 1.05),
         Line(last, "parfor with cost=", "without it", "us", values["cost"], values["no cost"]),
     ]

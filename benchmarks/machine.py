@@ -7,12 +7,17 @@ import platform
 import re
 import subprocess
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import psutil
 
 from benchmarks.measuring import ROOT
 from raypool.devices.nvml import NvmlInventory, nvml
 
 PACKAGES = ("raypool", "ray", "torch", "numpy", "pandas")
+PEERS = ("joblib", "loky", "mpire", "distributed")
+"""Those that raypool is measured beside, as they are installed."""
 
 
 def machine():
@@ -21,10 +26,13 @@ def machine():
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": _git("rev-parse", "--short", "HEAD"),
         "is_changed": bool(_git("status", "--porcelain", "raypool")),
+        "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": psutil.virtual_memory().total,
         "system": platform.platform(),
         "python": platform.python_version(),
         **{name: version(name) for name in PACKAGES},
+        "peers": {name: found for name in PEERS if (found := _version_of(name)) is not None},
         "load": os.getloadavg(),
     }
 
@@ -65,6 +73,20 @@ def slug(name):
         'nvidia_h200_nvl'
     """
     return re.sub(r"[^a-z0-9]+", "_", (name or "unknown gpu").lower()).strip("_")
+
+
+def _version_of(package):
+    """Return the version of a package that need not be there, None if it is not."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _processor():
+    """Return what the kernel calls the processor, "" if it does not say."""
+    found = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return found[1].strip() if found else ""
 
 
 def _git(*arguments):

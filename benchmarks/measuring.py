@@ -45,6 +45,10 @@ class Line:
         pairs = zip(self.values, self.others, strict=True)
         return [other / value if self.is_speedup else value / other for value, other in pairs]
 
+    def shares(self):
+        """Return how many times as much as the other party raypool takes, in each round: below 1 it is ahead."""
+        return [value / other for value, other in zip(self.values, self.others, strict=True)]
+
     def is_met(self):
         """Whether the median meets the target; None without one."""
         if self.target is None:

@@ -1,33 +1,45 @@
-"""The page: tables of all that is on record, in words that only speak of ratios. And the same table for a terminal."""
+"""The page: tables of all that is on record, and where raypool loses, in words that speak of ratios; a table for a terminal."""
 
 from __future__ import annotations
 
+from collections import Counter
 from statistics import median
 
 from rich.table import Table
 
+from benchmarks.losses import LEAST_ROUNDS, losses
 from benchmarks.measuring import ROOT
+from benchmarks.plots import draw, picture_of
 from benchmarks.records import RESULTS, kept
 from benchmarks.suite import MATRICES, SUITE
 
 PAGE = ROOT / "benchmarks" / "RESULTS.md"
 HEADINGS = ("What", "measured", "against", "measured", "ratio", "target", "")
 DIGITS = 3
+UNKNOWN = "Nobody has found out why yet."
 
 HEAD = """# How fast
 
 `make bench` measures in ten minutes on two cores, `make bench-full` all that there is; both write this page, from the records
-in `benchmarks/results`, which have every raw number. Whatever stands in a row was measured in turns in one run. Numbers are
-medians (smallest to largest); a ratio is taken within each turn. Only the ratios mean something on another machine. A row in
-which raypool loses stays.
+in `benchmarks/results`, which have every round's own number. One benchmark by its name: `.venv/bin/python -m benchmarks futures`.
+
+Whatever stands in a row was measured in turns, in one run. Numbers are medians (smallest to largest) of five rounds or more;
+fewer are said. A ratio is taken within each turn, and only ratios mean something on another machine: `2 x` says that raypool
+takes twice as much as what it is held against, `2 x faster` that it takes half; in the tables with a row for each system a
+number says how many times as long as raypool that system takes, so raypool loses where it is below 1.
 """
 
 
 def write_page():
-    """Write the page anew, from all that is on record."""
+    """Write the page and its pictures anew, from all that is on record."""
     named = {name: record for name in (*SUITE, *_cards()) if (record := kept(name)) is not None}
-    sections = [_section(name, record) for name, record in named.items()]
-    PAGE.write_text("\n".join([HEAD, *_verdicts(named), *sections]))
+    described = [record["machine"] for record in named.values()]
+    common = Counter(map(facts, described)).most_common(1)[0][0] if described else ""
+    for name, record in named.items():
+        draw(name, record["lines"])
+    sections = [_section(name, record, common) for name, record in named.items()]
+    parts = [HEAD, *_measured_on(described, common), *_targets(named), *_losses(named), *sections, *_missing(named)]
+    PAGE.write_text("\n".join(parts))
 
 
 def _cards():
@@ -35,22 +47,58 @@ def _cards():
     return sorted(path.stem for path in RESULTS.glob("speed_on_*.json"))
 
 
-def _verdicts(named):
-    lines = [line for record in named.values() for line in record["lines"] if line.target is not None]
-    missed = [line for line in lines if not line.is_met()]
-    said = f"{len(lines) - len(missed)} of {len(lines)} targets are met."
-    return [said + (" Missed:" if missed else ""), "", *(f"- {_verdict(line)}" for line in missed), *([""] if missed else [])]
+def _measured_on(described, common):
+    if not described:
+        return []
+    days = sorted({entry["date"][:10] for entry in described})
+    between = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+    return [f"Measured {between}, where a section does not say otherwise: {common}.", ""]
+
+
+def _targets(named):
+    """Return a table of all targets."""
+    aimed = [(record["title"], line) for record in named.values() for line in record["lines"] if line.target is not None]
+    met = sum(line.is_met() for _, line in aimed)
+    rows = [(title, row[0], row[2], row[4] or row[1], *row[5:]) for title, line in aimed for row in [cells(line)]]
+    headings = ("Section", "What", "against", "measured", "target", "")
+    return ["## Targets", "", f"{met} of {len(aimed)} are met.", "", *_markdown(headings, rows), ""]
+
+
+def _losses(named):
+    """Return where raypool loses, by the reason."""
+    by_reason = {}
+    for name, record in named.items():
+        for line, reason in losses(name, record["lines"]):
+            by_reason.setdefault(reason, []).append(f"{record['title']}, {_verdict(line)}")
+    if not by_reason:
+        return ["## Where raypool loses", "", "Nowhere, in what is on record.", ""]
+    said = "Rows in which another system takes less, or a target is missed. `2 x`: raypool takes twice as much."
+    told = [f"- **{reason or UNKNOWN}** " + "; ".join(rows) + "." for reason, rows in sorted(by_reason.items())]
+    return ["## Where raypool loses", "", said, "", *told, ""]
 
 
 def _verdict(line):
-    return f"{line.area}: {line.what}, against {line.against}" + (f". {line.reason}" if line.reason else "")
+    """Return in words what a line in which raypool loses is about."""
+    named = f"{line.area}: {line.what}, against {line.against}"
+    measured = _spread(line.values, line.unit) if line.others is None else _spread(line.shares(), "x")
+    verdict = {None: "", True: ", within its target", False: ", target missed"}[line.is_met()]
+    return f"{named}: {measured}{verdict}"
 
 
-def _section(name, record):
+def _section(name, record, common):
     shown = _matrices(record["lines"]) if name in MATRICES else _rows(record["lines"])
-    picture = [f"![{record['title']}](results/{name}.svg)", ""] if (RESULTS / f"{name}.svg").is_file() else []
-    raw = f"{said_of(record['machine'])} [All numbers](results/{name}.json)."
+    picture = [f"![{record['title']}: the table as a picture](results/{name}.svg)", ""] if picture_of(name).is_file() else []
+    where = facts(record["machine"])
+    raw = f"{said_of(record)}{'' if where == common else f' On {where}.'} [All numbers](results/{name}.json)."
     return "\n".join([f"## {record['title']}", "", record["text"], "", *shown, "", *picture, raw, ""])
+
+
+def _missing(named):
+    """Return what is not on record."""
+    missing = [f"{title} (`{name}`)" for name, title in SUITE.items() if name not in named]
+    if not _cards():
+        missing.append("all that needs a GPU (`make bench-gpu`, where there is one)")
+    return [f"## Not measured\n\n{'; '.join(missing)}.\n"] if missing else []
 
 
 def _rows(lines):
@@ -106,13 +154,15 @@ def table(lines):
 
 def cells(line):
     """Return what stands in a line of the table."""
+    rounds = f"{len(line.values)} rounds" if 1 < len(line.values) < LEAST_ROUNDS else ""
+    note = ", ".join(filter(None, (line.note, rounds)))
     target = ""
     if line.target is not None:
         bound = "at least" if line.is_speedup else "at most"
         target = f"{bound} {_number(line.target, line.unit) if line.others is None else f'{line.target:g} x'}"
     verdict = {None: "", True: "met", False: "MISSED"}[line.is_met()]
     return (
-        f"{line.area}: {line.what}" + (f" ({line.note})" if line.note else ""),
+        f"{line.area}: {line.what}" + (f" ({note})" if note else ""),
         _spread(line.values, line.unit),
         line.against,
         "" if line.others is None else _spread(line.others, line.unit),
@@ -143,14 +193,23 @@ def _scale(value, unit):
     return (1e-3, "ms") if abs(value) < 1e6 else (1e-6, "s")
 
 
-def said_of(described):
-    """Return the machine that something was measured on, in words."""
+def said_of(record):
+    """Return when something was measured, in words."""
+    described, took_s = record["machine"], record.get("duration_s")
     changed = " with changes" if described["is_changed"] else ""
+    took = "" if took_s is None else f", took {took_s:.0f} s"
+    return f"{described['date']}, commit {described['commit']}{changed}{took}, load {described['load'][0]:.1f}."
+
+
+def facts(described):
+    """Return the machine that something was measured on and the versions of what is on it, in words."""
+    gpus = "".join(f"{gpu['name']}, " for gpu in described.get("gpus", ()))
+    gpus += f"driver {described['driver']}, CUDA {described['cuda']}, " if gpus else ""
+    processor = f" ({described['processor']})" if described.get("processor") else ""
+    memory = f", {described['memory_bytes'] / 1e9:.0f} GB" if "memory_bytes" in described else ""
     workers = f", {described['workers']} workers" if "workers" in described else ""
-    gpus = "".join(f", {gpu['name']}" for gpu in described.get("gpus", ()))
-    gpus += f", driver {described['driver']}, CUDA {described['cuda']}" if gpus else ""
+    versions = ", ".join(f"{name} {version}" for name, version in described.get("peers", {}).items())
     return (
-        f"{described['date']}, commit {described['commit']}{changed}{gpus}, {described['cores']} cores{workers}, Python "
-        f"{described['python']}, Ray {described['ray']}, torch {described['torch']}, {described['system']}; took "
-        f"{described['took_s']} s, load {described['load'][0]:.1f}."
+        f"{gpus}{described['cores']} cores{processor}{memory}{workers}, {described['system']}, Python {described['python']}, "
+        f"Ray {described['ray']}, torch {described['torch']}" + (f"; peers: {versions}" if versions else "")
     )

@@ -12,7 +12,14 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = ["*.md", "docs/**/*.md", "benchmarks/RESULTS.md", "examples/README.md"]
 SHOWN = ["examples/*.py", "notebooks/*.ipynb"]
-GIVEN = ["cluster.yaml", "cloud_examples/**/*.yaml", "LICENSE", "benchmarks/results/*.json", "docs/site/*.css"]
+GIVEN = [
+    "cluster.yaml",
+    "cloud_examples/**/*.yaml",
+    "LICENSE",
+    "benchmarks/results/*.json",
+    "benchmarks/results/*.svg",
+    "docs/site/*.css",
+]
 
 
 class Shown(File):
