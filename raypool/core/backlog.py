@@ -7,8 +7,9 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 from raypool.core import policy
-from raypool.core.model import Attempt, Flight, Order, Rest, Slice, Task, TaskSpec
+from raypool.core.model import Attempt, Flight, Rest, Slice, Task, TaskSpec
 from raypool.core.policy import Pace
+from raypool.core.queue import Order, Queue
 
 MAX_IDLE_PACES = 256
 """So many functions without a task keep their measured times; the ones idle for longest are forgotten."""
@@ -23,14 +24,14 @@ class Aside(NamedTuple):
 
 
 class Backlog:
-    """The tasks that have not ended, the heap of those that can be dispatched, and the pace of each function.
+    """The tasks that have not ended, the queue of those that can be dispatched, and the pace of each function.
 
-    A heap entry whose task has ended is stale, and dropped when it comes to the top.
+    An entry of a queue whose task has ended is stale, and dropped when it comes to the head.
     """
 
     def __init__(self) -> None:
         self.tasks: dict[int, Task] = {}
-        self.heap: list[Order] = []
+        self.queue = Queue()
         self.paces: dict[int, Pace] = {}  # of functions that have tasks
         self.idle_paces: dict[int, Pace] = {}  # of others, the newest last
         self.waiting_gangs: dict[int, None] = {}  # those that have not started
@@ -66,24 +67,24 @@ class Backlog:
         task.size += count
         task.pace.waiting += count
 
-    def push(self, task: Task, heap: list[Order]) -> None:
-        """Put a task into a heap, if it can be dispatched and does not stand there already."""
+    def push(self, task: Task, queue: Queue) -> None:
+        """Put a task into a queue, if it can be dispatched and does not stand there already."""
         if not task.is_queued and task.is_ready:
             task.is_queued = True
-            heappush(heap, task.order)
+            queue.push(task.order)
 
-    def head(self, heap: list[Order]) -> Task | None:
+    def head(self, queue: Queue) -> Task | None:
         """Return the task whose turn it is."""
-        while heap:
-            task = self.tasks.get(heap[0][1])
+        while (order := queue.first()) is not None:
+            task = self.tasks.get(order[1])
             if task is not None:
                 return task
-            heappop(heap)
+            queue.pop()
         return None
 
-    def pop(self, heap: list[Order]) -> Task:
-        """Take the head out of its heap."""
-        task = self.tasks[heappop(heap)[1]]
+    def pop(self, queue: Queue) -> Task:
+        """Take the head out of its queue."""
+        task = self.tasks[queue.pop()[1]]
         task.is_queued = False
         return task
 
@@ -131,19 +132,18 @@ class Backlog:
         task.again, task.cursor = None, task.size
         return pieces
 
-    def set_aside(self, heap: list[Order], count: int) -> Aside:
-        """Keep up to so many items at the head of a heap for others, so that something behind them comes first; not the last."""
-        task = self.tasks[heap[0][1]]
+    def set_aside(self, task: Task, queue: Queue, count: int) -> Aside:
+        """Keep up to so many items at the head of a queue for others, so that something behind them comes first; not the last."""
         if task.waiting > 1:
             return Aside([], task, self._skip(task, count))
         skipped: list[Task] = []
-        while count > len(skipped) and (head := self.head(heap)) is not None and _may_wait(head, task):
-            skipped.append(self.pop(heap))
+        while count > len(skipped) and (head := self.head(queue)) is not None and _may_wait(head, task):
+            skipped.append(self.pop(queue))
         aside = Aside(skipped, task, None)
-        head = self.head(heap)
+        head = self.head(queue)
         if head is not None and not head.spec.is_gang and head.spec.fn_id == task.spec.fn_id:
             return aside
-        self.put_back(aside, heap)
+        self.put_back(aside, queue)
         return Aside([], task, None)
 
     def _skip(self, task: Task, count: int) -> Slice | None:
@@ -164,10 +164,10 @@ class Backlog:
         task.cursor = min(start + room, task.size)
         return Slice(task.spec.task_id, start, task.cursor, 1)
 
-    def put_back(self, aside: Aside, heap: list[Order]) -> None:
+    def put_back(self, aside: Aside, queue: Queue) -> None:
         """Let what was set aside be next."""
         for task in aside.tasks:
-            self.push(task, heap)
+            self.push(task, queue)
         if aside.piece is not None:
             if aside.task.again is None:
                 aside.task.again = deque()
@@ -195,27 +195,32 @@ class Backlog:
         return policy.should_look_ahead(task.pace, num_workers)
 
     def take(
-        self, heap: list[Order], flight: Flight, num_workers: int, before: Order | None = None, is_on_trial: bool = False
+        self,
+        task: Task,
+        queue: Queue,
+        flight: Flight,
+        num_workers: int,
+        before: Order | None = None,
+        is_on_trial: bool = False,
     ) -> Attempt:
-        """Cut the next call from the head of a heap, for one of so many workers.
+        """Cut the next call from the head of a queue, and what follows it, for one of so many workers.
 
         Short tasks of one function share the call, each with one slice, as long as they stand one after the other; and `before`
         something else, where the worker has to look elsewhere too. A worker on trial gets one item, unless the user wants more.
         """
-        task = self.tasks[heap[0][1]]
         if task.again and task.is_suspect:
-            return Attempt((self._cut(task, heap, flight, room=task.size),), task.pace, True, task.spec.is_fresh)
+            return Attempt((self._cut(task, queue, flight, room=task.size),), task.pace, True, task.spec.is_fresh)
         runs_alone = task.spec.runs_alone()
         room = 1 if runs_alone else task.spec.chunk_size or (1 if is_on_trial else policy.chunk_size(task.pace, num_workers))
-        piece = self._cut(task, heap, flight, room)
+        piece = self._cut(task, queue, flight, room)
         slices = [piece]
         while room := room - (piece.stop - piece.start):
-            following = self.head(heap)
+            following = self.head(queue)
             if following is None or following.spec.task_id == piece.task_id or not _may_share(task, following):
                 break
-            if before is not None and before < heap[0]:
+            if before is not None and before < following.order:
                 break
-            piece = self._cut(following, heap, flight, room)
+            piece = self._cut(following, queue, flight, room)
             slices.append(piece)
         return Attempt(tuple(slices), task.pace, runs_alone, task.spec.is_fresh)
 
@@ -223,8 +228,8 @@ class Backlog:
         """Cut the next rank from a gang."""
         return Attempt((self._cut(gang, None, flight, room=1),), gang.pace, runs_alone=True)
 
-    def _cut(self, task: Task, heap: list[Order] | None, flight: Flight, room: int) -> Slice:
-        """Cut a slice of at most `room` items; a task that has no more to give leaves its heap."""
+    def _cut(self, task: Task, queue: Queue | None, flight: Flight, room: int) -> Slice:
+        """Cut a slice of at most `room` items; a task that has no more to give leaves its queue."""
         if task.again:
             piece = task.again.popleft()
             if piece.stop - piece.start > room:
@@ -232,21 +237,22 @@ class Backlog:
                 piece = piece._replace(stop=piece.start + room)
         else:
             piece = self._first(task, room)
-        count = piece.stop - piece.start
-        task.pace.waiting -= count
-        task.items_in_flight += count
+        _, start, stop, _ = piece
+        task.pace.waiting -= stop - start
+        task.items_in_flight += stop - start
         attempt_id, worker_id = flight
         if task.flights is None:
             task.flights = {attempt_id: worker_id}
         else:
             task.flights[attempt_id] = worker_id
-        if heap is not None and not task.is_ready:
-            self.pop(heap)
+        if queue is not None and not task.is_ready:
+            queue.pop()
+            task.is_queued = False
         return piece
 
 
 def _may_wait(task: Task, first: Task) -> bool:
-    """Whether a task, which is the head of its heap, may let another like it go before."""
+    """Whether a task, which is the head of its queue, may let another like it go before."""
     return task.spec.fn_id == first.spec.fn_id and task.waiting == 1 and not task.spec.is_gang
 
 

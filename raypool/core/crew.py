@@ -212,9 +212,10 @@ class Crew:
     def free(self, worker: Worker) -> None:
         """Note that a worker has nothing in flight any more."""
         worker.state = IDLE
-        self.ahead.pop(worker.worker_id, None)
+        if self.ahead:
+            self.ahead.pop(worker.worker_id, None)
         lanes = self.places[worker.place].lanes.values() if self.lanes else ()
-        if lanes and any(lane.heap for lane in lanes):
+        if lanes and any(lane.queue for lane in lanes):
             self.torn[worker.worker_id] = None
         elif self.gatherings and (gathering := self.gathering_for(worker)) is not None:
             gathering.members[worker.worker_id] = None
@@ -266,7 +267,7 @@ class Crew:
         is_brief = pace.is_short or (pace.is_brief and not self.squads.is_mixed)
         if is_brief and not last.runs_alone and len(worker.attempts) < policy.MAX_IN_FLIGHT and self._is_for_all(worker):
             self.ahead[worker.worker_id] = None
-        else:
+        elif self.ahead:
             self.ahead.pop(worker.worker_id, None)
 
     def _is_for_all(self, worker: Worker) -> bool:

@@ -8,7 +8,8 @@ from raypool.core.crew import Crew
 from raypool.core.faults import Faults
 from raypool.core.kinds import Kinds, Later
 from raypool.core.ledger import Ledger
-from raypool.core.model import Attempt, Gathering, Lane, Order, Task, TaskState, Worker, WorkerState
+from raypool.core.model import Attempt, Gathering, Task, TaskState, Worker, WorkerState
+from raypool.core.queue import Order, Queue
 
 BUSY = WorkerState.BUSY  # Python 3.11 takes its time to look these up
 
@@ -30,7 +31,7 @@ class Dispatcher:
 
         Gangs collect at the same time if they can't want the same place: two could each hold what the other needs.
         """
-        backlog, crew, heap, waiting_gangs = self._backlog, self._crew, self._backlog.heap, self._backlog.waiting_gangs
+        backlog, crew, queue, waiting_gangs = self._backlog, self._crew, self._backlog.queue, self._backlog.waiting_gangs
         self._now = now
         self._out = []
         if crew.barred or crew.pausing:
@@ -38,44 +39,47 @@ class Dispatcher:
         while True:
             while waiting_gangs and self._see_to_gangs():
                 pass
-            head = backlog.head(heap)
+            if not (crew.idle or crew.torn or crew.ahead or crew.calling):
+                return self._out
+            head = backlog.head(queue)
             if head is not None and head.spec.is_gang:  # it can't collect yet; those whom it wants are not idle
                 head = None
-            lane = self._calling_lane() if crew.calling else None
-            if lane is not None and (head is None or lane.heap[0] < heap[0]):
-                self._give(backlog.tasks[lane.heap[0][1]], lane)
+            called = self._first_called() if crew.calling else None
+            if called is not None and (head is None or called.order < head.order):
+                self._give(called)
             elif head is not None and crew.idle and self._give(head):
                 pass
             elif crew.torn:
                 self._offer(crew.workers[next(iter(crew.torn))])
             elif head is not None and crew.ahead and not crew.is_reserved and backlog.wants_look_ahead(head, crew.size):
-                self._send(crew.workers[next(iter(crew.ahead))])
+                self._send(crew.workers[next(iter(crew.ahead))], head)
             else:
                 return self._out
 
-    def _calling_lane(self) -> Lane | None:
-        """Return the lane with the first task of those that have both a task and somebody idle."""
-        crew, calling = self._crew, []
+    def _first_called(self) -> Task | None:
+        """Return the first task of those lanes that have both a task and somebody idle."""
+        crew, heads = self._crew, []
         for lane in list(crew.calling.values()):
-            if self._backlog.head(lane.heap) is not None and lane.bench.first(crew.idle) is not None:
-                calling.append(lane)
+            head = self._backlog.head(lane.queue)
+            if head is not None and lane.bench.first(crew.idle) is not None:
+                heads.append(head)
             else:
                 del crew.calling[lane.key]  # whoever becomes free there will look by himself
-        return min(calling, key=lambda lane: lane.heap[0], default=None)
+        return min(heads, key=lambda head: head.order, default=None)
 
-    def _give(self, task: Task, lane: Lane | None = None) -> bool:
+    def _give(self, task: Task) -> bool:
         """Give the first task of a queue to somebody who is idle; False if they leave it to others."""
-        crew = self._crew
+        crew, lane = self._crew, task.lane
         if not crew.squads.is_mixed or not self._kinds.matter_for(task):
-            self._send(crew.first_idle(crew.bench if lane is None else lane.bench), lane)
+            self._send(crew.first_idle(crew.bench if lane is None else lane.bench), task)
             return True
-        is_only_queue = not crew.calling if lane is None else len(crew.calling) == 1 and not self._backlog.heap
+        is_only_queue = not crew.calling if lane is None else len(crew.calling) == 1 and not self._backlog.queue
         return self._give_by_kind(task, crew.idle_by_kind(lane), is_only_queue)
 
     def _give_by_kind(self, task: Task, free: dict[int, Worker], is_only_queue: bool) -> bool:
         """Give the first task of a queue to one of these; False if they leave it to others, having nothing else to do."""
-        heap = self._backlog.heap if task.lane is None else task.lane.heap
-        choice = self._kinds.choose(task, free, is_only_queue and len(heap) == 1, self._now)
+        queue = self._backlog.queue if task.lane is None else task.lane.queue
+        choice = self._kinds.choose(task, free, is_only_queue and len(queue) == 1, self._now)
         if isinstance(choice, Later):
             if not task.is_held:
                 task.is_held = True
@@ -86,28 +90,26 @@ class Dispatcher:
         worker, item = choice
         if item is not None and worker.place not in self._crew.streaks:
             self._backlog.bring_forward(task, item)
-        self._send(worker, task.lane)
+        self._send(worker, task)
         return True
 
     def _offer(self, worker: Worker) -> None:
         """Let a free worker do what comes first: something in its lanes, the gang that collects, or the pool's next."""
         crew, backlog = self._crew, self._backlog
         del crew.torn[worker.worker_id]
-        queues: list[Lane | None] = [None, *crew.places[worker.place].lanes.values()]
-        heads = [
-            (head, lane) for lane in queues if (head := backlog.head(backlog.heap if lane is None else lane.heap)) is not None
-        ]
-        first, lane = min(heads, key=lambda entry: entry[0].order, default=(None, None))
+        queues = [backlog.queue, *(lane.queue for lane in crew.places[worker.place].lanes.values())]
+        heads = [head for queue in queues if (head := backlog.head(queue)) is not None]
+        first = min(heads, key=lambda head: head.order, default=None)
         gathering = crew.gathering_for(worker) if crew.gatherings else None
-        if first is None:
+        if first is None or first.spec.is_gang:
             may_run = False
         else:
-            may_run = not first.spec.is_gang and (gathering is None or (lane is not None and first.order < gathering.gang.order))
+            may_run = gathering is None or (first.lane is not None and first.order < gathering.gang.order)
         if may_run and first is not None and worker.kind is not None and self._kinds.matter_for(first):
             if not self._give_by_kind(first, {worker.kind: worker}, len(heads) == 1 and gathering is None):
                 crew.rest(worker)
-        elif may_run:
-            self._send(worker, lane)
+        elif may_run and first is not None:
+            self._send(worker, first)
         elif gathering is not None:
             crew.join(worker, gathering)
         elif first is not None:
@@ -115,31 +117,36 @@ class Dispatcher:
         else:
             crew.free(worker)
 
-    def _send(self, worker: Worker, lane: Lane | None = None) -> None:
-        """Send a worker the next call from a lane, or from the pool's queue."""
-        heap, num_workers = (self._backlog.heap, self._crew.size) if lane is None else (lane.heap, len(lane.places))
-        num_skipped = self._faults.num_to_skip(worker) if self._crew.streaks else 0
-        aside = self._backlog.set_aside(heap, num_skipped) if num_skipped else None
-        if worker.has_delivered and self._backlog.tasks[heap[0][1]].spec.is_fresh:
-            worker = self._crew.renew(worker)
-            self._out += self._crew.launch(worker, self._now)
-        before = self._first_elsewhere(worker, heap) if self._crew.lanes else None
-        attempt_id = self._crew.next_attempt_id
-        is_on_trial = bool(self._crew.streaks) and self._faults.is_on_trial(worker)
-        attempt = self._backlog.take(heap, (attempt_id, worker.worker_id), num_workers, before, is_on_trial)
+    def _send(self, worker: Worker, head: Task) -> None:
+        """Send a worker the next call, from the queue of which this is the head."""
+        backlog, crew = self._backlog, self._crew
+        queue, num_workers = (backlog.queue, crew.size) if head.lane is None else (head.lane.queue, len(head.lane.places))
+        num_skipped, is_on_trial, aside = 0, False, None
+        if crew.streaks:
+            num_skipped, is_on_trial = self._faults.num_to_skip(worker), self._faults.is_on_trial(worker)
+        if num_skipped:
+            aside = backlog.set_aside(head, queue, num_skipped)
+            head = backlog.head(queue) or head
+        if worker.has_delivered and head.spec.is_fresh:
+            worker = crew.renew(worker)
+            self._out += crew.launch(worker, self._now)
+        before = self._first_elsewhere(worker, queue) if crew.lanes else None
+        attempt_id = crew.next_attempt_id
+        attempt = backlog.take(head, queue, (attempt_id, worker.worker_id), num_workers, before, is_on_trial)
         if aside is not None:
-            self._backlog.put_back(aside, heap)
-        self._crew.engage(worker, attempt)
+            backlog.put_back(aside, queue)
+        crew.engage(worker, attempt)
         if not attempt.is_fresh or worker.state is not WorkerState.STARTING:  # else `begin` follows when it is ready
             self._out.append(self._call(worker, attempt_id, attempt))
             if attempt.runs_alone:
                 self._out += self._timer(worker, attempt_id, attempt)
 
-    def _first_elsewhere(self, worker: Worker, heap: list[Order]) -> Order | None:
+    def _first_elsewhere(self, worker: Worker, queue: Queue) -> Order | None:
         """Return what comes first for a worker that does not stand in this queue: in others, or a gang that collects."""
         crew = self._crew
-        heaps = [self._backlog.heap, *(lane.heap for lane in crew.places[worker.place].lanes.values())]
-        orders = [other[0] for other in heaps if other is not heap and self._backlog.head(other) is not None]
+        queues = [self._backlog.queue, *(lane.queue for lane in crew.places[worker.place].lanes.values())]
+        heads = [self._backlog.head(other) for other in queues if other is not queue]
+        orders = [head.order for head in heads if head is not None]
         gathering = crew.gathering_for(worker) if crew.gatherings else None
         if gathering is not None:
             orders.append(gathering.gang.order)
@@ -164,7 +171,7 @@ class Dispatcher:
                 return True
         for number, gang in enumerate(called):
             if self._may_collect(gang, called[:number]):
-                self._backlog.pop(self._backlog.heap if gang.lane is None else gang.lane.heap)
+                self._backlog.pop(self._backlog.queue if gang.lane is None else gang.lane.queue)
                 crew.collect(gang)
                 return True
             crew.recall(gang)
@@ -173,12 +180,12 @@ class Dispatcher:
     def _called_gangs(self) -> list[Task]:
         """Return the gangs whose turn it is, in their order."""
         backlog = self._backlog
-        heads = [backlog.head(heap) for heap in (backlog.heap, *(lane.heap for lane in self._crew.lanes.values()))]
+        heads = [backlog.head(queue) for queue in (backlog.queue, *(lane.queue for lane in self._crew.lanes.values()))]
         return sorted((head for head in heads if head is not None and head.spec.is_gang), key=lambda gang: gang.order)
 
     def _may_collect(self, gang: Task, before: list[Task]) -> bool:
-        heap = self._backlog.heap
-        if self._backlog.head(heap) is not None and heap[0] < gang.order:
+        head = self._backlog.head(self._backlog.queue)
+        if head is not None and head.order < gang.order:
             return False
         others = [*before, *(gathering.gang for gathering in self._crew.gatherings.values())]
         return not any(gang.spec.may_meet(other.spec) for other in others)

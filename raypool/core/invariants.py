@@ -206,9 +206,9 @@ def _check_attempts(scheduler: Scheduler) -> None:
 
 def _check_queue(scheduler: Scheduler) -> None:
     crew, backlog = scheduler.crew, scheduler.backlog
-    queues = [(None, backlog.heap), *((lane, lane.heap) for lane in crew.lanes.values())]
-    entries = Counter((task_id, id(lane)) for lane, heap in queues for _, task_id in heap)
-    assert not entries or max(entries.values()) == 1, "a task stands twice in a heap"
+    queues = [(None, backlog.queue), *((lane, lane.queue) for lane in crew.lanes.values())]
+    entries = Counter((task_id, id(lane)) for lane, queue in queues for _, task_id in queue)
+    assert not entries or max(entries.values()) == 1, "a task stands twice in a queue"
     for task_id, task in backlog.tasks.items():
         is_here = (task_id, id(task.lane)) in entries
         if task.lane is not None and task.lane.lost is not None:
@@ -238,11 +238,11 @@ def _num_running(scheduler: Scheduler, pace: Pace) -> int:
 
 def _check_work_conserving(scheduler: Scheduler) -> None:
     crew, backlog = scheduler.crew, scheduler.backlog
-    head = backlog.head(backlog.heap)
+    head = backlog.head(backlog.queue)
     is_held = head is not None and _is_left_to_others(scheduler, head)
     assert head is None or not crew.idle or is_held, f"task {head.spec.task_id} waits although workers are free"
     for lane in crew.lanes.values():
-        waiting = backlog.head(lane.heap)
+        waiting = backlog.head(lane.queue)
         is_held = waiting is not None and lane.key in crew.pausing and _is_left_to_others(scheduler, waiting)
         assert waiting is None or not _idle_in(scheduler, lane) or is_held, f"lane {lane.key} waits although workers are free"
     for worker_id in crew.barred:
@@ -264,7 +264,7 @@ def _heads_for(scheduler: Scheduler, worker_id: int) -> list[Task]:
     """Return what comes first in each of the queues that a worker looks into."""
     crew, backlog = scheduler.crew, scheduler.backlog
     lanes = crew.places[crew.workers[worker_id].place].lanes.values()
-    heads = [backlog.head(heap) for heap in (backlog.heap, *(lane.heap for lane in lanes))]
+    heads = [backlog.head(queue) for queue in (backlog.queue, *(lane.queue for lane in lanes))]
     return [head for head in heads if head is not None]
 
 
@@ -288,7 +288,7 @@ def _check_gatherings(scheduler: Scheduler) -> None:
 def _check_called_gangs(scheduler: Scheduler) -> None:
     """Whatever keeps the gang that is first in its queue from collecting comes before it."""
     crew, backlog = scheduler.crew, scheduler.backlog
-    heads = [backlog.head(heap) for heap in (backlog.heap, *(lane.heap for lane in crew.lanes.values()))]
+    heads = [backlog.head(queue) for queue in (backlog.queue, *(lane.queue for lane in crew.lanes.values()))]
     called = [head for head in heads if head is not None and head.spec.is_gang]
     collecting = [gathering.gang for gathering in crew.gatherings.values()]
     for gang in called:

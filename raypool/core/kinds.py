@@ -152,14 +152,14 @@ class Kinds:
         return counts
 
 
-def learn(task: Task, kind: int | None, piece: Slice, report: Report) -> None:
+def learn(task: Task, fit: Fit, kind: int | None, piece: Slice, report: Report) -> None:
     """Take in how long a worker of a kind has taken for a slice, if all of it went well."""
-    if task.fit is None or kind is None or report.failed or report.done != piece.stop - piece.start:
+    if kind is None or report.failed or report.done != piece.stop - piece.start:
         return
     assert task.spec.costs is not None
     cost = sum(task.spec.costs[piece.start : piece.stop])
-    task.fit.note(kind, cost / report.done, report.busy_s / report.done)
-    task.pace.speeds = task.fit.speeds
+    fit.note(kind, cost / report.done, report.busy_s / report.done)
+    task.pace.speeds = fit.speeds
 
 
 def _learning(task: Task) -> tuple[Ladder, Fit]:

@@ -31,9 +31,9 @@ class Ledger:
         if task.settled == task.size and not task.is_open:
             self.end(task, FAILED if self.broken_up and task.spec.task_id in self.broken_up else FINISHED)
         elif lane is None:
-            self._backlog.push(task, self._backlog.heap)
+            self._backlog.push(task, self._backlog.queue)
         elif lane.lost is None:
-            self._backlog.push(task, lane.heap)
+            self._backlog.push(task, lane.queue)
             self._crew.calling[lane.key] = lane
         else:
             self._fail_waiting(task, lane.lost)
@@ -65,7 +65,10 @@ class Ledger:
         if stop == piece.stop and not retry and not prevented:  # nearly always
             self.out.append(m.SettleItems(attempt_id, piece))
             self._count_settled(task, done, failed)
-            self._after_landing(task, [], failed > 0)
+            if failed:
+                self._after_landing(task, [], has_failed=True)
+            else:
+                self.go_on(task)
             return
         if task.spec.is_gang or piece.attempt > task.spec.retries:
             retry = ()

@@ -18,11 +18,9 @@ from typing import NamedTuple
 
 from raypool.core.ladder import Ladder
 from raypool.core.policy import Pace
+from raypool.core.queue import Order, Queue
 from raypool.core.speeds import Fit
 from raypool.errors import LossReason
-
-Order = tuple[int, int]
-"""(-priority, task id): tasks start in ascending order of this."""
 
 Flight = tuple[int, int]
 """(attempt id, worker id) of a call that is on its way."""
@@ -217,7 +215,7 @@ class Lane:
     """
 
     key: tuple[int, ...] | int  # the places that were asked for, or the worker
-    heap: list[Order] = field(default_factory=list)  # those of its tasks that could be dispatched
+    queue: Queue = field(default_factory=Queue)  # those of its tasks that could be dispatched
     tasks: dict[int, None] = field(default_factory=dict)  # all that have not ended
     places: dict[int, None] = field(default_factory=dict)
     bench: Bench = field(default_factory=Bench)  # of the workers in these
@@ -249,7 +247,7 @@ class Task:
     items_in_flight: int = 0
     items_resting: int = 0
     settled: int = 0
-    is_queued: bool = False  # stands in a heap
+    is_queued: bool = False  # stands in a queue
     ladder: Ladder | None = None  # holds what was never dispatched, instead of the cursor, once it matters who takes what
     fit: Fit | None = None  # what is learned of speeds; None while there is no ladder
     is_held: bool = False  # somebody free has left what waits to others, and a timer is set to look again

@@ -85,7 +85,8 @@ class Scheduler:
         work = self._dispatcher.give_out(now)
         if self.crew.deserted:
             self._fail_deserted()
-        self._close_if_done()
+        if not self.backlog.tasks or not self.crew.places:
+            self._close_if_done()
         if self._idleness is not None:
             self._look_whether_idle(self._idleness)
         # Workers are fed before anybody is told about results: they need not wait for the driver's book-keeping.
@@ -169,7 +170,8 @@ class Scheduler:
             task = self.backlog.land(piece, attempt_id)
             if task is not None:
                 wanted = task
-                learn(task, worker.kind, piece, report)
+                if task.fit is not None:
+                    learn(task, task.fit, worker.kind, piece, report)
                 self.ledger.settle(task, piece, report, attempt_id)
         if done:
             pace.observe(done, busy_s)

@@ -12,7 +12,7 @@ import raypool.core
 
 CORE = Path(raypool.core.__file__).parent
 MODULES = sorted(CORE.glob("*.py"))
-PLAIN = {"__future__", "collections", "dataclasses", "enum", "heapq", "itertools", "math", "typing"}
+PLAIN = {"__future__", "collections", "collections.abc", "dataclasses", "enum", "heapq", "itertools", "math", "typing"}
 OURS = ("raypool.core", "raypool.errors")
 
 

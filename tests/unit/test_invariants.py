@@ -58,8 +58,8 @@ def collect_in(scheduler, places):
         ("complete and has not ended", lambda s: settle(s, 5)),
         ("started by half", lambda s: s.backlog.take_rank(s.backlog.tasks[2], (1, 2)) and fly(s, Slice(2, 0, 1, 1))),
         ("wrong mark of being queued", lambda s: setattr(s.backlog.tasks[3], "is_queued", False)),
-        ("waits in no queue", lambda s: s.backlog.pop(s.backlog.heap)),
-        ("twice in a heap", lambda s: s.backlog.heap.append(s.backlog.heap[0])),
+        ("waits in no queue", lambda s: s.backlog.pop(s.backlog.queue)),
+        ("twice in a queue", lambda s: s.backlog.queue.push(s.backlog.queue.first())),
         ("wrong count of what waits", lambda s: setattr(s.backlog.paces[0], "waiting", 0)),
         ("wrong count of tasks", lambda s: setattr(s.backlog.paces[0], "num_tasks", 9)),
         ("not known as such", lambda s: s.backlog.paces.pop(0)),
@@ -71,7 +71,7 @@ def collect_in(scheduler, places):
         ("lost, but has places", lambda s: setattr(s.crew.lanes[2], "lost", LossReason.EXIT)),
         ("lane not known", lambda s: setattr(s.backlog.tasks[4], "lane", replace(s.crew.lanes[2]))),
         ("in a wrong queue", lambda s: setattr(s.backlog.tasks[4], "lane", None)),
-        ("waits in no queue", lambda s: s.crew.lanes[2].heap.clear() or setattr(s.backlog.tasks[4], "is_queued", False)),
+        ("waits in no queue", lambda s: s.crew.lanes[2].queue.pop() and setattr(s.backlog.tasks[4], "is_queued", False)),
         ("was not asked", lambda s: s.crew.calling.setdefault(2, s.crew.lanes[2])),
         ("nobody has looked after", lambda s: s.crew.deserted.append(s.crew.lanes[2])),
         ("parked although there is work", lambda s: s.crew.parked.setdefault(3)),
@@ -122,7 +122,7 @@ def gangs(pool_of):
 
 def test_two_gangs_that_could_take_each_others_workers_are_noticed(gangs):
     gang = gangs.backlog.tasks[2]
-    gangs.backlog.pop(gang.lane.heap)
+    gangs.backlog.pop(gang.lane.queue)
     gangs.crew.collect(gang)
     gangs.crew.join(gangs.crew.workers[2], gangs.crew.gatherings[2])
     gangs.crew.torn.clear()
