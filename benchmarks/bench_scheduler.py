@@ -1,8 +1,10 @@
-"""What the scheduler costs by itself: 1,000,000 tasks on 10,000 simulated workers, and on 100.
+"""What the scheduler costs by itself, and how good its schedules are: up to 10,000 simulated workers, up to 1,000,000 tasks.
 
-Nothing but `Scheduler` and a heap of events that lie ahead, which is not counted. All tasks are handed in first; each takes a
-second or two. Both sizes run in processes of their own, which take turns: a slice of events here, a slice there. What counts is
-the time of the processor, garbage collection and all, since nothing here ever waits.
+All tasks are handed in first; an item takes a second or two. The loads: even; heavy tail (Pareto, exponent 1.5, at most 100 s);
+stragglers (2 % of the workers are five times slower); faults (1 % of the calls lose their worker, which is replaced); gangs
+(every hundredth task is one, of eight ranks that start together). The sizes of one load run in processes of their own, which take
+turns: a slice of events here, a slice there. What counts is the time of the processor, garbage collection and all. That each item
+has one outcome is checked in all of them. The bound is what no schedule can beat: all work on all workers, or the longest item.
 """
 
 from __future__ import annotations
@@ -13,105 +15,109 @@ import resource
 import subprocess
 import sys
 import time
-from heapq import heappop, heappush
-from random import Random
 
 from benchmarks.measuring import ROOT, Line
-from raypool.core import messages as m
-from raypool.core.model import Report, TaskSpec
-from raypool.core.scheduler import Scheduler
+from benchmarks.simulated import LOADS, Course
 
-TASKS = 1_000_000
-SLICE = 100_000
-SIZES = (10_000, 100)
-START_S = 0.1
+SIZES = (10_000, 1_000, 100, 10)
+TASKS = 100_000
+MANY_SIZES, MANY_TASKS = (10_000, 1_000, 100), 1_000_000
+PER_SLICE = 20  # so many slices hand in all tasks
+SMALL = 100
 
 
-def run():
-    commands = {size: [sys.executable, "-m", "benchmarks.bench_scheduler", str(size)] for size in SIZES}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": ROOT, "env": {**os.environ}}
-    processes = {size: subprocess.Popen(command, **pipes) for size, command in commands.items()}
-    slices = {size: [] for size in SIZES}
-    while all(process.poll() is None for process in processes.values()):
-        for size, process in processes.items():
-            print("go", file=process.stdin, flush=True)
-            slices[size].append(json.loads(process.stdout.readline()))
-        if any(entries[-1]["is_last"] for entries in slices.values()):
-            break
-    for process in processes.values():
-        process.stdin.close()
-        process.wait()
-    large, small = ([entry["us"] for entry in slices[size] if entry["events"] == SLICE] for size in SIZES)
-    pairs = list(zip(large, small, strict=False))
-    whole = [_per_event(slices[size]) for size in SIZES]
-    peak = slices[SIZES[0]][-1]["peak_mb"]
-    num_events = sum(entry["events"] for entry in slices[SIZES[0]])
-    note = f"{num_events:,} events, {1e6 / whole[0]:,.0f} a second, peak memory {peak:,.0f} MB"
-    area = "scheduler, 1,000,000 tasks"
-    running = pairs[TASKS // SLICE :]  # after the last task was handed in
-    return [
-        Line(area, "an event, 10,000 workers", "10 us", "us", [whole[0]], target=10.0, note=note),
-        Line(area, "an event, 10,000 workers", "100 workers", "us", [whole[0]], [whole[1]], 2.0),
-        Line(area, "a finished task", "100 workers", "us", [a for a, _ in running], [b for _, b in running]),
+def run(tasks=TASKS, many_tasks=MANY_TASKS):
+    many = measure("even", MANY_SIZES, int(many_tasks))
+    area = f"even, {int(many_tasks):,} tasks"
+    lines = [_whole(area, many), _growth(area, many)]
+    for name in LOADS:
+        lines += lines_of(name, int(tasks))
+    return lines + [_held_against_bound(area, size, entries[-1]) for size, entries in many.items()]
+
+
+def lines_of(name, tasks=TASKS, sizes=SIZES):
+    """Return what one load costs with each size of the pool, and how near its schedules come to the bound."""
+    found = measure(name, sizes, tasks)
+    area = f"{name}, {tasks:,} tasks"
+    costs = [
+        Line(
+            area,
+            f"an event, {size:,} workers",
+            f"{SMALL} workers",
+            "us",
+            _us(found[size]),
+            _us(found[SMALL]),
+            note=_said(entries),
+        )
+        for size, entries in found.items()
+        if size != SMALL
     ]
+    return costs + [_held_against_bound(area, size, entries[-1]) for size, entries in found.items()]
 
 
-def _per_event(entries):
-    return sum(entry["us"] * entry["events"] for entry in entries) / sum(entry["events"] for entry in entries)
+def measure(name, sizes, tasks):
+    """Simulate a load with each size in turns; return the slices of each."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": ROOT, "env": {**os.environ}}
+    commands = {size: [sys.executable, "-m", "benchmarks.bench_scheduler", name, str(size), str(tasks)] for size in sizes}
+    processes = {size: subprocess.Popen(command, **pipes) for size, command in commands.items()}
+    found = {size: [] for size in sizes}
+    while going := [size for size in sizes if not found[size] or not found[size][-1]["is_last"]]:
+        for size in going:
+            print("go", file=processes[size].stdin, flush=True)
+            found[size].append(json.loads(processes[size].stdout.readline()))
+    for process in processes.values():
+        process.communicate()
+    return found
 
 
-def simulate(num_workers):
-    """Yield after each slice how many events there were, and the time in the scheduler [s]; go on when asked for the next."""
-    random, scheduler, clock = Random(0), Scheduler(), time.perf_counter
-    ahead, count, handling_s = [], 0, 0.0
-
-    def later(at, event):
-        nonlocal count
-        count += 1
-        heappush(ahead, (at, count, event))
-
-    later(0.0, m.ResizeRequested(add=tuple(range(num_workers))))
-    submitted = (m.TaskSubmitted(TaskSpec(number, 0)) for number in range(TASKS))
-    handled = 0
-    while ahead:
-        event = next(submitted, None) if len(scheduler.crew.idle) == num_workers or handled > num_workers + 1 else None
-        now = START_S
-        if event is None:
-            now, _, event = heappop(ahead)
-        before = clock()
-        commands = scheduler.handle(event, now)
-        handling_s += clock() - before
-        for command in commands:
-            if isinstance(command, m.RunTasks):
-                took = 1 + random.random()
-                reports = tuple(Report(piece.stop - piece.start, busy_s=took) for piece in command.slices)
-                later(now + took, m.AttemptFinished(command.worker_id, command.attempt_id, reports))
-            elif isinstance(command, m.StartWorker):
-                later(now + START_S, m.WorkerReady(command.worker_id))
-            elif isinstance(command, m.SetTimer):
-                later(command.at, m.TimerFired(command.kind, command.worker_id))
-        handled += 1
-        if handled % SLICE == 0:
-            yield SLICE, handling_s
-            handling_s = 0.0
-    assert scheduler.counts.finished == TASKS
-    yield handled % SLICE, handling_s
+def _whole(area, found):
+    largest = max(found)
+    what = f"an event, {largest:,} workers"
+    return Line(area, what, "10 us", "us", _us(found[largest]), target=10.0, note=_said(found[largest]))
 
 
-def main(num_workers):
+def _growth(area, found):
+    """Return the cost with the most workers against that with few, slice by slice; the last slices are not whole."""
+    largest = max(found)
+    pairs = list(zip(found[largest][:-1], found[SMALL][:-1], strict=False))
+    values, others = ([pair[side]["us"] for pair in pairs] for side in (0, 1))
+    return Line(area, f"an event, {largest:,} workers", f"{SMALL} workers", "us", values, others, 2.0)
+
+
+def _us(entries):
+    """Return what an event costs, over all."""
+    return [sum(entry["us"] * entry["events"] for entry in entries) / sum(entry["events"] for entry in entries)]
+
+
+def _said(entries):
+    num_events, last = sum(entry["events"] for entry in entries), entries[-1]
+    a_second = 1e6 / _us(entries)[0]
+    memory = f"{last['task_bytes']:,.0f} bytes a queued task, peak {last['peak_mb']:,.0f} MB"
+    return f"{num_events:,} events, {a_second:,.0f} a second, {memory}"
+
+
+def _held_against_bound(area, size, last):
+    return Line(area, f"makespan, {size:,} workers", "the bound", "s", [last["end_s"]], [last["bound_s"]])
+
+
+def main(name, num_workers, num_tasks):
     """Simulate, a slice for each line of input; print what it cost."""
-    simulation = simulate(num_workers)
+    course = Course(num_workers, num_tasks, LOADS[name])
+    size, num_events = num_tasks // PER_SLICE, 0
+    slices = course.slices(size)
     for _ in sys.stdin:
-        started, began = time.perf_counter(), time.process_time()
-        events, handling_s = next(simulation)
-        share = handling_s / (time.perf_counter() - started)
+        started, began, handled_s = time.perf_counter(), time.process_time(), course.handling_s
+        next(slices)
+        share = (course.handling_s - handled_s) / (time.perf_counter() - started)
         took = share * (time.process_time() - began)
-        peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000
-        entry = {"events": events, "us": took / max(events, 1) * 1e6, "peak_mb": peak_mb, "is_last": events < SLICE}
+        events, num_events = course.num_events - num_events, course.num_events
+        entry = {"events": events, "us": took / max(events, 1) * 1e6, "is_last": events < size, "task_bytes": course.task_bytes}
+        entry |= {"peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000}
+        entry |= {"end_s": course.end_s, "bound_s": course.bound_s()} if events < size else {}
         print(json.dumps(entry), flush=True)
-        if events < SLICE:
+        if events < size:
             return
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -29,6 +29,8 @@ SUITE = {
     "telemetry": "Looking at GPUs all the time",
     "kinds": "GPUs of several kinds",
     "scheduler": "The scheduler by itself",
+    "ray_limits": "What one driver costs on Ray",
+    "two_level": "More workers than one driver serves",
 }
 """The name of each, and its heading."""
 

@@ -1,0 +1,72 @@
+"""A simulated pool of two levels: each item has one outcome, whatever drivers are lost, and no driver idles for long."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+WITH_FIXTURE = [HealthCheck.function_scoped_fixture]  # it gives a module, the same each time
+
+
+@pytest.fixture
+def two_level(benchmark_of: Any) -> Any:
+    """Give the module of the simulation."""
+    return benchmark_of("two_level")
+
+
+def items(seed: int, count: int) -> list[float]:
+    random = Random(seed)
+    return [random.uniform(1.0, 2.0) for _ in range(count)]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=WITH_FIXTURE)
+@given(seed=st.integers(0, 2**32), num_drivers=st.integers(1, 6), per_driver=st.integers(1, 12), count=st.integers(0, 400))
+def test_each_item_runs_once_and_the_makespan_is_bounded(
+    two_level: Any, seed: int, num_drivers: int, per_driver: int, count: int
+) -> None:
+    """Beside list scheduling's longest item, a driver may be left with what it had asked for ahead: not two items a worker."""
+    durations, num_workers = items(seed, count), num_drivers * per_driver
+    outcome = two_level.simulate(durations, num_workers, num_drivers, two_level.Costs(call_s=1e-4))
+    assert list(outcome.ends) == list(outcome.runs) == [1] * count
+    slack_s = 3 * max(durations, default=0.0) + 0.02 * (outcome.num_messages + 1)
+    assert outcome.makespan_s <= sum(durations) / num_workers + slack_s
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=WITH_FIXTURE)
+@given(
+    seed=st.integers(0, 2**32),
+    num_drivers=st.integers(2, 6),
+    per_driver=st.integers(1, 8),
+    count=st.integers(1, 200),
+    losses=st.lists(st.floats(0, 30), max_size=5),
+)
+def test_what_a_lost_driver_had_runs_elsewhere(
+    two_level: Any, seed: int, num_drivers: int, per_driver: int, count: int, losses: list[float]
+) -> None:
+    lost = [(at, number) for number, at in enumerate(losses[: num_drivers - 1])]
+    costs = two_level.Costs(call_s=1e-4)
+    outcome = two_level.simulate(items(seed, count), num_drivers * per_driver, num_drivers, costs, lost)
+    assert list(outcome.ends) == [1] * count
+    assert all(1 <= runs <= 1 + len(lost) for runs in outcome.runs)
+
+
+def test_one_driver_is_too_slow_for_many_workers_and_several_are_not(two_level: Any) -> None:
+    durations, costs = items(0, 4000), two_level.Costs(call_s=0.015)  # keeps 100 workers busy
+    one, several = (two_level.simulate(durations, 400, num_drivers, costs) for num_drivers in (1, 8))
+    assert one.busy[1] > 0.9
+    assert one.makespan_s > 2 * several.makespan_s
+    assert several.makespan_s < 1.25 * several.bound_s
+
+
+@pytest.mark.parametrize("name", ["even", "heavy tail", "stragglers", "faults", "gangs"])
+def test_the_scheduler_alone_does_each_task_once(benchmark_of: Any, name: str) -> None:
+    simulated = benchmark_of("simulated")
+    course = simulated.Course(20, 600, simulated.LOADS[name])
+    for _ in course.slices(100):
+        pass
+    assert 1.0 <= course.end_s / course.bound_s() < 2.0
+    assert course.num_events >= 1200
