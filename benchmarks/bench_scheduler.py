@@ -2,9 +2,10 @@
 
 All tasks are handed in first; an item takes a second or two. The loads: even; heavy tail (Pareto, exponent 1.5, at most 100 s);
 stragglers (2 % of the workers are five times slower); faults (1 % of the calls lose their worker, which is replaced); gangs
-(every hundredth task is one, of eight ranks that start together). The sizes of one load run in processes of their own, which take
-turns: a slice of events here, a slice there. What counts is the time of the processor, garbage collection and all. That each item
-has one outcome is checked in all of them. The bound is what no schedule can beat: all work on all workers, or the longest item.
+(every hundredth task is one, of eight ranks that start together). The sizes of one load run in processes of their own, which
+take turns: a slice of events here, a slice there. What counts is the time of the processor, garbage collection and all. That
+each item has one outcome is checked. The bound is what no schedule can beat: all work on all workers, or the longest item.
+`python -m benchmarks.bench_scheduler short` takes some seconds, with fewer tasks.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from benchmarks.measuring import ROOT, Line
 from benchmarks.simulated import LOADS, Course
 
 SIZES = (10_000, 1_000, 100, 10)
-TASKS = 100_000
+TASKS, FEW_TASKS = 100_000, 10_000
 MANY_SIZES, MANY_TASKS = (10_000, 1_000, 100), 1_000_000
 PER_SLICE = 20  # so many slices hand in all tasks
 SMALL = 100
@@ -100,6 +101,15 @@ def _held_against_bound(area, size, last):
     return Line(area, f"makespan, {size:,} workers", "the bound", "s", [last["end_s"]], [last["bound_s"]])
 
 
+def show_short():
+    """Print what can be said in some seconds; nothing is kept of it."""
+    from rich.console import Console  # not in the processes whose memory is measured
+
+    from benchmarks.page import table
+
+    Console(width=None if sys.stdout.isatty() else 150).print(table(run(FEW_TASKS, 2 * FEW_TASKS)))
+
+
 def main(name, num_workers, num_tasks):
     """Simulate, a slice for each line of input; print what it cost."""
     course = Course(num_workers, num_tasks, LOADS[name])
@@ -120,4 +130,7 @@ def main(name, num_workers, num_tasks):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    if sys.argv[1:] == ["short"]:
+        show_short()
+    else:
+        main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -68,7 +68,10 @@ def _checked(outcome, most_runs=1):
 
 def _said(outcome):
     root, *drivers = outcome.busy
+    num_again = sum(outcome.runs) - len(outcome.runs)
+    again = f"; {num_again:,} items ran twice" if num_again else ""
     if len(drivers) == 1:
         return f"the driver is busy for {max(drivers):.0%} of the time"
     a_second = outcome.num_messages / outcome.makespan_s
-    return f"{len(drivers)} drivers, busy for {max(drivers):.0%}; the root for {root:.1%}, with {a_second:.0f} messages a second"
+    messages = f"with {a_second:.0f} messages a second{again}"
+    return f"{len(drivers)} drivers, busy for {max(drivers):.0%}; the root for {root:.1%}, {messages}"

@@ -1,7 +1,7 @@
 """A pool of two levels in simulated time: a root hands blocks of items to drivers, each with a `Scheduler` and its workers.
 
 A driver is a server: each call to a worker takes it so long, one after the other, and each message it handles; so is the root,
-for each message. A driver asks for more while it still has something, names what has come back since, and gets half of an equal share
+for each message. A driver asks for more while it still has something, names what has come back since, and gets half of its share
 of what is left (factoring, Hummel and others 1992), so that blocks shrink. If a driver is lost, the root hands out again what it
 has not been told of: such items may run twice, and the first outcome counts. With one driver, which has all from the beginning,
 this is the pool of one level.

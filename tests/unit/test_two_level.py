@@ -62,6 +62,14 @@ def test_one_driver_is_too_slow_for_many_workers_and_several_are_not(two_level: 
     assert several.makespan_s < 1.25 * several.bound_s
 
 
+def test_sizes_of_the_pool_take_turns(benchmark_of: Any) -> None:
+    lines = benchmark_of("bench_scheduler").lines_of("faults", 400, (100, 10))
+    whats = ["an event, 10 workers", "makespan, 100 workers", "makespan, 10 workers"]
+    assert [line.what for line in lines] == whats
+    assert int(lines[0].note.split()[0]) >= 800, "400 tasks are handed in, and come back"
+    assert all(ratio >= 1 for line in lines[1:] for ratio in line.ratios())
+
+
 @pytest.mark.parametrize("name", ["even", "heavy tail", "stragglers", "faults", "gangs"])
 def test_the_scheduler_alone_does_each_task_once(benchmark_of: Any, name: str) -> None:
     simulated = benchmark_of("simulated")
