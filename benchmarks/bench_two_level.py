@@ -2,13 +2,15 @@
 
 Each driver is a server whose time for a call is the processor's time that raypool's driver takes for one, as `ray_limits` has
 measured it; a message takes a millisecond, and another one on its way (assumed). In the pool of two levels each driver has 250
-workers, and a root hands blocks of items to the drivers (`two_level.py`). Ten items for each worker, of 0.1 to 0.2 s and of 1 to
-2 s, and of a heavy tail (Pareto, exponent 1.5, from 1 s to 20 s). Each item has one outcome, which is checked; where a driver is
-lost with its workers, what it had not reported runs again. The bound is what no schedule can beat.
+workers at most, and half as many at most as it could keep busy; a root hands blocks of items to the drivers (`two_level.py`).
+Ten items for each worker, of 0.1 to 0.2 s and of 1 to 2 s, and of a heavy tail (Pareto, exponent 1.5, from 1 s to 20 s). Each
+item has one outcome, which is checked; where a driver is lost with its workers, what it had not reported runs again. The bound
+is what no schedule can beat.
 """
 
 from __future__ import annotations
 
+from math import ceil
 from random import Random
 from statistics import median
 
@@ -43,7 +45,8 @@ def _lines(name, item_s, costs, sizes):
     random, lines = Random(0), []
     for num_workers in sizes:
         durations = [item_s(random) for _ in range(ITEMS * num_workers)]
-        num_drivers = max(2, num_workers // PER_DRIVER)
+        served = sum(durations) / len(durations) / costs.call_s
+        num_drivers = max(2, ceil(num_workers / min(PER_DRIVER, served / 2)))
         one, two = (_checked(simulate(durations, num_workers, drivers, costs)) for drivers in (1, num_drivers))
         for levels, outcome in (("one level", one), ("two levels", two)):
             what = f"makespan, {num_workers:,} workers, {levels}"
@@ -52,7 +55,6 @@ def _lines(name, item_s, costs, sizes):
     lamed = _checked(simulate(durations, num_workers, num_drivers, costs, lost=[(half_s, 1)]), most_runs=2)
     what = f"makespan, {num_workers:,} workers, two levels, a driver lost half way"
     lines.append(Line(name, what, "none lost", "s", [lamed.makespan_s], [two.makespan_s], note=_said(lamed)))
-    served = sum(durations) / len(durations) / costs.call_s
     return [
         *lines,
         Line(name, "workers that one driver keeps busy", "", "", [served], note=f"{costs.call_s * 1e6:.0f} us a call"),
