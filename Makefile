@@ -5,16 +5,18 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PEERS := $(VENV)/.peers
 
+PROCESSES ?= 2
+
 .PHONY: demo test test-long test-gpu chaos check bench bench-full bench-gpu format clean
 
 demo: $(INSTALLED)  ## install, then train a dozen models at once on real data
 	$(BIN)/raypool demo
 
-test: $(INSTALLED)  ## install, then run the tests
-	$(BIN)/pytest
+test: $(INSTALLED)  ## install, then run the tests, in PROCESSES=2 processes; plain pytest uses its own only, for a debugger
+	$(BIN)/pytest -n $(PROCESSES)
 
 test-long: $(INSTALLED)  ## the tests that take minutes: faults and corners; LIMIT=600 begins none after 600 s
-	$(BIN)/pytest -m long $(if $(LIMIT),--time-limit $(LIMIT))
+	$(BIN)/pytest -n $(PROCESSES) -m long $(if $(LIMIT),--time-limit $(LIMIT))
 
 test-gpu: $(INSTALLED)  ## the tests that need a GPU, recorded under benchmarks/results; without one: says so, and fails
 	$(BIN)/python -m benchmarks.gpu_tests

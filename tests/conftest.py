@@ -5,17 +5,13 @@ Nothing in the tests sleeps to let something happen: a task waits at a `Gate`, a
 
 from __future__ import annotations
 
-import atexit
 import gc
 import itertools
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import textwrap
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -28,6 +24,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from raypool.engine.ray_session import ENVIRONMENT, make_token
+from tests.leaks import GRACE_S, MARK, no_process_or_file_is_left, nothing_is_left, poll  # noqa: F401 - fixtures
 
 os.environ.update(ENVIRONMENT)  # before anything imports Ray, which reads its settings then
 
@@ -37,27 +34,6 @@ settings.load_profile("busy")
 
 # A shell that runs the tests in the background lets them, and what they start, ignore Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-
-MARK = "RAYPOOL_TEST_PROCESS"
-"""Environment variable by which a test knows what it has started, and what that has started."""
-
-os.environ[MARK] = str(os.getpid())
-
-TEMPORARY = Path(tempfile.mkdtemp(prefix="raypool-tests-"))
-"""Where these tests, and what they start, have their temporary files, so that what is left can be told from what others have."""
-
-os.environ.setdefault("RAY_TMPDIR", tempfile.gettempdir())  # Ray's sockets need short names
-os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
-os.environ["TMPDIR"] = str(TEMPORARY)
-tempfile.tempdir = None  # it is asked for anew
-atexit.register(shutil.rmtree, TEMPORARY, ignore_errors=True)
-
-FAREWELL = "raypool-farewell"
-"""A thread that closes the connections of groups that have ended, after two seconds: one at most, however many groups."""
-
-GRACE_S = 20.0
-"""What is done is done at once; only on a machine that is very busy does it take this long [s]."""
-
 
 BEGAN_AT = time.monotonic()
 
@@ -70,8 +46,43 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Leave out, and say so, what there is no time for any more."""
     limit_s = item.config.getoption("--time-limit")
-    if limit_s is not None and time.monotonic() - BEGAN_AT > limit_s:
-        pytest.skip(f"no time left: it would begin more than {limit_s:g} s after the first")
+    began_at = getattr(item.config, "workerinput", {}).get("began_at", BEGAN_AT)  # of all of xdist's processes
+    if limit_s is not None and time.monotonic() - began_at > limit_s:
+        pytest.skip(f"no time left: it would begin more than {limit_s:g} s after the tests")
+
+
+def pytest_collection_finish() -> None:
+    """Spare the collector what is there for good, 1,500,000 objects: it took a second at the end of each file to look at them."""
+    gc.collect()
+    gc.freeze()
+
+
+# --- with pytest-xdist ------------------------------------------------------------------------------------------------
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Let the time limit count from one moment on for all processes, be they started later in place of one that has died."""
+    node.workerinput["began_at"] = BEGAN_AT
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from tests.turns import Turns
+
+    config.option.loadscopereorder = False  # by the number of tests: how long they take is another matter
+    return Turns(config, log)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):
+        from tests.turns import in_turn
+
+        items[:] = in_turn(items)
+
+
+# --- session ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -83,16 +94,6 @@ def runs_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 # --- waiting ----------------------------------------------------------------------------------------------------------
-
-
-def poll(condition: Callable[[], object], timeout_s: float = GRACE_S) -> bool:
-    """Return whether the condition becomes true within this time; for asserts."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.01)
-    return True
 
 
 @pytest.fixture(scope="session")
@@ -183,7 +184,8 @@ def ray_session() -> Iterator[None]:
     import ray
     from ray import cloudpickle
 
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    for name in (__name__, poll.__module__):  # gates travel
+        cloudpickle.register_pickle_by_value(sys.modules[name])
     ray.init(
         address="local",
         num_cpus=4,
@@ -204,102 +206,6 @@ def by_value(request: pytest.FixtureRequest) -> None:
         from ray import cloudpickle
 
         cloudpickle.register_pickle_by_value(request.module)
-
-
-NOT_DEAD = ("DEPENDENCIES_UNREADY", "PENDING_CREATION", "ALIVE", "RESTARTING")
-"""States of Ray's actors."""
-
-
-@dataclass(frozen=True)
-class Inventory:
-    """What of a pool's could be left behind."""
-
-    actors: int
-    groups: int
-    threads: int
-    gpus: float
-    cpus: float
-
-    @staticmethod
-    def take() -> Inventory:
-        threads = sum(thread.name.startswith("raypool-") and thread.name != FAREWELL for thread in threading.enumerate())
-        ray = sys.modules.get("ray")
-        if ray is None or not ray.is_initialized():
-            return Inventory(0, 0, threads, 0, 0)
-        from ray._private import state
-
-        free = ray.available_resources()
-        # Asking for all that there ever was takes a tenth of a second after a thousand tests.
-        actors = sum(len(state.actors(actor_state_name=name)) for name in NOT_DEAD)
-        groups = {name.rpartition("_")[2] for name in free if name.startswith("bundle_group_")}
-        return Inventory(actors, len(groups), threads, free.get("GPU", 0.0), free.get("CPU", 0.0))
-
-    def has_nothing_beyond(self, other: Inventory) -> bool:
-        held = self.actors <= other.actors and self.groups <= other.groups and self.threads <= other.threads
-        return held and self.gpus >= other.gpus and self.cpus >= other.cpus
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Make sure that a test leaves no actor, placement group or thread behind, and no resource taken."""
-    parameters = request.node.callspec.params.values() if hasattr(request.node, "callspec") else ()
-    is_on_ray = "ray_session" in request.fixturenames or any(isinstance(value, str) and value == "local" for value in parameters)
-    if not is_on_ray and "make_pool" not in request.fixturenames:
-        yield
-        return
-    before = Inventory.take()
-    yield
-    assert poll(lambda: Inventory.take().has_nothing_beyond(before)), f"left behind: {Inventory.take()}, before: {before}"
-
-
-def strays() -> set[int]:
-    """Return what was started here, by whomever, and is neither Ray's own nor a worker: children of tasks, and their orphans."""
-    me = psutil.Process()
-    raylets = {child.pid for child in me.children() if child.name() == "raylet"}  # their children are workers, and Ray's own
-    found = set()
-    for process in psutil.process_iter():
-        try:
-            if process.pid == me.pid or process.ppid() in raylets or process.status() == psutil.STATUS_ZOMBIE:
-                continue
-            if process.environ().get(MARK) == str(me.pid) and not is_helper(process):
-                found.add(process.pid)
-        except psutil.Error:
-            continue
-    return found
-
-
-def groups_left() -> int:
-    """Return how many placement groups there are, those included that wait for resources."""
-    ray = sys.modules.get("ray")
-    if ray is None or not ray.is_initialized():
-        return 0
-    from ray.util import placement_group_table
-
-    return sum(group["state"] != "REMOVED" for group in placement_group_table().values())
-
-
-def files_left() -> list[Path]:
-    """Return raypool's temporary files; but for those in which a worker that was killed had just been writing a checkpoint."""
-    return [path for path in TEMPORARY.glob("raypool-*") if not path.name.startswith("raypool-fit-")]
-
-
-def is_helper(process: psutil.Process) -> bool:
-    """Whether a process belongs to Ray or to Python's own multiprocessing, and ends with its parent."""
-    words = " ".join(process.cmdline())
-    return any(name in words for name in ("resource_tracker", "/ray/", "raylet", "gcs_server"))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_process_or_file_is_left() -> Iterator[None]:
-    """Make sure that the tests of a file leave no process, be it a worker's child, no claim and no temporary file."""
-    before, groups = strays(), groups_left()
-    yield
-    if "raypool.folders" in sys.modules:  # what ran outside a pool has a folder as long as this process
-        sys.modules["raypool.folders"]._of_process.remove()
-    gc.collect()  # pools that were made for one call go with it, and their folders
-    assert poll(lambda: not strays() - before), [psutil.Process(pid).cmdline() for pid in strays() - before]
-    assert poll(lambda: groups_left() <= groups)
-    assert poll(lambda: not files_left()), files_left()
 
 
 # --- other processes --------------------------------------------------------------------------------------------------

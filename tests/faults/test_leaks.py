@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from raypool import ParallelPool, WorkerResources, parpool, report
-from tests.conftest import strays
+from tests.leaks import strays
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 

@@ -26,6 +26,7 @@ from raypool import CloudError, Profile
 from raypool.cloud.connect import host_and_port
 from raypool.cloud.dashboard import Dashboard
 from raypool.engine.ray_session import LOOPBACK_ONLY
+from tests.leaks import MARK, SHARED
 
 ROOT = Path(__file__).parents[2]
 
@@ -104,12 +105,12 @@ def run_head() -> Callable[..., contextlib.AbstractContextManager[Head]]:
 @contextlib.contextmanager
 def running(options: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> Iterator[Head]:
     mark = uuid.uuid4().hex
-    folder = Path(tempfile.mkdtemp(prefix="rp-", dir=os.environ["RAY_TMPDIR"]))  # Ray's sockets need short names
+    folder = Path(tempfile.mkdtemp(prefix="rp-", dir=SHARED))  # Ray's sockets need short names
     token_file = folder / "token"
     token_file.touch(mode=0o600)
     token_file.write_text(uuid.uuid4().hex * 2)
     port, dashboard, agent, client = free_ports(4)
-    env = {**os.environ, **(environment or {}), "RAYPOOL_TEST_PROCESS": mark, "RAY_AUTH_TOKEN_PATH": str(token_file)}
+    env = {**os.environ, **(environment or {}), MARK: mark, "RAY_AUTH_TOKEN_PATH": str(token_file)}
     options = {
         **options,
         "port": port,
@@ -141,7 +142,7 @@ def kill_all(mark: str) -> None:
     """Kill the processes of a node."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if process.environ().get("RAYPOOL_TEST_PROCESS") == mark:
+            if process.environ().get(MARK) == mark:
                 process.kill()
 
 
@@ -159,7 +160,7 @@ def second_node() -> Iterator[Callable[..., str]]:
 
     def start(head: Head, options: Mapping[str, Any]) -> str:
         mark = uuid.uuid4().hex
-        env = {**os.environ, **OPEN, "RAYPOOL_TEST_PROCESS": mark, "RAY_AUTH_TOKEN_PATH": str(head.token_file)}
+        env = {**os.environ, **OPEN, MARK: mark, "RAY_AUTH_TOKEN_PATH": str(head.token_file)}
         options = {**options, "address": head.address, "object-store-memory": 100_000_000}
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
         ray = subprocess.Popen(

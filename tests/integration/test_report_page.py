@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from raypool import Results, parpool, report
-from tests.conftest import poll as eventually
 from tests.integration import browser as browsers
 from tests.integration.browser import complaints, requests
 from tests.integration.test_live_view import run_cells
+from tests.leaks import poll as eventually
 
 pytestmark = pytest.mark.slow
 

@@ -164,7 +164,7 @@ def test_nor_is_that_overwritten_which_the_setup_has_read_only(script: dict[str,
         lambda: SCRIPT,
         Data,
     ],
-    ids=str,
+    ids=["array", "dict", "Data", "float", "nan", "function of C", "module", "lambda", "class"],  # equal in each process
 )
 def test_what_is_unchanged_is_known_again(script: dict[str, Any], value: Any) -> None:
     script["model"] = value

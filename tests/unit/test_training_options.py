@@ -82,7 +82,7 @@ WRONG_TYPES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "message"), WRONG_VALUES, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(("fields", "message"), WRONG_VALUES, ids=lambda value: str(value).partition(" at 0x")[0][:40])
 def test_values_that_cannot_work_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidValueError, match=message):
         TrainingOptions(**fields)
