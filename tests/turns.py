@@ -1,7 +1,7 @@
 """Which process runs which tests, where pytest-xdist runs them in several: `make test` has two.
 
-The tests of a file stay together, for the sake of what they share. Files whose tests need much of a machine take turns: one process
-has them all, one after the other. What takes long comes first, so that all processes end at about the same time.
+The tests of a file stay together, for the sake of what they share. Files whose tests need much of a machine take turns: one
+process has them all, one after the other. What takes long comes first, so that all processes end at about the same time.
 """
 
 from __future__ import annotations
