@@ -27,8 +27,11 @@ TAKE_TURNS = {
     "tests/faults/test_leaks.py",
 }
 
+FIRST = ("tests/notebooks/", "tests/property/")
+"""Folders of single files that take minutes, among the long tests."""
+
 LAST = ("tests/unit/", "raypool/")
-"""Folders of files that take a few seconds at most."""
+"""Folders of files that take seconds."""
 
 
 def file_of(nodeid: str) -> str:
@@ -38,7 +41,7 @@ def file_of(nodeid: str) -> str:
 def rank(nodeid: str) -> int:
     """Return when a test has its turn: the lower, the sooner."""
     file = file_of(nodeid)
-    return 0 if file in TAKE_TURNS else 2 if file.startswith(LAST) else 1
+    return 0 if file in TAKE_TURNS else 1 if file.startswith(FIRST) else 3 if file.startswith(LAST) else 2
 
 
 class Turns(LoadScopeScheduling):

@@ -186,8 +186,11 @@ def second_node() -> Iterator[Callable[..., str]]:
 def free_ports(number: int) -> list[int]:
     """Return ports that nobody listens at: none of those that Ray gives to workers, or this system to whoever connects."""
     ports: list[int] = []
+    mine = (
+        int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 10
+    )  # what another process has chosen is not open yet
     while len(ports) < number:
-        port = random.randrange(3000, 10_000)
+        port = random.randrange(3000 + mine, 10_000, 10)
         with socket.socket() as probe:
             if port not in ports and probe.connect_ex(("127.0.0.1", port)) != 0:
                 ports.append(port)
