@@ -377,7 +377,7 @@ def test_a_machine_that_runs_out_of_memory(pool: ParallelPool, run_python: Calla
     machine = psutil.virtual_memory()
     if machine.available < 6e9:
         pytest.skip("needs 6 GB of memory")
-    enough = (machine.total - machine.available + 2.5e9) / machine.total
+    enough = (machine.total - machine.available + 3.5e9) / machine.total  # tests in the other process may take some of it
     done = run_python(
         """
         import time
