@@ -214,13 +214,13 @@ def by_value(request: pytest.FixtureRequest) -> None:
 class Started:
     """A Python process that a test has started, and everything that it has started in turn."""
 
-    def __init__(self, code: str, env: dict[str, str]) -> None:
+    def __init__(self, code: str, env: dict[str, str], stdin: int = subprocess.DEVNULL) -> None:
         self.mark = uuid.uuid4().hex
         clean = {name: value for name, value in os.environ.items() if name not in ENVIRONMENT}
         self.process = subprocess.Popen(
             [sys.executable, "-W", "error", "-c", textwrap.dedent(code)],
             env={**clean, **env, MARK: self.mark},
-            stdin=subprocess.DEVNULL,
+            stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

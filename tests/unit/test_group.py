@@ -5,12 +5,16 @@ Each test is a program of its own, which forks its ranks: what they change is th
 
 from __future__ import annotations
 
+import json
+import select
+import subprocess
 import textwrap
-from collections.abc import Callable
-from subprocess import CompletedProcess
-from typing import Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
+
+from tests.conftest import Started
 
 PRELUDE = """
 import multiprocessing, os, signal, sys, threading, time, traceback, warnings
@@ -84,12 +88,40 @@ def run(size, fn):
 """
 
 
+FORGE = """
+import json
+
+for line in sys.stdin:
+    code, said = json.loads(line)
+    if os.fork() == 0:
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT), 1)
+        os.dup2(1, 2)
+        exec(code)
+        break  # it ends as any program does
+    print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def forge() -> Iterator[Started]:
+    """Start what the programs are forked from: torch, which takes seconds to import, is there already."""
+    forge = Started(PRELUDE + FORGE, {}, stdin=subprocess.PIPE)
+    yield forge
+    forge.process.stdin.close()
+    forge.clean_up()
+
+
 @pytest.fixture
-def ranks(run_python: Callable[..., CompletedProcess[str]]) -> Callable[[str], Any]:
+def ranks(forge: Started, tmp_path: Path) -> Callable[[str], None]:
     """Run a program after the prelude: `run(size, fn)` calls `fn(rank, size, way)` in a process for each rank."""
 
-    def start(code: str, **env: str) -> Any:
-        return run_python(PRELUDE + textwrap.dedent(code), **env)
+    def start(code: str) -> None:
+        said = tmp_path / "said"
+        print(json.dumps([textwrap.dedent(code), str(said)]), file=forge.process.stdin, flush=True)
+        has_ended = select.select([forge.process.stdout], [], [], 90)[0]
+        status = forge.process.stdout.readline() if has_ended else "none within 90 s"
+        assert status == "0\n", f"exit status {status}\n{said.read_text()}"
 
     return start
 
@@ -342,3 +374,9 @@ def test_a_context_outside_a_pool_has_a_group_of_its_own(ranks) -> None:
 
         assert run(2, rank_does) == [(1, 3)] * 2
     """)
+
+
+def test_a_program_that_fails_is_seen_and_the_next_one_runs(ranks) -> None:
+    with pytest.raises(AssertionError, match=r"exit status 1(?s:.)*ZeroDivisionError"):
+        ranks("run(1, lambda rank, size, way: None) and 1 / 0")
+    ranks("sys.exit(0)")
