@@ -7,6 +7,7 @@ Several such processes may run on one machine, those of pytest-xdist among them.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import os
 import shutil
@@ -48,7 +49,19 @@ TEMPORARY = make_own_folder()
 
 os.environ["TMPDIR"] = os.environ["RAY_TMPDIR"] = str(TEMPORARY)
 tempfile.tempdir = None  # it is asked for anew
-atexit.register(shutil.rmtree, TEMPORARY, ignore_errors=True)
+
+
+def leave_nothing() -> None:
+    """Remove the folder; the process that has started all others also ends what those have left that died before their time."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.pid != os.getpid() and Path(process.environ().get("TMPDIR", "/")).is_relative_to(TEMPORARY):
+                    process.kill()
+    shutil.rmtree(TEMPORARY, ignore_errors=True)
+
+
+atexit.register(leave_nothing)
 
 FAREWELL = "raypool-farewell"
 """A thread that closes the connections of groups that have ended, after two seconds: one at most, however many groups."""

@@ -8,7 +8,9 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
 from tests.turns import FIRST, LAST, TAKE_TURNS
@@ -51,10 +53,11 @@ def test_it_leaves_a_file():
     Path("folders", os.environ["RAYPOOL_TEST_PROCESS"]).write_text(tempfile.gettempdir())
 """,
     "test_end": """
-import os
+import os, subprocess
 from pathlib import Path
 
 def test_it_ends_its_process():
+    Path("pid").write_text(str(subprocess.Popen(["sleep", "100"], start_new_session=True).pid))
     with Path("ends").open("a") as file:
         file.write("once ")
     os._exit(3)
@@ -111,12 +114,15 @@ def test_what_is_left_is_found_by_whose_it_is(run_pytest: Run, tmp_path: Path) -
     assert not Path(folder.read_text()).exists(), "its temporary files go with it"
 
 
-def test_a_test_that_ends_its_process_is_not_repeated_and_the_others_run(run_pytest: Run, tmp_path: Path) -> None:
+def test_a_test_that_ends_its_process_is_not_repeated_and_the_others_run(
+    run_pytest: Run, tmp_path: Path, eventually: Any
+) -> None:
     said = run_pytest("test_end.py")
     assert "FAILED test_end.py::test_it_ends_its_process" in said
     assert "1 failed, 1 passed" in said
     assert (tmp_path / "ends").read_text() == "once "
     assert (tmp_path / "next").exists()
+    assert eventually(lambda: not psutil.pid_exists(int((tmp_path / "pid").read_text()))), "what it has started goes at the end"
 
 
 def test_the_time_limit_holds_in_all_processes(run_pytest: Run) -> None:
