@@ -18,6 +18,7 @@ from raypool.devices.cores import usable_cpus
 from raypool.devices.gpus import Inventory
 from raypool.devices.visible import visible_gpus
 from raypool.engine.quiet_import import import_ray
+from raypool.engine.ray_helpers import without_helpers
 from raypool.errors import StartupError
 from raypool.profiles import CLIENT, LOOPBACK, Profile
 
@@ -271,7 +272,8 @@ def _connect(ray: Any, address: str | None, inventory: Inventory | None, shipped
         else:
             num_gpus = None if inventory is None else len(visible_gpus(os.environ, inventory.devices()))
             own = {"address": "local", "num_cpus": usable_cpus(), "num_gpus": num_gpus, "include_dashboard": False}
-            _init_kept(ray, {**own, **options})
+            with without_helpers():
+                _init_kept(ray, {**own, **options})
             _hush(ray)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise connect.not_started(address, error) from error

@@ -96,6 +96,12 @@ def first(run_python: Run, home: Path) -> tuple[dict[str, Any], subprocess.Compl
         facts["workers"] = [(worker.index, worker.gpu) for worker in pool.workers]
         facts["niceness"] = sorted(set(pool.parfor(talk, range(8))))
         facts["listeners"] = listeners()
+        facts["commands"] = [" ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)]
+        try:
+            import ray.util.state
+            ray.util.state.list_actors()
+        except Exception as error:
+            facts["asked the dashboard"] = type(error).__name__
         facts["auth"] = [os.environ["RAY_AUTH_MODE"], pool.parfeval(os.environ.get, "RAY_AUTH_MODE").result()]
         facts["owner"] = ask_as_stranger()
         facts["stranger"] = ask_as_stranger(RAY_AUTH_MODE="disabled")
@@ -145,6 +151,15 @@ def test_all_ports_are_on_the_loopback(first: Any) -> None:
     assert len(listeners) >= 4, "the test has not seen Ray's ports"
     assert {name for name, _, _ in listeners} >= {"gcs_server", "raylet"}
     assert [entry for entry in listeners if not is_loopback(entry[1])] == []
+
+
+def test_no_process_runs_that_has_nothing_to_do(first: Any) -> None:
+    """No dashboard, nothing that scales, nobody who reads logs; and who asks the dashboard is told so, not kept waiting."""
+    facts, _ = first
+    said = "\n".join(facts["commands"])
+    assert "gcs_server" in said, "the test has not seen Ray's processes"
+    assert [name for name in ("dashboard.py", "monitor.py", "log_monitor.py") if name in said] == []
+    assert facts["asked the dashboard"] == "ServerUnavailable"
 
 
 def test_who_has_no_token_is_refused(first: Any) -> None:

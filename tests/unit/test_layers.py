@@ -67,6 +67,7 @@ RAY_MAY_STAND_IN = {
     "engine.ray_backend",
     "engine.ray_calls",
     "engine.ray_failures",
+    "engine.ray_helpers",
     "engine.ray_nodes",
     "engine.ray_session",
     "engine.ray_values",

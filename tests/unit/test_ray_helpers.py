@@ -1,0 +1,33 @@
+"""Ray without the processes that have nothing to do; with them where this Ray cannot leave them out."""
+
+from __future__ import annotations
+
+import pytest
+
+from raypool.engine.ray_helpers import SWITCHES, without_helpers
+
+node = pytest.importorskip("ray._private.node")
+parameter = pytest.importorskip("ray._private.parameter")
+
+
+def test_everything_is_as_before_afterwards() -> None:
+    before = node.Node.start_api_server, parameter.RayParams
+    with without_helpers():
+        settings = parameter.RayParams()
+        assert {name: getattr(settings, name) for name in SWITCHES} == SWITCHES
+        assert node.Node.start_api_server is not before[0]
+    assert (node.Node.start_api_server, parameter.RayParams) == before
+
+
+def test_a_ray_without_these_switches_starts_as_it_does_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parameter, "RayParams", lambda include_dashboard: None)
+    before = node.Node.start_api_server, parameter.RayParams
+    with without_helpers():
+        assert (node.Node.start_api_server, parameter.RayParams) == before
+
+
+def test_a_ray_without_that_server_starts_as_it_does_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(node.Node, "start_api_server")
+    before = parameter.RayParams
+    with without_helpers():
+        assert parameter.RayParams is before
