@@ -72,6 +72,25 @@ def in_turns(parties, rounds=5, warm_ups=1):
     return values
 
 
+def in_turns_within(budget_s, parties, rounds=5, slow_s=60.0, clock=time.monotonic):
+    """Do as `in_turns`, without warm-ups, in `budget_s` [s] unless the first round alone takes longer.
+
+    Who has taken more than `slow_s` [s] has that one turn only; and nobody has one that would not end in time. What somebody has
+    belongs to the first rounds, so ratios are taken with as many of the others' values.
+    """
+    values = {name: [] for name in parties}
+    took_s = {}
+    ends = clock() + budget_s
+    for number in range(rounds):
+        for name, measure in parties.items():
+            started = clock()
+            is_left_out = number > 0 and (took_s[name] > slow_s or started + took_s[name] > ends or len(values[name]) < number)
+            if not is_left_out:
+                values[name].append(measure())
+                took_s[name] = clock() - started
+    return values
+
+
 def timed(call, per=1):
     """Return a function that measures a call [us], divided by the number of things that it does."""
 

@@ -115,7 +115,8 @@ def _matrices(lines):
         found = {(line.against, line.what): line for line in inside}
         against = list(dict.fromkeys(line.against for line in inside))
         ours = ["raypool", *(_spread(*_ours(inside, what)) for what in whats)]
-        rows = [[name, *(_times(found.get((name, what))) for what in whats)] for name in against]
+        notes = {line.against: f" ({line.note})" for line in inside if line.note}
+        rows = [[name + notes.get(name, ""), *(_times(found.get((name, what))) for what in whats)] for name in against]
         parts += [*_markdown((area, *whats), [ours, *rows]), ""]
     return parts[:-1]
 

@@ -65,6 +65,22 @@ def test_who_loses_answers_is_found(benchmark_of: Any) -> None:
         contest.contest(parties, [contest.Workload("same", lambda x: x, {"unordered": [1, 2]})])
 
 
+def test_turns_end_in_time_and_who_is_slow_has_one(benchmark_of: Any) -> None:
+    now = 0.0
+
+    def takes(seconds: float) -> Callable[[], float]:
+        def measure() -> float:
+            nonlocal now
+            now += seconds
+            return now
+
+        return measure
+
+    parties = {"quick": takes(10), "middling": takes(20), "slow": takes(61)}
+    runs = benchmark_of("measuring").in_turns_within(170, parties, rounds=5, clock=lambda: now)
+    assert runs == {"quick": [10, 101, 131, 161], "middling": [30, 121, 151], "slow": [91]}
+
+
 def test_the_page_has_what_is_on_record(benchmark_of: Any, records: Any, tmp_path: Path) -> None:
     line, machine = benchmark_of("measuring").Line, benchmark_of("machine").machine()
     lost = line("cancel", "a loop", "20 ms", "us", [30_000.0, 20_000.0, 40_000.0], target=20_000.0, reason="It waits.")
@@ -72,7 +88,8 @@ def test_the_page_has_what_is_on_record(benchmark_of: Any, records: Any, tmp_pat
     records.keep("cancel", "Cancelling", "What it costs.", [lost, won], machine, 12.0)
     peer = line("at once", "1 ms", "Ray", "us", [10.0], [25.0], is_speedup=True)
     behind = line("at once", "1 ms", "loky", "us", [10.0], [5.0], is_speedup=True)
-    records.keep("peers", "Peers", "Side by side.", [peer, behind], machine, 100.0)
+    slow = line("at once", "1 ms", "Tune", "us", [10.0], [30.0], is_speedup=True, note="turns: 1")
+    records.keep("peers", "Peers", "Side by side.", [peer, behind, slow], machine, 100.0)
 
     assert records.kept("cancel")["lines"] == [lost, won]
     assert json.loads((tmp_path / "cancel.json").read_text())["lines"][0]["values"] == [30_000.0, 20_000.0, 40_000.0]
@@ -86,7 +103,7 @@ def test_the_page_has_what_is_on_record(benchmark_of: Any, records: Any, tmp_pat
     assert "| cancel: a loop (3 rounds) | 30 ms (20-40) | 20 ms |  |  | at most 20 ms | MISSED |" in page
     assert "| cancel: a sleep | 10 us | ray.kill | 100 us | 10 x faster | at least 5 x | met |" in page
     assert page.index("## Peers") < page.index("## Cancelling")
-    assert "| at once | 1 ms |\n| --- | --- |\n| raypool | 10 us |\n| Ray | 2.5 x |" in page
+    assert "| at once | 1 ms |\n| --- | --- |\n| raypool | 10 us |\n| Ray | 2.5 x |\n| loky | **0.5 x** |\n| Tune (turns: 1) | 3 x |" in page
 
     picture = (tmp_path / "peers.svg").read_bytes()
     assert b"loky" in picture
