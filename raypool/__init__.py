@@ -9,62 +9,61 @@
 import importlib
 import typing
 
-from raypool.engine.backend import WorkerInfo
-from raypool.errors import (
-    CloudError,
-    CollectiveError,
-    CompositeError,
-    InternalError,
-    InvalidTypeError,
-    InvalidValueError,
-    JournalError,
-    LossReason,
-    PoolBrokenError,
-    PoolClosedError,
-    QueueClosedError,
-    RaypoolError,
-    RemoteTraceback,
-    ResourceError,
-    SerializationError,
-    SpmdError,
-    StartupError,
-    TaskCancelled,
-    TaskError,
-    TaskTimeoutError,
-    TrainingError,
-    WorkerLostError,
-)
-from raypool.futures import Future
-from raypool.partition import PoolPart
-from raypool.pool import ParallelPool, Statistics, fit, gcp, parpool
-from raypool.profiles import Profile
-from raypool.queue_home import Listener
-from raypool.queues import DataQueue
-from raypool.reports import report
-from raypool.resources import WorkerResources
-from raypool.results import Results
-from raypool.shared import Constant
-from raypool.store import ValueStore
-from raypool.task import CurrentTask, current_task
-from raypool.tls import Tls
-from raypool.view import PoolView
-from raypool.waiting import after_all, after_each, fetch_next, fetch_outputs, wait
-
 if typing.TYPE_CHECKING:
     from raypool.batches import batch, find_job
     from raypool.checkpoint import load_checkpoint, save_checkpoint
     from raypool.devices.hand import as_device, copy_to, cpu, gpu
+    from raypool.engine.backend import WorkerInfo
     from raypool.engine.machine import gpu_device_count, gpu_device_table
+    from raypool.errors import (
+        CloudError,
+        CollectiveError,
+        CompositeError,
+        InternalError,
+        InvalidTypeError,
+        InvalidValueError,
+        JournalError,
+        LossReason,
+        PoolBrokenError,
+        PoolClosedError,
+        QueueClosedError,
+        RaypoolError,
+        RemoteTraceback,
+        ResourceError,
+        SerializationError,
+        SpmdError,
+        StartupError,
+        TaskCancelled,
+        TaskError,
+        TaskTimeoutError,
+        TrainingError,
+        WorkerLostError,
+    )
+    from raypool.futures import Future
     from raypool.interop.joblib import register_joblib
     from raypool.job import Job
     from raypool.journal.reading import load_results
     from raypool.metric_buffer import MetricBuffer
+    from raypool.partition import PoolPart
+    from raypool.pool import ParallelPool, Statistics, fit, gcp, parpool
+    from raypool.profiles import Profile
+    from raypool.queue_home import Listener
+    from raypool.queues import DataQueue
+    from raypool.reports import report
+    from raypool.resources import WorkerResources
+    from raypool.results import Results
+    from raypool.shared import Constant
     from raypool.spmd.composite import Composite
     from raypool.spmd.context import SpmdContext
+    from raypool.store import ValueStore
+    from raypool.task import CurrentTask, current_task
+    from raypool.tls import Tls
     from raypool.train.options import TrainingOptions
     from raypool.train.run import TrainingRun
     from raypool.train.runs import RunOptions, TrainingResult
     from raypool.train.scaling import ScalingReport, scaling_report
+    from raypool.view import PoolView
+    from raypool.waiting import after_all, after_each, fetch_next, fetch_outputs, wait
 
 __version__ = "0.1.0"
 
@@ -141,34 +140,88 @@ __all__ = [
 ]
 
 
-_LAZY = {
+_HOMES = {
+    "CloudError": "raypool.errors",
+    "CollectiveError": "raypool.errors",
     "Composite": "raypool.spmd.composite",
+    "CompositeError": "raypool.errors",
+    "Constant": "raypool.shared",
+    "CurrentTask": "raypool.task",
+    "DataQueue": "raypool.queues",
+    "Future": "raypool.futures",
+    "InternalError": "raypool.errors",
+    "InvalidTypeError": "raypool.errors",
+    "InvalidValueError": "raypool.errors",
     "Job": "raypool.job",
+    "JournalError": "raypool.errors",
+    "Listener": "raypool.queue_home",
+    "LossReason": "raypool.errors",
     "MetricBuffer": "raypool.metric_buffer",
+    "ParallelPool": "raypool.pool",
+    "PoolBrokenError": "raypool.errors",
+    "PoolClosedError": "raypool.errors",
+    "PoolPart": "raypool.partition",
+    "PoolView": "raypool.view",
+    "Profile": "raypool.profiles",
+    "QueueClosedError": "raypool.errors",
+    "RaypoolError": "raypool.errors",
+    "RemoteTraceback": "raypool.errors",
+    "ResourceError": "raypool.errors",
+    "Results": "raypool.results",
     "RunOptions": "raypool.train.runs",
     "ScalingReport": "raypool.train.scaling",
+    "SerializationError": "raypool.errors",
     "SpmdContext": "raypool.spmd.context",
+    "SpmdError": "raypool.errors",
+    "StartupError": "raypool.errors",
+    "Statistics": "raypool.pool",
+    "TaskCancelled": "raypool.errors",
+    "TaskError": "raypool.errors",
+    "TaskTimeoutError": "raypool.errors",
+    "Tls": "raypool.tls",
+    "TrainingError": "raypool.errors",
     "TrainingOptions": "raypool.train.options",
     "TrainingResult": "raypool.train.runs",
     "TrainingRun": "raypool.train.run",
+    "ValueStore": "raypool.store",
+    "WorkerInfo": "raypool.engine.backend",
+    "WorkerLostError": "raypool.errors",
+    "WorkerResources": "raypool.resources",
+    "after_all": "raypool.waiting",
+    "after_each": "raypool.waiting",
     "as_device": "raypool.devices.hand",
     "batch": "raypool.batches",
     "copy_to": "raypool.devices.hand",
     "cpu": "raypool.devices.hand",
+    "current_task": "raypool.task",
+    "fetch_next": "raypool.waiting",
+    "fetch_outputs": "raypool.waiting",
     "find_job": "raypool.batches",
+    "fit": "raypool.pool",
+    "gcp": "raypool.pool",
     "gpu": "raypool.devices.hand",
     "gpu_device_count": "raypool.engine.machine",
     "gpu_device_table": "raypool.engine.machine",
     "load_checkpoint": "raypool.checkpoint",
     "load_results": "raypool.journal.reading",
+    "parpool": "raypool.pool",
     "register_joblib": "raypool.interop.joblib",
+    "report": "raypool.reports",
     "save_checkpoint": "raypool.checkpoint",
     "scaling_report": "raypool.train.scaling",
+    "wait": "raypool.waiting",
 }
-"""What only some need is imported when they ask for it: all else should not wait for it."""
+"""Where each name is from. It is imported when somebody asks for it: each process of a pool begins with `import raypool`, and
+those of workers need little of what a driver needs.
+"""
 
 
 def __getattr__(name: str) -> typing.Any:
-    if name in _LAZY:
-        return getattr(importlib.import_module(_LAZY[name]), name)
+    if name in _HOMES:
+        value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+        return value
     raise AttributeError(f"module 'raypool' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -164,6 +164,13 @@ def test_importing_raypool_imports_nothing_heavy() -> None:
     assert done.stdout.strip() == "[]"
 
 
+def test_a_worker_does_without_what_a_driver_needs() -> None:
+    """Each process of a pool waits for its imports."""
+    code = "import sys, raypool.engine.worker; print(sorted({'raypool.pool', 'raypool.core.scheduler'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "[]"
+
+
 def test_files_fit_into_one_sitting() -> None:
     long = {path.name: count for path in PACKAGE.rglob("*.py") if (count := len(path.read_text().splitlines())) > 400}
     assert not long, "over 400 lines: two rooms?"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 import tomllib
@@ -19,6 +20,14 @@ def test_all_is_sorted_and_complete() -> None:
     assert [name for name in public if name not in raypool.__all__] == []
     assert all(hasattr(raypool, name) for name in raypool.__all__)  # some are imported only now
     assert raypool.__all__ == sorted(raypool.__all__, key=lambda name: (name[0].islower(), name))
+
+
+def test_a_name_is_the_same_for_type_checkers_and_when_it_runs() -> None:
+    (seen,) = (node for node in ast.parse(Path(raypool.__file__).read_text()).body if isinstance(node, ast.If))
+    imports = [node for node in seen.body if isinstance(node, ast.ImportFrom)]
+    assert {alias.name: node.module for node in imports for alias in node.names} == raypool._HOMES
+    assert sorted(raypool._HOMES) == sorted(raypool.__all__)
+    assert {*raypool.__all__} <= {*dir(raypool)}
 
 
 @pytest.mark.parametrize("name", raypool.__all__)
