@@ -6,6 +6,7 @@ import concurrent.futures
 import functools
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures._base import CANCELLED as IS_CANCELLED  # the states have no public names
 from concurrent.futures._base import CANCELLED_AND_NOTIFIED, FINISHED, PENDING, RUNNING
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, Protocol, T
 
 from raypool.errors import InvalidTypeError, InvalidValueError, TaskCancelled
 from raypool.feed import Feed
+from raypool.lean_future import LeanFuture
 from raypool.reasons import CANCELLED, reason_of
 from raypool.task import in_task
 
@@ -74,7 +76,7 @@ class Owner(Protocol):
         """Whether this code runs in the thread that does it: waiting here would be for ever."""
 
 
-class Future(concurrent.futures.Future[T], Generic[T]):
+class Future(LeanFuture[T], Generic[T]):
     """The handle of one task: a `concurrent.futures.Future` with the task's own story beside its result.
 
     `concurrent.futures.wait` and `as_completed`, `asyncio.wrap_future` and `add_done_callback` take it as it is. Its callbacks
@@ -86,7 +88,6 @@ class Future(concurrent.futures.Future[T], Generic[T]):
         name: What the caller named the work, or the function's name.
         worker: The number of the worker that ran it last, None before.
         attempts: How often it was started; above 1 only after a worker was lost or by `retry_on`.
-        submitted_at: When it was handed in.
         started_at: When its (last) run began, None before.
         finished_at: When it ended, None before.
         stop_requested: Whether `request_stop` was called.
@@ -98,12 +99,34 @@ class Future(concurrent.futures.Future[T], Generic[T]):
         read: Whether `fetch_next` or `fetch_outputs` has delivered it.
     """
 
+    __slots__ = (
+        "_is_notified",
+        "_submitted_at",
+        "_unopened",
+        "attempts",
+        "catch_up",
+        "duration_s",
+        "feed",
+        "finished_at",
+        "name",
+        "on_ask",
+        "owners",
+        "peak_memory_bytes",
+        "read",
+        "started_at",
+        "stop_requested",
+        "task_id",
+        "whole",
+        "worker",
+        "worker_replaced",
+    )
+
     def __init__(self, name: str, on_ask: Callable[[Future[T]], object] | None = None) -> None:
         super().__init__()
         self.name = name
         self.worker: int | None = None
         self.attempts = 0
-        self.submitted_at = datetime.now(UTC)
+        self._submitted_at = time.time()
         self.started_at: datetime | None = None
         self.finished_at: datetime | None = None
         self.read = False
@@ -119,6 +142,11 @@ class Future(concurrent.futures.Future[T], Generic[T]):
         self.catch_up: Callable[[], Feed | None] | None = None  # likewise: waits for what it said before it ended
         self.whole: Future[Any] | None = None  # likewise: what this is only a part of, and what is shown instead
         self._is_notified = False
+
+    @property
+    def submitted_at(self) -> datetime:
+        """When it was handed in."""
+        return datetime.fromtimestamp(self._submitted_at, UTC)
 
     @property
     def state(self) -> str:

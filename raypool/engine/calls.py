@@ -64,7 +64,7 @@ def _hand_in(engine: Engine, work: CallWork, options: Options, where: Where) -> 
     driver = engine.driver
 
     def make_spec(task_id: int) -> TaskSpec:
-        future.task_id, future.on_ask, future.owners = task_id, driver.ask_call, (driver,)
+        future.task_id, future.on_ask, future.owners = task_id, driver.ask_call, driver.as_owner
         return TaskSpec(
             task_id,
             function.fn_id,

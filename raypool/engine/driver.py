@@ -60,7 +60,7 @@ class Driver:
         self._drainer: int | None = None  # the thread that has it
         self._timers = Timers(lambda timer: is_of_use(timer, scheduler))
         self._in_flight = InFlight()
-        self.ask_call = self._ask_call  # bound once: every queued future holds it
+        self.ask_call, self.as_owner = self._ask_call, (self,)  # made once: every queued future holds them
         self._stopping: dict[int, list[Future[Any]]] = {}  # by attempt: cancelled while it ran
         self._answer: dict[int, list[tuple[Slice, SliceResult]]] = {}  # the one at hand, by task
         self._speaker: WorkerInfo = NOBODY  # the worker that the event at hand is about
@@ -219,7 +219,6 @@ class Driver:
 
     def _note_submitted(self, event: m.TaskSubmitted, work: Work) -> None:
         self.works[event.spec.task_id] = work
-        self._hub.watch(event.spec.task_id, work.holder)
 
     def _info_of(self, worker_id: int) -> WorkerInfo:
         worker = self.scheduler.crew.workers.get(worker_id)
@@ -359,6 +358,7 @@ class Driver:
             else:
                 try:
                     parts.append(work.part(piece, self._backend.pack))
+                    self._hub.watch(piece.task_id, work.holder)  # not before: what waits says nothing, and is much
                     functions[work.function.fn_id] = work.function
                 except Exception as error:  # also a full object store, or a Ray that has ended
                     known = all_failed(piece.start, piece.stop, verdicts.unsent(work.describe(piece), error))

@@ -245,7 +245,7 @@ def _pickled_by_name(value: Any) -> bytes | None:
         args, kwargs = value[0]
         if type(args) is tuple and not kwargs and PLAIN.issuperset(map(type, args)):
             quick = pickle.dumps(value, protocol=5)
-            return quick if len(quick) < INLINE_BYTES else None
+            return bytes(memoryview(quick)) if len(quick) < INLINE_BYTES else None  # a pickle lies in a block for larger ones
     return None
 
 

@@ -76,6 +76,8 @@ def described(failure: Failure, label: str, piece: Slice, worker: WorkerInfo) ->
 class CallWork:
     """A single call; its outcome is a future."""
 
+    __slots__ = ("_call", "_retry_on", "checkpoints", "function", "future")
+
     def __init__(self, function: Function, call: Any, future: Future[Any], retry_on: tuple[type[BaseException], ...]) -> None:
         self.function = function
         self.future = future

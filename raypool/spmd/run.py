@@ -289,7 +289,7 @@ def submit_gang(  # noqa: PLR0913, PLR0917 - a call, and how it is treated
     future = work.future
 
     def make_spec(task_id: int) -> TaskSpec:
-        future.task_id, future.on_ask, future.owners = task_id, engine.driver.ask_call, (engine.driver,)
+        future.task_id, future.on_ask, future.owners = task_id, engine.driver.ask_call, engine.driver.as_owner
         return TaskSpec(
             task_id,
             function.fn_id,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import tracemalloc
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -144,3 +145,25 @@ def test_an_error_that_is_false_is_an_error(pool: ParallelPool) -> None:
         pool.parfor(lambda _: hollow(), range(2))
     results = pool.parfor(lambda _: hollow(), range(2), on_error="collect")
     assert [type(error) for error in results.errors.values()] == [Hollow, Hollow]
+
+
+@pytest.mark.parametrize(("make_pool", "most"), [("threads", 1_536), ("local", 1_024)], indirect=["make_pool"])
+def test_calls_that_wait_take_little(pool: ParallelPool, most: int, make_gate: Any) -> None:
+    """A hundred thousand of them are to stand in a queue; in this process each has a function of its own, too [bytes]."""
+    count, gate = 2_000, make_gate()
+    busy = [pool.submit(gate.wait) for _ in range(pool.num_workers)]
+    first = [pool.submit(abs, -1) for _ in range(10)]
+    pool._engine.driver.barrier()
+    gc.collect()
+    tracemalloc.start()
+    try:
+        futures = [pool.submit(abs, -number) for number in range(1_000, 1_000 + count)]
+        pool._engine.driver.barrier()
+        gc.collect()
+        each = tracemalloc.get_traced_memory()[0] / count
+    finally:
+        tracemalloc.stop()
+        gate.open()
+    assert each < most
+    assert [future.result(60) for future in futures] == list(range(1_000, 1_000 + count))
+    assert [future.result(60) for future in [*busy, *first]][-1] == 1

@@ -53,7 +53,7 @@ LAYERS = [
     ["resources", "labels", "tls"],
     ["left_globals"],
     ["reports", "feed", "futures", "task", "queues", "queue_away", "queue_home", "store", "engine.exchange", "folders"],
-    ["core", "reasons"],
+    ["core", "reasons", "lean_future"],
     ["devices"],
     ["errors", "extras", "tables"],
 ]
