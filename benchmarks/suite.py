@@ -8,6 +8,10 @@ SUITE = {
     "peers_data": "Beside the peers: large data",
     "sweep": "A real sweep",
     "peers_start": "Beside the peers: beginning and end",
+    "peers_setup": "Beside the peers: expensive set-up",
+    "peers_faults": "Beside the peers: cancelled, killed, without end",
+    "many": "Beside the peers: calls that wait",
+    "memory": "What stays in memory",
     "start": "Until something runs",
     "parfor": "An item of a loop",
     "futures": "A future",
@@ -59,5 +63,7 @@ ON_RAY = frozenset(
 ON_GPU = "gpu"
 """By itself, on a machine that has one."""
 
-MATRICES = frozenset({"peers", "sweep", "peers_long", "peers_data", "peers_start", "launchers"})
+MATRICES = frozenset(
+    {"peers", "sweep", "peers_long", "peers_data", "peers_start", "peers_setup", "peers_faults", "many", "launchers"}
+)
 """Those of many systems: the page has a row for each of these, and no row for each line."""

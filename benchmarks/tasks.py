@@ -1,7 +1,10 @@
 """What the workers run: importable functions, so that every pool sends a name and no pool sends code."""
 
+import os
 import queue
 import time
+import uuid
+from pathlib import Path
 
 import numpy as np
 
@@ -128,3 +131,36 @@ class Sender:
     def put_many(self, messages, count):
         """Put them."""
         put_many(messages, count)
+
+
+def wait_for(path):
+    """Return when there is a file."""
+    while not Path(path).exists():
+        time.sleep(0.01)
+
+
+def begin_and_rest(path, seconds):
+    """Say in a file which process this is, and sleep; who finds the file returns at once."""
+    try:
+        with open(path, "x") as file:  # noqa: PTH123
+            file.write(f"{os.getpid()}\n")
+    except FileExistsError:
+        return "again"
+    time.sleep(seconds)
+    return "once"
+
+
+MODEL = None
+
+
+def build_model(folder, seconds, num_bytes):
+    """Make what is expensive to make, for all that this process runs; leave a file for each time."""
+    global MODEL
+    Path(folder, uuid.uuid4().hex).touch()
+    time.sleep(seconds)
+    MODEL = np.arange(num_bytes // 8)
+
+
+def use_model(number):
+    """Look something up in the model."""
+    return int(MODEL[number])

@@ -185,6 +185,100 @@ def test_each_benchmark_is_there_and_says_what_it_measures(benchmark_of: Any) ->
     assert all(records.described_by(name) for name in files)
 
 
+class Liar:
+    """A system that says of each call what it is told to say; a long call is a process that sleeps."""
+
+    def __init__(self, says: Any) -> None:
+        self.says = says
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def submit(self, fn: Callable[..., Any], *args: Any) -> Callable[..., Any]:
+        if fn is abs:
+            return lambda: fn(*args)
+        path, seconds = args
+        self.processes.append(subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({seconds})"]))
+        Path(path).write_text(f"{self.processes[-1].pid}\n")
+        return lambda: self.says
+
+    def result(self, call: Callable[..., Any], timeout: float | None = None) -> Any:
+        return call()
+
+    def stop(self, call: Callable[..., Any]) -> None:
+        self.processes[-1].kill()
+
+    def renew(self) -> None:
+        pass
+
+
+def test_what_becomes_of_a_call_whose_worker_was_killed_is_looked_at(benchmark_of: Any) -> None:
+    faults, wrong = benchmark_of("bench_peers_faults"), benchmark_of("contest").WrongAnswersError
+    for name, fate in (("raypool", "again"), ("loky", "again")):
+        system = Liar(fate)
+        if faults.FATES[name] == fate:
+            assert faults.killed(name, system) > 0
+        else:
+            with pytest.raises(wrong, match="there is again, and not TerminatedWorkerError"):
+                faults.killed(name, system)
+        assert system.processes[-1].wait(10) == -9, "it was killed"
+
+
+def test_who_does_not_go_on_after_a_cancellation_is_found(benchmark_of: Any) -> None:
+    faults, wrong = benchmark_of("bench_peers_faults"), benchmark_of("contest").WrongAnswersError
+    system = Liar("once")
+    assert faults.cancelled("raypool", system) > 0
+    system.result = lambda call, timeout=None: None  # type: ignore[method-assign]
+    with pytest.raises(wrong, match="raypool: None after a call that was ended, and not 7"):
+        faults.cancelled("raypool", system)
+    assert [process.wait(10) for process in system.processes] == [-9, -9]
+
+
+def test_a_list_without_end_ends_when_nobody_wants_more(benchmark_of: Any) -> None:
+    faults, wrong = benchmark_of("bench_peers_faults"), benchmark_of("contest").WrongAnswersError
+    left: list[Any] = []
+
+    def plain(fn: Callable[[Any], Any], items: Any) -> Any:
+        left.append(items)
+        yield from map(fn, items)
+
+    def in_pairs(fn: Callable[[Any], Any], items: Any) -> Any:
+        for first in items:
+            yield from (fn(next(items)), fn(first))
+
+    first, took, ahead = faults.streamed("raypool", plain)
+    assert 0 < first <= took
+    assert ahead == 1, "never less than one, of which others may have so many times as many"
+    assert not list(left[0])
+    with pytest.raises(wrong, match="other"):
+        faults.streamed("other", in_pairs)
+
+
+def test_models_that_are_made_for_each_item_are_counted(benchmark_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    setup, wrong = benchmark_of("bench_peers_setup"), benchmark_of("contest").WrongAnswersError
+    monkeypatch.setattr(setup, "BUILD_S", 0.0)
+
+    class Here:
+        def __init__(self, num_workers: int, initializer: Callable[[], None], again: bool = False) -> None:
+            self.build = initializer
+            self.again = again
+            initializer()
+
+        def submit(self, fn: Callable[..., Any], *args: Any) -> Any:
+            if self.again:
+                self.build()
+            return fn(*args)
+
+        def result(self, call: Any, timeout: float) -> Any:
+            return call
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(setup, "SYSTEMS", {"once": Here, "again": lambda *args: Here(*args, again=True)})
+    setup.sweep("once")
+    with pytest.raises(wrong, match=f"of {setup.ITEMS + 1} models"):
+        setup.sweep("again")
+
+
 def test_a_benchmark_that_is_none_is_said() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks", "parfro"], cwd=ROOT, capture_output=True, text=True, check=False, timeout=60
