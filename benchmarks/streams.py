@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import warnings
 
 
 class Drawn:
@@ -67,7 +68,9 @@ def joblib_stream(num_workers):
     from joblib.externals.loky import get_reusable_executor
 
     try:
-        yield lambda fn, items: Parallel(num_workers, return_as="generator")(delayed(fn)(item) for item in items)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what was begun and is not wanted any more is counted here anyway
+            yield lambda fn, items: Parallel(num_workers, return_as="generator")(delayed(fn)(item) for item in items)
     finally:
         get_reusable_executor().shutdown(kill_workers=True)
 

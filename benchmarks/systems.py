@@ -6,6 +6,7 @@ where it has none.
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 
@@ -194,7 +195,8 @@ class Dask:
         """Do nothing: the process is replaced."""
 
     def close(self):
-        """End it."""
+        """End it; what waited then would be said to be lost, call by call."""
+        logging.getLogger("distributed.scheduler").disabled = True
         self._client.close()
         self._cluster.close()
 
