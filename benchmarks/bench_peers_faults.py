@@ -49,6 +49,15 @@ FATES = {
 """What whoever waits for a call gets whose worker was killed."""
 
 
+REASONS = {
+    "killed": "The worker is replaced by a new actor of Ray's, which takes longer to start than a process: as a bare one does.",
+    "the first result": "`map(buffersize=32)` hands in 32 calls before it gives the first result.",
+    "200 results": "Each call goes through Ray and not through a pipe of this machine.",
+    "items drawn ahead": "As many as `buffersize` says: 32.",
+}
+"""Why raypool loses, where it does."""
+
+
 def run():
     names = [name for name in SYSTEMS if name in installed()]
     with on_one_ray(WORKERS):
@@ -67,7 +76,10 @@ def _ended(what, measure, names):
         values = in_turns(parties, ROUNDS, warm_ups=0)
     ours = values.pop("raypool")
     area = "until the next has run, on one worker"
-    return [Line(area, what, name, "us", ours, theirs, is_speedup=True) for name, theirs in values.items()]
+    return [
+        Line(area, what, name, "us", ours, theirs, is_speedup=True, reason=REASONS.get(what, ""))
+        for name, theirs in values.items()
+    ]
 
 
 def cancelled(name, system):
@@ -136,7 +148,16 @@ def _streams():
     ours = values.pop("raypool")
     whats = (("the first result", "us"), ("200 results", "us"), ("items drawn ahead", ""))
     return [
-        Line("without end", what, name, unit, [run[at] for run in ours], [run[at] for run in theirs], is_speedup=True)
+        Line(
+            "without end",
+            what,
+            name,
+            unit,
+            [run[at] for run in ours],
+            [run[at] for run in theirs],
+            is_speedup=True,
+            reason=REASONS[what],
+        )
         for at, (what, unit) in enumerate(whats)
         for name, theirs in values.items()
     ]

@@ -93,4 +93,7 @@ def test_nothing_is_left(pool: ParallelPool, sweep: Sweep, tmp_path: Path, event
 
     before = used_bytes()
     sweep(pool, tmp_path)
+    mark = ray.put(np.ones(SIZE))  # Ray tells of its store now and then: what it says must be of after the sweep
+    assert eventually(lambda: used_bytes() >= before + 8 * SIZE)
+    del mark
     assert eventually(lambda: used_bytes() <= before), (used_bytes(), before)
