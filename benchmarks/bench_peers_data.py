@@ -1,16 +1,22 @@
-"""The same systems with large arguments and large results: arrays of 1 MB and of 80 MB, each of them another one."""
+"""The same systems with large arguments and large results: arrays of 1 MB and of 80 MB, each of them another one.
+
+Two parties have no workers. They run the items one after the other in this process, and do what an array on its way cannot do
+without: one copies it within the memory of this process (a memcpy, into memory that is there already), the other puts it into
+Ray's object store and gets it out again.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
 from benchmarks.contest import Workload, contest
-from benchmarks.peers import on_one_ray, peers
+from benchmarks.peers import Peer, on_one_ray, peers
 from benchmarks.session import WORKERS
 from benchmarks.tasks import array_of, ends_of
 
 MB = 1_000_000
 SMALL, LARGE = MB, 80 * MB
+MANY, FEW = 24, 2
 
 
 def arrays(count, num_bytes):
@@ -20,15 +26,44 @@ def arrays(count, num_bytes):
 
 def workloads():
     """Return the workloads, made now: they are large."""
-    numbers = {"small": [(number, SMALL) for number in range(40)], "large": [(number, LARGE) for number in range(3)]}
+    small, large = arrays(MANY, SMALL), arrays(FEW, LARGE)
+    small_specs, large_specs = [(number, SMALL) for number in range(MANY)], [(number, LARGE) for number in range(FEW)]
     return [
-        Workload("arguments of 1 MB", ends_of, {"map": arrays(40, SMALL), "submit": arrays(40, SMALL)}),
-        Workload("results of 1 MB", array_of, {"map": numbers["small"], "submit": numbers["small"]}, key=ends_of),
-        Workload("arguments of 80 MB", ends_of, {"map": arrays(3, LARGE)}),
-        Workload("results of 80 MB", array_of, {"map": numbers["large"]}, key=ends_of),
+        Workload("arguments of 1 MB", ends_of, {"map": small, "submit": small}),
+        Workload("results of 1 MB", array_of, {"map": small_specs, "submit": small_specs}, key=ends_of),
+        Workload("arguments of 80 MB", ends_of, {"map": large, "submit": large}),
+        Workload("results of 80 MB", array_of, {"map": large_specs, "submit": large_specs}, key=ends_of),
     ]
+
+
+def alone(move):
+    """Return a party without workers, which calls this with every array that another one would send."""
+
+    def moved(value):
+        return move(value) if isinstance(value, np.ndarray) else value
+
+    def run(fn, items):
+        return [moved(fn(moved(item))) for item in items]
+
+    return Peer(map=run, submit=run)
+
+
+def yardsticks():
+    """Return the parties without workers."""
+    import ray
+
+    room = np.zeros(LARGE // 8, np.int64)
+
+    def copied(array):
+        np.copyto(room[: len(array)], array)
+        return array
+
+    return {
+        "no workers, a memcpy": alone(copied),
+        "no workers, ray.put and get": alone(lambda array: ray.get(ray.put(array))),
+    }
 
 
 def run():
     with on_one_ray(WORKERS), peers(WORKERS) as opened:
-        return contest(opened, workloads(), rounds=5)
+        return contest({**opened, **yardsticks()}, workloads(), rounds=5)

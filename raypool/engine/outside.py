@@ -164,9 +164,9 @@ def fetched(ref: Any) -> Any:
     return ask_inside(_portable, ref) if is_outside() else ray.get(ref)
 
 
-def _portable(parcel: tuple[bytes, list[Any], list[Any]]) -> tuple[bytes, list[bytes], list[Any]]:
+def _portable(parcel: tuple[Any, list[Any], list[Any]]) -> tuple[bytes, list[bytes], list[Any]]:
     header, buffers, refs = parcel
-    return header, [bytes(buffer) for buffer in buffers], refs
+    return bytes(header), [bytes(buffer) for buffer in buffers], refs
 
 
 def leave() -> None:

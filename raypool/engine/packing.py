@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextvars import ContextVar
+from itertools import islice
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -25,8 +26,14 @@ from raypool.errors import RaypoolError, SerializationError
 PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
 """Types whose pickles need nothing from the module that they are in."""
 
-OUT_OF_BAND_BYTES = 1024 * 1024
-"""Buffers (of arrays and tensors) from this size on travel beside the pickle, uncopied; such arrays arrive read-only."""
+BESIDE_BYTES = 64 * 1024
+"""Buffers (of arrays and tensors) from this size on travel beside the pickle: into the object store they are copied, once."""
+
+MAPPED_BYTES = 1024 * 1024
+"""Buffers from this size on are not copied out of the object store either: such arrays are mapped, and arrive read-only."""
+
+SCRATCH_BYTES = 32 * 1024 * 1024
+"""So much memory for copies a worker holds on to, once it was used: the first touch of a page takes longer than the copy."""
 
 INLINE_BYTES = 64 * 1024
 """What is smaller than this in all travels in the message itself, the rest through the object store."""
@@ -38,7 +45,7 @@ Packed: TypeAlias = bytes | ray.ObjectRef
 class Parcel(NamedTuple):
     """A pickled value with what travels beside the pickle."""
 
-    header: bytes
+    header: Any  # bytes; on arrival the memory that holds them
     buffers: list[Any]
     refs: list[Any]
 
@@ -50,13 +57,29 @@ class Parcel(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """How much travels, without what the references stand for."""
-        return len(self.header) + sum(memoryview(buffer).nbytes for buffer in self.buffers)
+        return sum(memoryview(buffer).nbytes for buffer in (self.header, *self.buffers))
+
+    def for_ray(self) -> tuple[Any, list[Any], list[Any]]:
+        """Return what to put into the object store: Ray pickles it once more, and would copy a long pickle in there."""
+        return _beside(self.header), self.buffers, self.refs
+
+
+def _beside(header: bytes) -> bytes | pickle.PickleBuffer:
+    return header if len(header) < BESIDE_BYTES else pickle.PickleBuffer(header)
+
+
+class _Nowhere:
+    """A file for pickles that nobody reads."""
+
+    def write(self, data: Any) -> int:
+        """Take it and let it go."""
+        return memoryview(data).nbytes
 
 
 class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
     """Takes references and the memory of CPU tensors out of the pickle."""
 
-    def __init__(self, file: io.BytesIO, refs: list[Any], keep_inside: Callable[[pickle.PickleBuffer], bool]) -> None:
+    def __init__(self, file: io.BytesIO | _Nowhere, refs: list[Any], keep_inside: Callable[[pickle.PickleBuffer], bool]) -> None:
         super().__init__(file, protocol=5, buffer_callback=keep_inside)
         self._refs = refs
 
@@ -76,7 +99,7 @@ def _is_plain(tensor: Any, torch: Any) -> bool:
     return bool(
         tensor.device.type == "cpu"
         and tensor.layout is torch.strided
-        and tensor.nbytes >= OUT_OF_BAND_BYTES
+        and tensor.nbytes >= BESIDE_BYTES
         and tensor.nbytes == tensor.untyped_storage().nbytes()
         and tensor.is_leaf
         and tensor.is_contiguous()
@@ -98,16 +121,17 @@ def _arrived_tensor(memory: np.ndarray[Any, Any], dtype: Any, shape: tuple[int, 
     """Make a tensor of its own memory: torch knows no read-only tensors, and a function may change what it was given."""
     import torch
 
-    return torch.from_numpy(memory.copy()).view(dtype).reshape(shape).requires_grad_(requires_grad)
+    own = memory if memory.flags.writeable else memory.copy()
+    return torch.from_numpy(own).view(dtype).reshape(shape).requires_grad_(requires_grad)
 
 
-def dump(value: Any, out_of_band_bytes: int = OUT_OF_BAND_BYTES) -> Parcel:
+def dump(value: Any, beside_bytes: int = BESIDE_BYTES) -> Parcel:
     """Pickle a value; buffers from this size on stay beside the pickle."""
     buffers: list[pickle.PickleBuffer] = []
     refs: list[Any] = []
 
     def keep_inside(buffer: pickle.PickleBuffer) -> bool:
-        if buffer.raw().nbytes < out_of_band_bytes:
+        if buffer.raw().nbytes < beside_bytes:
             return True
         buffers.append(buffer)
         return False
@@ -118,14 +142,21 @@ def dump(value: Any, out_of_band_bytes: int = OUT_OF_BAND_BYTES) -> Parcel:
 
 
 def load(parcel: Parcel) -> Any:
-    """Return the value; an array whose memory came through the object store is read-only, since others map it too."""
+    """Return the value; a large array whose memory came through the object store is read-only, since others map it too."""
+    buffers = map(_arrived_buffer, parcel.buffers)
     if not parcel.refs:
-        return pickle.loads(parcel.header, buffers=parcel.buffers)
+        return pickle.loads(parcel.header, buffers=buffers)
     token = _arriving.set(parcel.refs)
     try:
-        return pickle.loads(parcel.header, buffers=parcel.buffers)
+        return pickle.loads(parcel.header, buffers=buffers)
     finally:
         _arriving.reset(token)
+
+
+def _arrived_buffer(buffer: Any) -> Any:
+    """Return a large buffer where it is, a copy of a smaller one: whoever has that may change it, and it pins nothing."""
+    view = memoryview(buffer)
+    return buffer if view.nbytes >= MAPPED_BYTES else bytearray(view)
 
 
 class Unloadable(NamedTuple):
@@ -134,20 +165,56 @@ class Unloadable(NamedTuple):
     error: BaseException
 
 
-def keep(value: Any, is_last: bool) -> Parcel:
-    """Pickle a value as it is now, whatever happens to it later.
+class ParcelKeeper:
+    """Keeps the values of a call as they are when they are returned, whatever happens to them later.
 
-    Its large buffers stay where they are only if nothing runs after it in its call (`is_last`).
-
-    Raises:
-        SerializationError: It cannot be pickled.
+    Their large buffers stay where they are (`loose`) until something else is about to run: `secure` copies them then. So the
+    last value of a call is not copied, nor is the only one. Copies are made in memory that the process has had before
+    (`SCRATCH_BYTES`), as long as they fit.
     """
-    if _is_plain_data(value):
-        return Parcel(pickle.dumps(value, protocol=5), [], [])
-    try:
-        return dump(value, OUT_OF_BAND_BYTES if is_last else sys.maxsize)
-    except Exception as error:
-        raise unpicklable(value, "a result back", error) from error
+
+    def __init__(self) -> None:
+        self.loose: list[Parcel] = []
+        self._scratch: np.ndarray[Any, np.dtype[np.uint8]] = np.empty(0, np.uint8)
+        self._used = 0
+
+    def keep(self, value: Any) -> Parcel:
+        """Pickle a value.
+
+        Raises:
+            SerializationError: It cannot be pickled.
+        """
+        if _is_plain_data(value):
+            return Parcel(pickle.dumps(value, protocol=5), [], [])
+        try:
+            parcel = dump(value)
+        except Exception as error:
+            raise unpicklable(value, "a result back", error) from error
+        if parcel.buffers:
+            self.loose.append(parcel)
+        return parcel
+
+    def secure(self) -> None:
+        """Copy the buffers of what was kept, each once: what runs next may change them."""
+        for parcel in self.loose:
+            parcel.buffers[:] = [self._copied(buffer) for buffer in parcel.buffers]
+        self.loose.clear()
+
+    def _copied(self, buffer: pickle.PickleBuffer) -> pickle.PickleBuffer:
+        source = np.frombuffer(buffer.raw(), np.uint8)
+        start, stop = self._used, self._used + len(source)
+        if stop > SCRATCH_BYTES:
+            return pickle.PickleBuffer(source.copy().data)
+        if not len(self._scratch):
+            self._scratch = np.empty(SCRATCH_BYTES, np.uint8)  # the system gives what is touched
+        self._scratch[start:stop] = source
+        self._used = stop
+        return pickle.PickleBuffer(self._scratch[start:stop].data)
+
+    def release(self) -> None:
+        """Take it that what was kept has travelled before the next value is kept."""
+        self.loose.clear()
+        self._used = 0
 
 
 def join(values: list[Any]) -> Parcel:
@@ -156,28 +223,28 @@ def join(values: list[Any]) -> Parcel:
     Each parcel is opened by itself, so that one that cannot be opened does not take the others with it.
     """
     plain = [None if type(value) is Parcel else value for value in values]
-    others: list[tuple[int, bytes, int, int]] = []  # position, pickle, how many buffers and references belong to it
-    whole = Parcel(b"", [], [])
+    others: list[tuple[int, Any, int, int]] = []  # position, pickle, how many buffers and references belong to it
+    buffers: list[Any] = []
+    refs: list[Any] = []
     for position, value in enumerate(values):
         if type(value) is Parcel:
-            others.append((position, value.header, len(value.buffers), len(value.refs)))
-            whole.buffers.extend(value.buffers)
-            whole.refs.extend(value.refs)
-    return whole._replace(header=pickle.dumps((plain, others), protocol=5))
+            others.append((position, _beside(value.header), len(value.buffers), len(value.refs)))
+            buffers.extend(value.buffers)
+            refs.extend(value.refs)
+    long_pickles: list[Any] = []
+    header = pickle.dumps((plain, others), protocol=5, buffer_callback=long_pickles.append)
+    return Parcel(header, long_pickles + buffers, refs)
 
 
 def load_each(parcel: Parcel) -> list[Any]:
     """Return the values that `join` has put together; an `Unloadable` for each that cannot be unpickled here."""
     values: list[Any]
-    values, others = pickle.loads(parcel.header)
-    first_buffer = first_ref = 0
+    buffers, refs = iter(parcel.buffers), iter(parcel.refs)
+    values, others = pickle.loads(parcel.header, buffers=buffers)  # takes those that are pickles
     for position, header, num_buffers, num_refs in others:
-        buffers = parcel.buffers[first_buffer : first_buffer + num_buffers]
-        refs = parcel.refs[first_ref : first_ref + num_refs]
-        first_buffer += num_buffers
-        first_ref += num_refs
+        own = Parcel(header, list(islice(buffers, num_buffers)), list(islice(refs, num_refs)))
         try:
-            values[position] = load(Parcel(header, buffers, refs))
+            values[position] = load(own)
         except (Exception, SystemExit) as error:  # it runs code of the user's, which may not end this process
             values[position] = Unloadable(error)
     return values
@@ -208,7 +275,7 @@ def snapshot(value: Any, what: str) -> bytes:
             f"Cannot send {what}: there is an ObjectRef in it, whose object ends with this process. Send ray.get() of it.",
             what="an ObjectRef",
         )
-    return parcel.header
+    return bytes(parcel.header)
 
 
 def pack(value: Any, what: str, *, is_trial: bool = False) -> Packed:
@@ -221,10 +288,19 @@ def pack(value: Any, what: str, *, is_trial: bool = False) -> Packed:
     if quick is not None:
         return quick
     try:
+        if is_trial:
+            _try(value)
+            return b""
         parcel = dump(value)
     except Exception as error:
         raise unpicklable(value, f"{what} to a worker", error) from error
-    return parcel.header if parcel.is_small or is_trial else ray.put(tuple(parcel))
+    packed: Packed = parcel.header if parcel.is_small else ray.put(parcel.for_ray())
+    return packed
+
+
+def _try(value: Any) -> None:
+    """Pickle a value for nobody: its buffers are not looked at."""
+    _Pickler(_Nowhere(), [], lambda _: False).dump(value)
 
 
 def _pickled_by_name(value: Any) -> bytes | None:
@@ -314,7 +390,7 @@ def _named(variable: str, value: Any) -> str:
 
 def _can_travel(value: Any) -> bool:
     try:
-        dump(value)
+        _try(value)
     except Exception:
         return False
     return True

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import inf
 from time import perf_counter, time
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from raypool.engine.backend import Part, WorkerInfo
 from raypool.engine.diary import note_last_lines
@@ -74,15 +74,29 @@ class RawResult:
         self.durations_s = array("d")
 
 
+class Keeper(Protocol):
+    """Turns each value, as soon as it is returned, into something that later items cannot change.
+
+    `loose`: what of these has to be secured before anything else runs, if anything.
+    """
+
+    loose: list[Any]
+
+    def keep(self, value: Any) -> Any:
+        """Return it; what this raises is the item's error."""
+
+    def secure(self) -> None:
+        """Let nothing be loose any more."""
+
+
 class Surroundings(NamedTuple):
     """What a worker has to run slices with.
 
     `functions` finds a function by its id, `unpack` opens the items of a part. `guard` stops a slice that somebody cancels. `say`
-    takes what a task reports and prints. `keep` turns each value, as soon as it is returned, into something that later items
-    cannot change; what it raises is the item's error (None: values stay here). `find_way` finds the pool's exchange if that is in
-    this process. `folders` gives items their folders for checkpoints. `upkeep` watches over the memory of the worker's
-    GPU, if it has one. `turns` lets items wait for their turn on that GPU, where workers take turns. `is_users_thread`: a
-    `KeyboardInterrupt` in here is Ctrl-C; in a worker's thread or process it is an error like any other.
+    takes what a task reports and prints. `keeper` has the values until they travel (None: they stay here). `find_way` finds the
+    pool's exchange if that is in this process. `folders` gives items their folders for checkpoints. `upkeep` watches over the
+    memory of the worker's GPU, if it has one. `turns` lets items wait for their turn on that GPU, where workers take turns.
+    `is_users_thread`: a `KeyboardInterrupt` in here is Ctrl-C; in a worker's thread or process it is an error like any other.
     """
 
     worker: WorkerInfo
@@ -90,7 +104,7 @@ class Surroundings(NamedTuple):
     unpack: Callable[[Any], list[Any]]
     guard: Guard
     say: Say
-    keep: Callable[[Any], Any] | None = None
+    keeper: Keeper | None = None
     find_way: Callable[[], Any] | None = None
     folders: Folders | None = None
     upkeep: Upkeep | None = None
@@ -130,6 +144,8 @@ def run_parts(attempt_id: int, parts: Sequence[Part], here: Surroundings) -> lis
 
 def _run_part(part: Part, here: Surroundings, result: RawResult) -> None:
     try:
+        if here.keeper is not None:
+            here.keeper.secure()
         fn = here.functions(part.fn_id)
         items = here.unpack(part.items)
     except SystemExit:
@@ -208,7 +224,8 @@ def _run_items(fn: Callable[[Any], Any], items: list[Any], part: Part, here: Sur
     Raises:
         TaskCancelled: By the guard, between any two lines.
     """
-    values, durations_s, seed, keep = result.values, result.durations_s, part.seed, here.keep
+    values, durations_s, seed, keeper = result.values, result.durations_s, part.seed, here.keeper
+    loose = () if keeper is None else keeper.loose
     note = running.get()
     assert note is not None
     result.started_at = time()
@@ -218,8 +235,10 @@ def _run_items(fn: Callable[[Any], Any], items: list[Any], part: Part, here: Sur
         if seed is not None:
             seed_everything(item_seed(seed, index))
         try:
+            if loose and keeper is not None:
+                keeper.secure()
             value = fn(item)
-            values.append(value if keep is None or type(value) in UNCHANGEABLE else keep(value))
+            values.append(value if keeper is None or type(value) in UNCHANGEABLE else keeper.keep(value))
         except SystemExit:
             raise
         except BaseException as error:

@@ -27,7 +27,7 @@ from raypool.engine.homes import FarHome, Home, sees
 from raypool.engine.mirrors import ItemFolders, home_here
 from raypool.engine.node_agent import WorkerProcess
 from raypool.engine.outbox import Outbox
-from raypool.engine.packing import Fetched, Packed, Parcel, dump, join, keep, load, snapshot, unpack
+from raypool.engine.packing import Fetched, Packed, Parcel, ParcelKeeper, dump, join, load, snapshot, unpack
 from raypool.engine.ray_calls import answer_to, ask
 from raypool.engine.runner import RawResult, Surroundings, run_parts, set_up
 from raypool.engine.sharing import Sharing, Turns, settle
@@ -107,6 +107,7 @@ class PoolWorker:
         self._outbox = Outbox(self._push)
         self._packed: dict[int, Packed] = {}  # functions that were not called yet
         self._functions: dict[int, Callable[..., Any]] = {}
+        self._keeper = ParcelKeeper()
         self._info = WorkerInfo(index, platform.node(), os.getpid())
 
     def introduce(self, setups: Sequence[Any], agent: Any = None) -> Introduction | str:
@@ -181,24 +182,24 @@ class PoolWorker:
         else:
             results = self._run_parts(attempt_id, parts)
         parcel = join([value for result in results for value in result.values])
+        self._keeper.release()  # Ray takes what is returned before it calls again
         sendables = pack_results(results)
         for result in results:
             result.discard()  # each exception holds what its function had, and the result, which holds it
         leftover = self._settle(parts)
         said, fetched = self._outbox.flush(), Fetched.num_bytes - fetched_before
         weight = None if self._turns is None else self._turns.weigh()
-        header, large = (parcel.header, None) if parcel.is_small else (None, tuple(parcel))
+        header, large = (parcel.header, None) if parcel.is_small else (None, parcel.for_ray())
         return pickle.dumps((sendables, said, fetched, weight, header, leftover), protocol=5), large
 
     def _run_parts(self, attempt_id: int, parts: Sequence[Part]) -> list[RawResult]:
-        keep_value = functools.partial(keep, is_last=sum(part.num_items for part in parts) == 1)
         here = Surroundings(
             self._info,
             self._function,
             unpack,
             self._guard,
             self._outbox.say,
-            keep_value,
+            self._keeper,
             folders=self._folders,
             upkeep=self._upkeep,
             turns=self._turns,

@@ -86,9 +86,9 @@ class Unmapped:
 
 def unmapped(tasks: list[Task], least_bytes: int) -> list[Task] | Unmapped:
     """Return what to send so that only arrays of `least_bytes` or more are mapped on a worker, and arrive read-only."""
-    from raypool.engine.packing import OUT_OF_BAND_BYTES
+    from raypool.engine.packing import MAPPED_BYTES
 
-    return Unmapped(tasks, least_bytes) if least_bytes > OUT_OF_BAND_BYTES else tasks
+    return Unmapped(tasks, least_bytes) if least_bytes > MAPPED_BYTES else tasks
 
 
 class Shared:

@@ -6,16 +6,30 @@ import math
 import operator
 import pickle
 import threading
+import tracemalloc
 from os.path import basename
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from raypool import SerializationError
-from raypool.engine.packing import OUT_OF_BAND_BYTES, Parcel, dump, load, pack, unpack
+from raypool.engine.packing import (
+    BESIDE_BYTES,
+    MAPPED_BYTES,
+    SCRATCH_BYTES,
+    Parcel,
+    ParcelKeeper,
+    dump,
+    join,
+    load,
+    load_each,
+    pack,
+    unpack,
+)
 
-LARGE = OUT_OF_BAND_BYTES  # elements, so some times that in bytes
+LARGE = MAPPED_BYTES  # elements, so some times that in bytes
 lock = threading.Lock()
 
 
@@ -135,3 +149,102 @@ def test_the_culprit_is_named(value: object, name: str | None) -> None:
     assert str(caught.value).startswith("Cannot send the thing to a worker: ")
     assert caught.value.what in str(caught.value)
     assert isinstance(caught.value.__cause__, TypeError)
+
+
+# --- the values of a call ---------------------------------------------------------------------------------------------
+
+
+def kept(values: list[Any], keeper: ParcelKeeper | None = None) -> Parcel:
+    """Keep values as a worker does, each secured before the next; return what travels."""
+    keeper = keeper or ParcelKeeper()
+    parcels = []
+    for value in values:
+        keeper.secure()
+        parcels.append(keeper.keep(value))
+    return join(parcels)
+
+
+def arrived(parcel: Parcel) -> list[Any]:
+    """Return what comes out on the other side, by way of what Ray does with it."""
+    buffers: list[pickle.PickleBuffer] = []
+    header = pickle.dumps(parcel.for_ray(), protocol=5, buffer_callback=buffers.append)
+    mapped = [memoryview(bytes(buffer.raw())) for buffer in buffers]
+    return load_each(Parcel(*pickle.loads(header, buffers=mapped)))
+
+
+def in_band_bytes(parcel: Parcel) -> int:
+    """Return how much of a parcel Ray would pickle."""
+    return len(pickle.dumps(parcel.for_ray(), protocol=5, buffer_callback=lambda _: False))
+
+
+@pytest.mark.parametrize("num_bytes", [BESIDE_BYTES, 1_000_000, 4_000_000])
+def test_the_arrays_of_a_call_travel_beside_its_pickle(num_bytes: int) -> None:
+    arrays = [np.full(num_bytes, number, np.uint8) for number in range(3)]
+    parcel = kept([arrays[0], {"weights": arrays[1], "loss": 0.5}, arrays[2]])
+    assert in_band_bytes(parcel) < 2_000
+    assert parcel.num_bytes - 3 * num_bytes < 2_000
+    first, second, third = arrived(parcel)
+    assert second["loss"] == 0.5
+    for array, again in zip(arrays, (first, second["weights"], third), strict=True):
+        assert np.array_equal(again, array)
+        assert again.flags.writeable is (num_bytes < MAPPED_BYTES)
+
+
+def test_so_do_long_pickles() -> None:
+    texts = [["x" * 1_000_000], ["y" * 500_000, 3], "short"]
+    parcel = kept(texts)
+    assert in_band_bytes(parcel) < 2_000
+    assert arrived(parcel) == texts
+
+
+@pytest.mark.parametrize("num_bytes", [200_000, 2_000_000, 2 * SCRATCH_BYTES // 3])
+def test_what_runs_later_does_not_change_what_was_kept(num_bytes: int) -> None:
+    keeper, shared, parcels = ParcelKeeper(), np.zeros(num_bytes, np.uint8), []
+    for number in range(3):
+        keeper.secure()
+        shared[:] = number
+        parcels.append(keeper.keep(shared))
+    assert [int(again[-1]) for again in arrived(join(parcels))] == [0, 1, 2]
+
+
+def test_the_last_value_of_a_call_is_not_copied_before_it_travels() -> None:
+    first, last = np.zeros(LARGE), np.zeros(LARGE)
+    parcel = kept([first, last])
+    memory = [np.frombuffer(buffer, np.uint8) for buffer in parcel.buffers]
+    assert not np.shares_memory(memory[0], first)
+    assert np.shares_memory(memory[1], last)
+
+
+def test_the_next_call_has_the_memory_for_copies_again() -> None:
+    keeper = ParcelKeeper()
+    places = []
+    for _ in range(2):
+        parcel = kept([np.zeros(SCRATCH_BYTES // 2, np.uint8), 0], keeper)
+        places.append(np.frombuffer(parcel.buffers[0], np.uint8).ctypes.data)
+        keeper.release()
+    assert places[0] == places[1]
+
+
+def test_a_small_array_that_arrives_has_memory_of_its_own() -> None:
+    parcel = dump(np.zeros(BESIDE_BYTES))
+    again = load(parcel)
+    again[0] = 1
+    assert np.frombuffer(parcel.buffers[0])[0] == 0
+
+
+def test_a_read_only_array_stays_read_only() -> None:
+    array = np.zeros(BESIDE_BYTES)
+    array.flags.writeable = False
+    assert not through(array).flags.writeable
+
+
+def test_a_trial_copies_nothing() -> None:
+    value = [np.zeros(10_000_000, np.uint8), bytes(10_000_000)]
+    tracemalloc.start()
+    try:
+        assert pack(value, "it", is_trial=True) == b""
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    finally:
+        tracemalloc.stop()
+    with pytest.raises(SerializationError, match="a lock"):
+        pack([*value, lock], "it", is_trial=True)

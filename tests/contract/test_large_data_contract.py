@@ -1,0 +1,144 @@
+"""Large arguments and results: each comes out as it went in, on whatever way; what is mapped is read-only and is let go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raypool import ParallelPool
+
+MIDDLE, LARGE = 1_000_000, 4_000_000
+"""Bytes of an array that is copied on arrival, and of one that is mapped."""
+
+ON_TOP = 4_000
+"""What a call costs besides its values, at most [bytes]."""
+
+on_ray = pytest.mark.parametrize("make_pool", ["local"], indirect=True)
+
+WAYS: dict[str, Callable[[ParallelPool, Callable[[Any], Any], list[Any]], list[Any]]] = {
+    "parfor": lambda pool, fn, items: list(pool.parfor(fn, items)),
+    "parfor, one call": lambda pool, fn, items: list(pool.parfor(fn, items, chunk_size=len(items))),
+    "parfor, a call each": lambda pool, fn, items: list(pool.parfor(fn, items, chunk_size=1)),
+    "map": lambda pool, fn, items: list(pool.map(fn, items)),
+    "submit": lambda pool, fn, items: [future.result(60) for future in [pool.submit(fn, item) for item in items]],
+}
+
+by_all_ways = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+sizes = pytest.mark.parametrize("num_bytes", [MIDDLE, LARGE])
+
+
+def filled(number: int, num_bytes: int) -> Any:
+    return np.full(num_bytes, number, np.uint8)
+
+
+def ends(array: Any) -> tuple[int, int, int]:
+    return len(array), int(array[0]), int(array[-1])
+
+
+@by_all_ways
+@sizes
+def test_arguments_come_whole(pool: ParallelPool, way: Any, num_bytes: int) -> None:
+    found = way(pool, ends, [filled(number, num_bytes) for number in range(5)])
+    assert found == [(num_bytes, number, number) for number in range(5)]
+
+
+@by_all_ways
+@sizes
+def test_results_come_whole(pool: ParallelPool, way: Any, num_bytes: int) -> None:
+    found = way(pool, lambda number: {"array": filled(number, num_bytes), "number": number}, list(range(5)))
+    assert [(*ends(value["array"]), value["number"]) for value in found] == [
+        (num_bytes, number, number, number) for number in range(5)
+    ]
+
+
+@on_ray
+@by_all_ways
+@sizes
+def test_what_a_result_was_does_not_depend_on_what_ran_later(pool: ParallelPool, way: Any, num_bytes: int) -> None:
+    """Not even if the function gives out the same array again and again, with something else in it."""
+
+    def fill_again(number: int) -> Any:
+        import builtins
+
+        array = builtins.__dict__.setdefault(f"raypool_test_{num_bytes}", np.zeros(num_bytes, np.uint8))
+        array[:] = number
+        return array
+
+    assert [ends(value) for value in way(pool, fill_again, list(range(5)))] == [
+        (num_bytes, number, number) for number in range(5)
+    ]
+
+
+@on_ray
+@by_all_ways
+def test_only_what_is_mapped_is_read_only_however_calls_are_cut(pool: ParallelPool, way: Any) -> None:
+    def is_writeable(array: Any) -> bool:
+        return bool(array.flags.writeable)
+
+    for num_bytes, expected in ((MIDDLE, True), (LARGE, False)):
+        arguments = [filled(number, num_bytes) for number in range(3)]
+        assert way(pool, is_writeable, arguments) == [expected] * 3
+        results = way(pool, lambda number, num_bytes=num_bytes: filled(number, num_bytes), [0, 1, 2])
+        assert [is_writeable(value) for value in results] == [expected] * 3
+        for value in results:
+            if expected:
+                value[0] = 77
+        assert [ends(value)[2] for value in results] == [0, 1, 2]
+
+
+@on_ray
+@sizes
+def test_values_that_share_a_call_travel_once(pool: ParallelPool, num_bytes: int) -> None:
+    with pool.transfer_bytes() as moved:
+        pool.parfor(ends, [filled(number, num_bytes) for number in range(3)], chunk_size=3)
+    assert 3 * num_bytes <= moved.total.sent_bytes <= 3 * num_bytes + ON_TOP
+    with pool.transfer_bytes() as moved:
+        pool.parfor(lambda number: filled(number, num_bytes), range(3), chunk_size=3)
+    assert 3 * num_bytes <= moved.total.received_bytes <= 3 * num_bytes + ON_TOP
+
+
+@on_ray
+def test_one_argument_for_many_items_travels_once_for_each_worker(pool: ParallelPool) -> None:
+    """Not so in the items: each has its own (`test_transfer_contract`)."""
+    table = filled(7, LARGE)
+    constant = pool.constant(table)
+    with pool.transfer_bytes() as moved:
+        assert set(pool.parfor(lambda item: int(constant.value[item]), 30, chunk_size=1)) == {7}
+        assert set(pool.parfor(lambda item: int(constant.value[item]), 30, chunk_size=1)) == {7}
+    assert (moved.to_frame()["sent_bytes"] <= LARGE + 60 * ON_TOP).all()
+
+
+@on_ray
+@by_all_ways
+def test_the_object_store_is_empty_afterwards(pool: ParallelPool, way: Any, eventually: Any) -> None:
+    """Twelve times 40 MB, there and back, pass through a store of 200 MB, and leave it as it was."""
+    import ray
+
+    def free_bytes() -> float:
+        return float(ray.available_resources()["object_store_memory"])
+
+    way(pool, abs, [1, 2, 3])
+    before = free_bytes()
+    for number in range(12):
+        results = way(pool, lambda array: array + 1, [filled(number, 4 * LARGE // 2) for _ in range(5)])
+        assert {ends(value)[1] for value in results} == {number + 1}
+        del results
+
+    def is_as_before() -> bool:
+        pool.parfeval_on_all(abs, 1).result(60)  # a worker holds what it was given until it is called again
+        return free_bytes() >= before - 5_000_000
+
+    assert eventually(is_as_before)
+
+
+@on_ray
+def test_a_result_outlives_those_that_came_with_it(pool: ParallelPool) -> None:
+    results = pool.parfor(lambda number: filled(number, LARGE), range(3), chunk_size=3)
+    second = results[1]
+    del results
+    for _ in range(10):  # more than the store has room for, if it took that for free
+        pool.parfor(lambda number: filled(9, LARGE), range(3), chunk_size=3)
+    assert set(np.unique(second)) == {1}
