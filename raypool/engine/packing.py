@@ -194,11 +194,15 @@ class ParcelKeeper:
             self.loose.append(parcel)
         return parcel
 
-    def secure(self) -> None:
-        """Copy the buffers of what was kept, each once: what runs next may change them."""
-        for parcel in self.loose:
-            parcel.buffers[:] = [self._copied(buffer) for buffer in parcel.buffers]
+    def secure(self) -> bool:
+        """Copy the buffers of what was kept, each once: what runs next may change them. False if there is no memory for that."""
+        try:
+            for parcel in self.loose:
+                parcel.buffers[:] = [self._copied(buffer) for buffer in parcel.buffers]
+        except MemoryError:
+            return False
         self.loose.clear()
+        return True
 
     def _copied(self, buffer: pickle.PickleBuffer) -> pickle.PickleBuffer:
         source = np.frombuffer(buffer.raw(), np.uint8)

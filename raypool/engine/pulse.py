@@ -14,15 +14,15 @@ class Pulse:
         ProcessLookupError: There is none of this number.
     """
 
-    __slots__ = ("__weakref__", "_ends")
+    __slots__ = ("__weakref__", "_handle")
 
     def __init__(self, pid: int) -> None:
-        handle = os.pidfd_open(pid)  # it can be read once the process has ended
-        self._ends = select.poll()
-        self._ends.register(handle, select.POLLIN)
-        weakref.finalize(self, os.close, handle)
+        self._handle = os.pidfd_open(pid)  # it can be read once the process has ended
+        weakref.finalize(self, os.close, self._handle)
 
     @property
     def has_ended(self) -> bool:
-        """Whether it has."""
-        return bool(self._ends.poll(0))
+        """Whether it has; any thread may ask."""
+        ends = select.poll()  # one that two threads use raises an error
+        ends.register(self._handle, select.POLLIN)
+        return bool(ends.poll(0))

@@ -280,7 +280,7 @@ class RayBackend:
     def _note_process(self, worker_id: int, info: WorkerInfo) -> None:
         seat = self._by_worker.get(worker_id)
         if seat is not None and info.host == platform.node():
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(OSError):  # it has gone, or this process has too many files open: Ray will say
                 seat.pulse = Pulse(info.pid)
 
     # --- calls --------------------------------------------------------------------------------------------------------

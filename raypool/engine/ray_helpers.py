@@ -24,26 +24,26 @@ for a missing address for 40 s."""
 @contextlib.contextmanager
 def without_helpers() -> Iterator[None]:
     """Let `ray.init` leave them out. Private names, checked on Ray 2.60; where one is missing, all are started."""
-    from ray._private import node, parameter
+    try:
+        from ray._private import node, parameter
+        from ray._private.ray_constants import DASHBOARD_ADDRESS, KV_NAMESPACE_DASHBOARD
 
-    settings = parameter.RayParams
-    if not hasattr(node.Node, "start_api_server") or not SWITCHES.keys() <= inspect.signature(settings).parameters.keys():
+        settings, start = parameter.RayParams, node.Node.start_api_server
+    except (ImportError, AttributeError):
         yield
         return
-    start = node.Node.start_api_server
+    if not SWITCHES.keys() <= inspect.signature(settings).parameters.keys():
+        yield
+        return
+
+    def leave_out(node: Any, *_: Any, **__: Any) -> None:
+        """Do what is left of `Node.start_api_server`."""
+        node._webui_url = ""
+        node.get_gcs_client().internal_kv_put(DASHBOARD_ADDRESS.encode(), NO_SERVER, True, KV_NAMESPACE_DASHBOARD)
+
     parameter.RayParams = functools.partial(settings, **SWITCHES)
-    node.Node.start_api_server = _leave_out
+    node.Node.start_api_server = leave_out
     try:
         yield
     finally:
         parameter.RayParams, node.Node.start_api_server = settings, start
-
-
-def _leave_out(node: Any, **_: Any) -> None:
-    """Do what is left of `Node.start_api_server`."""
-    from ray._private import ray_constants
-
-    node._webui_url = ""
-    node.get_gcs_client().internal_kv_put(
-        ray_constants.DASHBOARD_ADDRESS.encode(), NO_SERVER, True, ray_constants.KV_NAMESPACE_DASHBOARD
-    )

@@ -85,8 +85,8 @@ class Keeper(Protocol):
     def keep(self, value: Any) -> Any:
         """Return it; what this raises is the item's error."""
 
-    def secure(self) -> None:
-        """Let nothing be loose any more."""
+    def secure(self) -> bool:
+        """Let nothing be loose any more; False if there is no memory for that, so that nothing else may run in this call."""
 
 
 class Surroundings(NamedTuple):
@@ -143,9 +143,9 @@ def run_parts(attempt_id: int, parts: Sequence[Part], here: Surroundings) -> lis
 
 
 def _run_part(part: Part, here: Surroundings, result: RawResult) -> None:
+    if here.keeper is not None and not here.keeper.secure():
+        return
     try:
-        if here.keeper is not None:
-            here.keeper.secure()
         fn = here.functions(part.fn_id)
         items = here.unpack(part.items)
     except SystemExit:
@@ -231,12 +231,12 @@ def _run_items(fn: Callable[[Any], Any], items: list[Any], part: Part, here: Sur
     result.started_at = time()
     before = perf_counter()
     for index, item in zip(_numbers(part), items, strict=True):
+        if loose and keeper is not None and not keeper.secure():
+            break
         note.index = index
         if seed is not None:
             seed_everything(item_seed(seed, index))
         try:
-            if loose and keeper is not None:
-                keeper.secure()
             value = fn(item)
             values.append(value if keeper is None or type(value) in UNCHANGEABLE else keeper.keep(value))
         except SystemExit:

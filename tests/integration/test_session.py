@@ -159,7 +159,10 @@ def test_no_process_runs_that_has_nothing_to_do(first: Any) -> None:
     said = "\n".join(facts["commands"])
     assert "gcs_server" in said, "the test has not seen Ray's processes"
     assert [name for name in ("dashboard.py", "monitor.py", "log_monitor.py") if name in said] == []
-    assert facts["asked the dashboard"] == "ServerUnavailable"
+    assert facts["asked the dashboard"] in (
+        "ServerUnavailable",
+        "RpcError",
+    )  # the second if Ray has failed to look for its address
 
 
 def test_who_has_no_token_is_refused(first: Any) -> None:

@@ -54,7 +54,7 @@ def errors(pool: ParallelPool, folder: Path) -> None:
         return data
 
     assert len(pool.parfor(fail_now_and_then, range(12), on_error="collect").errors) == 4
-    with pytest.raises(ValueError, match="0"):
+    with pytest.raises(ValueError, match="of fail_now_and_then"):
         pool.parfor(fail_now_and_then, range(12))
 
 

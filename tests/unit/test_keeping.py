@@ -1,75 +1,61 @@
-"""How the ranks of a training keep a checkpoint together, where one of them does not get to the end of it. Without torch."""
+"""What a worker keeps of a value until the end of its call, and what it does where there is no memory for that."""
 
 from __future__ import annotations
 
-import threading
-from pathlib import Path
 from typing import Any
 
-import pytest
-
-from raypool.train import checkpoints
-from raypool.train.keeping import Delivery, Keeper
-from raypool.train.plan import Plan
-
-WAIT_S = 20.0
+from raypool.engine.backend import Part, WorkerInfo
+from raypool.engine.guard import ThreadGuard
+from raypool.engine.runner import Surroundings, run_parts
 
 
-class Interrupted(BaseException):
-    """As a rank is whose peer has failed."""
+class Narrow:
+    """Keeps values while there is room for them."""
+
+    def __init__(self, room: int) -> None:
+        self.loose: list[Any] = []
+        self._room = room
+
+    def keep(self, value: Any) -> Any:
+        self.loose.append(value)
+        return value
+
+    def secure(self) -> bool:
+        self._room -= len(self.loose)
+        self.loose.clear()
+        return self._room >= 0
 
 
-class Meetings:
-    """Two ranks in threads that tell each other things; rank 1 is interrupted in its third meeting, while rank 0 commits."""
+def run(parts: list[Part], room: int, called: list[int]) -> list[Any]:
+    def same(item: int) -> list[int]:
+        called.append(item)
+        return [item]
 
-    def __init__(self) -> None:
-        self.barrier = threading.Barrier(2)
-        self.said: list[Any] = [None, None]
-        self.counts = [0, 0]
-        self.is_committing = threading.Event()
-        self.is_interrupted = threading.Event()
-
-    def tell(self, rank: int, value: Any) -> list[Any]:
-        self.counts[rank] += 1
-        if self.counts[rank] == 3:
-            if rank == 0:
-                return [value, None]
-            assert self.is_committing.wait(WAIT_S)
-            raise Interrupted
-        self.said[rank] = value
-        self.barrier.wait(WAIT_S)
-        said = list(self.said)
-        self.barrier.wait(WAIT_S)
-        return said
+    here = Surroundings(WorkerInfo(0, "", 0), lambda _: same, list, ThreadGuard(), lambda *_: None, Narrow(room))
+    return run_parts(0, parts, here)
 
 
-def test_a_rank_that_is_interrupted_deletes_nothing_of_what_another_commits(tmp_path: Path, monkeypatch: Any) -> None:
-    from ray.train import Checkpoint
+def part(task_id: int, *items: int) -> Part:
+    return Part(task_id, 0, list(items), len(items), 0, 1, is_call=False)
 
-    meetings, write = Meetings(), checkpoints._write
 
-    def write_slowly(file: Path, text: str) -> None:
-        write(file, text)
-        meetings.is_committing.set()
-        assert meetings.is_interrupted.wait(WAIT_S)
+def test_where_there_is_no_memory_nothing_else_runs_in_the_call() -> None:
+    called: list[int] = []
+    (result,) = run([part(0, 10, 11, 12, 13)], 1, called)
+    assert called == [10, 11]
+    assert (result.done, result.values, result.errors) == (2, [[10], [11]], {})
 
-    monkeypatch.setattr(checkpoints, "_write", write_slowly)
-    source = tmp_path / "source"
-    source.mkdir()
-    for number in range(20):
-        (source / f"file-{number}").touch()
-    plan = Plan("fit", 1, str(tmp_path / "run"))
 
-    def rank_1() -> None:
-        with pytest.raises(Interrupted):
-            Keeper(plan, 1, lambda value: meetings.tell(1, value)).keep(None, None, {})
-        meetings.is_interrupted.set()
+def test_nor_do_the_other_tasks_of_the_call() -> None:
+    called: list[int] = []
+    first, second, third = run([part(0, 10), part(1, 20), part(2, 30)], 1, called)
+    assert called == [10, 20]
+    assert [result.done for result in (first, second, third)] == [1, 1, 0]
+    assert third.errors == {}
 
-    other = threading.Thread(target=rank_1)
-    other.start()
-    delivery = Delivery(Checkpoint.from_directory(str(source)), False, False, None)
-    path = Keeper(plan, 0, lambda value: meetings.tell(0, value)).keep(delivery, None, {"loss": 1.0})
-    other.join(WAIT_S)
-    (kept,) = checkpoints.list_kept(plan.run_dir)
-    assert str(kept.path) == path
-    assert len(list(kept.path.iterdir())) == 20
+
+def test_the_first_item_of_a_call_always_runs() -> None:
+    called: list[int] = []
+    (result,) = run([part(0, 10, 11)], 0, called)
+    assert called == [10]
+    assert result.done == 1

@@ -6,7 +6,9 @@ import ast
 import inspect
 import re
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,6 +30,19 @@ def test_a_name_is_the_same_for_type_checkers_and_when_it_runs() -> None:
     assert {alias.name: node.module for node in imports for alias in node.names} == raypool._HOMES
     assert sorted(raypool._HOMES) == sorted(raypool.__all__)
     assert {*raypool.__all__} <= {*dir(raypool)}
+
+
+def test_the_errors_are_where_tracebacks_say(run_python: Callable[..., Any]) -> None:
+    run_python("""
+        import raypool
+        assert raypool.errors.TaskError is raypool.TaskError
+        try:
+            raypool.no_such_name
+        except AttributeError as error:
+            assert "no_such_name" in str(error)
+        else:
+            raise AssertionError
+    """)
 
 
 @pytest.mark.parametrize("name", raypool.__all__)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -40,3 +41,10 @@ def test_its_handle_goes_with_it() -> None:
     for _ in range(10):
         Pulse(os.getpid())
     assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
+def test_any_number_of_threads_may_ask() -> None:
+    pulse = Pulse(os.getpid())
+    with ThreadPoolExecutor(4) as pool:
+        asked = [pool.submit(lambda: [pulse.has_ended for _ in range(20_000)]) for _ in range(4)]
+        assert not any(any(future.result()) for future in asked)

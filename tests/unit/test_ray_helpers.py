@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from raypool.engine.ray_helpers import SWITCHES, without_helpers
@@ -31,3 +33,10 @@ def test_a_ray_without_that_server_starts_as_it_does_by_itself(monkeypatch: pyte
     before = parameter.RayParams
     with without_helpers():
         assert parameter.RayParams is before
+
+
+def test_a_ray_whose_names_are_elsewhere_starts_as_it_does_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray._private.ray_constants", None)
+    before = node.Node.start_api_server, parameter.RayParams
+    with without_helpers():
+        assert (node.Node.start_api_server, parameter.RayParams) == before
