@@ -10,6 +10,7 @@ from functools import partial
 import numpy as np
 import ray
 
+from benchmarks.contest import checked
 from benchmarks.measuring import Line, in_turns, timed
 from benchmarks.tasks import first_of
 
@@ -22,6 +23,8 @@ def run(session):
 
     array = np.random.default_rng(0).integers(0, 255, NUM_BYTES, np.uint8)
     tensor = torch.from_numpy(array.copy())
+    of_array, of_tensor = (partial(first_of, array), range(TASKS)), (partial(first_of, tensor), range(TASKS))
+    firsts = [int(array[0])] * TASKS
 
     def put():
         reference = ray.put(array)
@@ -29,15 +32,15 @@ def run(session):
 
     def put_and_call():
         reference = ray.put(array)
-        ray.get([session.actors[number % 2].call.remote(reference) for number in range(TASKS)])
+        return ray.get([session.actors[number % 2].call.remote(reference) for number in range(TASKS)])
 
     values = in_turns(
         {
-            "array": timed(lambda: session.pool.parfor(partial(first_of, array), TASKS, progress=False)),
-            "tensor": timed(lambda: session.pool.parfor(partial(first_of, tensor), TASKS, progress=False)),
+            "array": checked("raypool, an array", lambda: session.pool.parfor(*of_array, progress=False), firsts),
+            "tensor": checked("raypool, a tensor", lambda: session.pool.parfor(*of_tensor, progress=False), firsts),
             "put": timed(put),
-            "put and calls": timed(put_and_call),
-            "ray": timed(lambda: session.ray_pool.map(partial(first_of, array), range(TASKS), chunksize=1)),
+            "put and calls": checked("bare actors", put_and_call, firsts),
+            "ray": checked("Ray's Pool", lambda: session.ray_pool.map(*of_array, chunksize=1), firsts),
         },
         rounds=7,
     )

@@ -13,7 +13,8 @@ from statistics import median
 import ray
 from ray.util import ActorPool
 
-from benchmarks.measuring import Line, in_turns, percentile, timed
+from benchmarks.contest import checked
+from benchmarks.measuring import Line, in_turns, percentile
 from benchmarks.tasks import nothing
 
 QUEUED = 10_000
@@ -31,31 +32,31 @@ def queued(session):
 
     def parfeval(fn, count=QUEUED):
         futures = [pool.parfeval(fn, number) for number in range(count)]
-        for future in futures:
-            future.result()
+        return [future.result() for future in futures]
 
     def bare():
-        ray.get([actors[number % len(actors)].call.remote(number) for number in range(QUEUED)])
+        return ray.get([actors[number % len(actors)].call.remote(number) for number in range(QUEUED)])
 
     def apply_async():
         answers = [ray_pool.apply_async(nothing, (number,)) for number in range(QUEUED_SLOW)]
-        for answer in answers:
-            answer.get()
+        return [answer.get() for answer in answers]
 
     def actor_pool():
         group = ActorPool(actors)
         for number in range(QUEUED_SLOW):
             group.submit(lambda actor, value: actor.call.remote(value), number)
+        found = []
         while group.has_next():
-            group.get_next_unordered()
+            found.append(group.get_next_unordered())
+        return found
 
     values = in_turns(
         {
-            "raypool": timed(lambda: parfeval(nothing), QUEUED),
-            "bare": timed(bare, QUEUED),
-            "apply_async": timed(apply_async, QUEUED_SLOW),
-            "actor pool": timed(actor_pool, QUEUED_SLOW),
-            "new code": timed(lambda: parfeval(lambda number: None), QUEUED),
+            "raypool": checked("raypool", lambda: parfeval(nothing), [None] * QUEUED, QUEUED),
+            "bare": checked("bare actors", bare, [None] * QUEUED, QUEUED),
+            "apply_async": checked("Ray's Pool", apply_async, [None] * QUEUED_SLOW, QUEUED_SLOW),
+            "actor pool": checked("ActorPool", actor_pool, [None] * QUEUED_SLOW, QUEUED_SLOW),
+            "new code": checked("raypool, new code", lambda: parfeval(lambda number: None), [None] * QUEUED, QUEUED),
         }
     )
     area, ours = "parfeval, 10,000 queued", values["raypool"]
@@ -71,7 +72,7 @@ def round_trips(session):
     pool, actor = session.pool, session.actors[0]
 
     def trips(call):
-        once = timed(call)
+        once = checked("one at a time", lambda: [call()], [None])
         return lambda: [once() for _ in range(TRIPS)]
 
     values = in_turns(

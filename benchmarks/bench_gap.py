@@ -74,7 +74,9 @@ def run(session):
         Line(area, "parfor", "a bare actor's round trip", "us", values["parfor"], values["trip"], 1.3),
         Line(area, "parfeval", "a bare actor's round trip", "us", values["futures"], values["trip"], 1.3),
         Line(area, "parfor", "such a trip after 60 ms of rest", "us", values["parfor"], values["rested"]),
+        Line(area, "parfeval", "such a trip after 60 ms of rest", "us", values["futures"], values["rested"]),
         Line(area, "parfor", "a loop over bare actors", "us", values["parfor"], values["bare loop"]),
+        Line(area, "parfeval", "a loop over bare actors", "us", values["futures"], values["bare loop"]),
     ]
 
 

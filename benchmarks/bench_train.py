@@ -1,7 +1,8 @@
 """One model on two workers: how soon it trains, how fast `fit` is, what a report costs, what two workers are worth to `predict`.
 
 Bare Ray Train runs on the same Ray, with its default settings. What a rank computes is the same for all parties, with as many
-threads. How fast a loop of one's own is stands under "One training by each launcher".
+threads; `fit` and the loop by hand have to come to the same weights. What Ray Train starts each time has three rounds, for want
+of time. How fast a loop of one's own is stands under "One training by each launcher".
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ import tempfile
 import time
 
 from benchmarks import trainings
+from benchmarks.contest import check_same, note_same
 from benchmarks.measuring import Line, in_turns, timed
 from benchmarks.session import WORKERS
 
 FITS = 3
 ROUNDS = 9
-REPORTS = 5
-WARM_REPORTS = 100
+REPORTS = 3
+WARM_REPORTS, WARM_CHECKPOINTS = 100, 20
 MB = 1_000_000
 PREDICTED = 1536
 BATCH = 64
@@ -85,15 +87,24 @@ def fits(pool):
             mini_batch_size=size.batch,
             max_epochs=size.epochs + 1,
         )
-        network, samples, loss = size.network(), size.samples(), torch.nn.functional.cross_entropy
-        values = in_turns(
-            {
-                "fit": lambda size=size, given=(network, samples, loss, options): step_us(pool.fit(*given), size),
-                "hand": lambda size=size, name=name: step_us(pool.train(trainings.by_hand, {"size": name}), size),
-                "loader": lambda size=size, name=name: step_us(pool.train(trainings.by_loader, {"size": name}), size),
-            },
-            rounds=ROUNDS,
-        )
+        network, samples, loss = trainings.network_of(size), size.samples(), torch.nn.functional.cross_entropy
+        weights = {}
+
+        def fit(size=size, given=(network, samples, loss, options), weights=weights):
+            result = pool.fit(*given).result()
+            note_same(weights, "raypool", trainings.weights_of(result.model))
+            return step_us(result, size)
+
+        def hand(size=size, name=name, weights=weights):
+            result = pool.train(trainings.by_hand, {"size": name}).result()
+            note_same(weights, "by hand", result.values[0])
+            return step_us(result, size)
+
+        def loader(size=size, name=name):
+            return step_us(pool.train(trainings.by_loader, {"size": name}).result(), size)
+
+        values = in_turns({"fit": fit, "hand": hand, "loader": loader}, rounds=ROUNDS)
+        check_same(weights)
         what, mine = f"a step of a {name} model, pool.fit", values["fit"]
         lines += [
             Line(AREA, what, "a loop by hand, warm lane", "us", mine, values["hand"], target=0.95, is_speedup=True),
@@ -102,36 +113,42 @@ def fits(pool):
     return lines
 
 
-def step_us(training, size):
+def step_us(result, size):
     """Return what a step took, from the report at the end of the first epoch to that of the last [us]."""
-    times = training.result().metrics_frame["time"]
+    times = result.metrics_frame["time"]
     seconds = (times.iloc[-1] - times.iloc[0]).total_seconds()
     return seconds / (size.epochs * size.steps_per_epoch) * 1e6
 
 
 def costs(pool):
-    """Return what a report costs."""
+    """Return what a report costs, without a checkpoint and with one."""
+    few, many = [(0, REPORTS), (10 * MB, REPORTS)], [(0, WARM_REPORTS), (10 * MB, WARM_CHECKPOINTS)]
+    values = in_turns(
+        {
+            "bare": lambda: bare_fit(trainings.reports, {"counts": few}),
+            "warm": lambda: reported(pool, many),
+            "managed": lambda: reported(pool, few, lane="managed"),
+        },
+        rounds=FITS,
+        warm_ups=0,
+    )
     lines = []
-    for num_bytes, what in ((0, "a report"), (10 * MB, "a report with a checkpoint of 10 MB")):
-        config = {"num_bytes": num_bytes, "count": REPORTS}
-        bare = bare_fit(trainings.reports, config)[1:]
-        warm = reported(pool, {**config, "count": WARM_REPORTS if num_bytes == 0 else 4 * REPORTS})
-        managed = reported(pool, config, lane="managed")
+    for at, what in enumerate(("a report", "a report with a checkpoint of 10 MB")):
+        bare, warm, managed = ([run[at] for run in values[name]] for name in ("bare", "warm", "managed"))
         lines += [
-            Line(AREA, f"{what}, warm lane", "none", "us", warm),
-            Line(AREA, f"{what}, warm lane", "TorchTrainer's", "us", warm[: len(bare)], bare),
+            Line(AREA, f"{what}, warm lane", "TorchTrainer's", "us", warm, bare),
             Line(AREA, f"{what}, managed lane", "TorchTrainer's", "us", managed, bare),
         ]
     return lines
 
 
-def reported(pool, config, lane="warm"):
-    """Return what the reports of a training cost rank 0, without the first [us]."""
+def reported(pool, counts, lane="warm"):
+    """Return what the reports of a training cost rank 0 [us]."""
     from raypool import RunOptions
 
     with tempfile.TemporaryDirectory() as folder:
-        run = pool.train(trainings.reports, config, lane=lane, options=RunOptions(run_dir=folder))
-        return run.result().values[0][1:]
+        run = pool.train(trainings.reports, {"counts": counts}, lane=lane, options=RunOptions(run_dir=folder))
+        return run.result().values[0]
 
 
 def predictions(pool):

@@ -37,6 +37,52 @@ def contest(peers, workloads, rounds=5):
     return [line for workload in workloads for way in workload.items for line in _turns(peers, workload, way, rounds)]
 
 
+def checked(name, call, expected, per=1):
+    """Return a function that measures a call [us], as `timed` does, and makes sure that it answers what is expected."""
+    answers = []
+    measure = timed(lambda: answers.append(call()), per)
+
+    def turn():
+        answers.clear()
+        took = measure()
+        found = list(answers.pop())
+        if found != expected:
+            wrong = f"{len(found)} answers, {found[:3]} ..., and not {len(expected)}, {expected[:3]} ..."
+            raise WrongAnswersError(f"{name}: {wrong}")
+        return took
+
+    return turn
+
+
+SAME = 1e-4
+"""So far apart may numbers be that are the same but for the order in which they were added up."""
+
+
+def check_same(found):
+    """Make sure that all have come to the same numbers, but for the order in which they have added up.
+
+    Raises:
+        WrongAnswersError: One has not.
+    """
+    for name, theirs in found.items():
+        _check_same(f"{name} has trained something else than raypool", theirs, found["raypool"])
+
+
+def note_same(found, name, numbers):
+    """Note what somebody has come to, and make sure that it was the same before.
+
+    Raises:
+        WrongAnswersError: It was not.
+    """
+    _check_same(f"{name} has trained something else than before", numbers, found.setdefault(name, numbers))
+
+
+def _check_same(wrong, theirs, ours):
+    apart = max((abs(mine - other) for mine, other in zip(ours, theirs, strict=True)), default=0.0)
+    if not apart <= SAME:
+        raise WrongAnswersError(f"{wrong}: numbers are up to {apart:g} apart")
+
+
 def _turns(peers, workload, way, rounds):
     items = workload.items[way]
     expected = [workload.key(workload.fn(item)) for item in items]

@@ -16,8 +16,8 @@ from benchmarks.measuring import ROOT
 from raypool.devices.nvml import NvmlInventory, nvml
 
 PACKAGES = ("raypool", "ray", "torch", "numpy", "pandas")
-PEERS = ("joblib", "loky", "mpire", "distributed")
-"""Those that raypool is measured beside, as they are installed."""
+PEERS = ("joblib", "scikit-learn", "loky", "mpire", "dask", "distributed", "accelerate", "lightning-fabric")
+"""Those that raypool is measured beside, and what they train, as they are installed."""
 
 
 def machine():

@@ -65,30 +65,57 @@ def in_turns(parties, rounds=5, warm_ups=1):
     """Call each of the parties (name -> function that returns a list of numbers or one) once a round; return name -> values."""
     values = {name: [] for name in parties}
     for number in range(-warm_ups, rounds):
-        for name, measure in parties.items():
-            value = measure()
+        for name in order_of(list(parties), number):
+            value = parties[name]()
             if number >= 0:
                 values[name].append(value)
     return values
 
 
+def order_of(names, number):
+    """Return the order of a round: in as many rounds as there are names each comes first once, and hardly twice after the same.
+
+    So whatever somebody leaves to be cleaned up does not always fall on the same party.
+
+    Example:
+        >>> order_of(["a", "b", "c", "d"], 0), order_of(["a", "b", "c", "d"], 1)
+        (['a', 'b', 'd', 'c'], ['b', 'c', 'a', 'd'])
+    """
+    to_and_fro = [(at + 1) // 2 * (1 if at % 2 else -1) for at in range(len(names))]  # 0, 1, -1, 2, -2, ...
+    return [names[(at + number) % len(names)] for at in to_and_fro]
+
+
 def in_turns_within(budget_s, parties, rounds=5, slow_s=60.0, clock=time.monotonic):
     """Do as `in_turns`, without warm-ups, in `budget_s` [s] unless the first round alone takes longer.
 
-    Who has taken more than `slow_s` [s] has that one turn only; and nobody has one that would not end in time. What somebody has
-    belongs to the first rounds, so ratios are taken with as many of the others' values.
+    Who has taken more than `slow_s` [s] has that one turn only, and a round has only those whose turns would end in time, by what
+    their last ones took: the first of the parties before all others, so nobody has more turns than it. What somebody has belongs
+    to the first rounds, so ratios are taken with as many of the others' values.
     """
+    first, *_ = left = list(parties)
     values = {name: [] for name in parties}
     took_s = {}
     ends = clock() + budget_s
     for number in range(rounds):
-        for name, measure in parties.items():
+        if number > 0:
+            left = _in_time([name for name in left if took_s[name] <= slow_s], took_s, ends - clock())
+        if left[:1] != [first]:
+            break
+        for name in order_of(left, number):
             started = clock()
-            is_left_out = number > 0 and (took_s[name] > slow_s or started + took_s[name] > ends or len(values[name]) < number)
-            if not is_left_out:
-                values[name].append(measure())
-                took_s[name] = clock() - started
+            values[name].append(parties[name]())
+            took_s[name] = clock() - started
     return values
+
+
+def _in_time(names, took_s, left_s):
+    """Return those who can have a turn in the time that is left [s]."""
+    chosen = []
+    for name in names:
+        if took_s[name] <= left_s:
+            left_s -= took_s[name]
+            chosen.append(name)
+    return chosen
 
 
 def timed(call, per=1):

@@ -24,9 +24,10 @@ HEAD = """# How fast
 in `benchmarks/results`, which have every round's own number. One benchmark by its name: `.venv/bin/python -m benchmarks futures`.
 
 Whatever stands in a row was measured in turns, in one run. Numbers are medians (smallest to largest) of five rounds or more;
-fewer are said. A ratio is taken within each turn, and only ratios mean something on another machine: `2 x` says that raypool
-takes twice as much as what it is held against, `2 x faster` that it takes half; in the tables with a row for each system a
-number says how many times as long as raypool that system takes, so raypool loses where it is below 1.
+where there were fewer, it is said how many. A ratio is taken within each turn, and only ratios mean something on another
+machine: `2 x` says that raypool takes twice as much as what it is held against, `2 x faster` that it takes half; in the tables
+with a row for each system a number says how many times as long as raypool that system takes, so raypool loses where it is
+below 1.
 """
 
 
@@ -72,7 +73,10 @@ def _losses(named):
             by_reason.setdefault(reason, []).append(f"{record['title']}, {_verdict(line)}")
     if not by_reason:
         return ["## Where raypool loses", "", "Nowhere, in what is on record.", ""]
-    said = "Rows in which another system takes less, or a target is missed. `2 x`: raypool takes twice as much."
+    said = (
+        "Rows in which another system takes less, or a target is missed. `2 x`: raypool takes twice as much as the other system, "
+        "or as its target allows."
+    )
     told = [f"- **{reason or UNKNOWN}** " + "; ".join(rows) + "." for reason, rows in sorted(by_reason.items())]
     return ["## Where raypool loses", "", said, "", *told, ""]
 
@@ -80,9 +84,12 @@ def _losses(named):
 def _verdict(line):
     """Return in words what a line in which raypool loses is about."""
     named = f"{line.area}: {line.what}, against {line.against}"
-    measured = _spread(line.values, line.unit) if line.others is None else _spread(line.shares(), "x")
     verdict = {None: "", True: ", within its target", False: ", target missed"}[line.is_met()]
-    return f"{named}: {measured}{verdict}"
+    if line.others is not None:
+        return f"{named}: {_spread(line.shares(), 'x')}{verdict}"
+    if not line.target:  # nothing at all was allowed
+        return f"{named}{verdict}"
+    return f"{named}: {_spread([value / line.target for value in line.values], 'x')}{verdict}"
 
 
 def _section(name, record, common):
@@ -116,23 +123,34 @@ def _matrices(lines):
         against = list(dict.fromkeys(line.against for line in inside))
         ours = ["raypool", *(_spread(*_ours(inside, what)) for what in whats)]
         notes = {line.against: f" ({line.note})" for line in inside if line.note}
-        rows = [[name + notes.get(name, ""), *(_times(found.get((name, what))) for what in whats)] for name in against]
-        parts += [*_markdown((area, *whats), [ours, *rows]), ""]
+        most = {what: max(len(line.values) for line in inside if line.what == what) for what in whats}
+        rows = [
+            [name + notes.get(name, ""), *(_times(found.get((name, what)), most[what]) for what in whats)] for name in against
+        ]
+        heads = [what + _few(_ours(inside, what)[1], most[what]) for what in whats]
+        parts += [*_markdown((area, *heads), [ours, *rows]), ""]
     return parts[:-1]
 
 
 def _ours(lines, what):
-    """Return raypool's own values, and their unit."""
-    line = next(line for line in lines if line.what == what)
+    """Return raypool's own values, as many as there are, and their unit."""
+    line = max((line for line in lines if line.what == what), key=lambda line: len(line.values))
     return line.values, line.unit
 
 
-def _times(line):
-    """Return how many times as long as raypool a system takes."""
+def _times(line, most):
+    """Return how many times as long as raypool a system takes; and of how many rounds, if others have more."""
     if line is None:
         return ""
     ratios = [other / value for value, other in zip(line.values, line.others, strict=True)]
-    return _spread(ratios, "x")
+    return _spread(ratios, "x") + (_few(line.unit, len(ratios)) if len(ratios) < most else "")
+
+
+def _few(unit, num_rounds):
+    """Return in words how many rounds there were, if they are few; "" for what is counted, and has no unit."""
+    if num_rounds >= LEAST_ROUNDS or not unit:
+        return ""
+    return f" ({num_rounds} round{'s' if num_rounds > 1 else ''})"
 
 
 def _markdown(headings, rows):
@@ -155,15 +173,14 @@ def table(lines):
 
 def cells(line):
     """Return what stands in a line of the table."""
-    rounds = f"{len(line.values)} rounds" if 1 < len(line.values) < LEAST_ROUNDS else ""
-    note = ", ".join(filter(None, (line.note, rounds)))
+    note = f" ({line.note})" if line.note else ""
     target = ""
     if line.target is not None:
         bound = "at least" if line.is_speedup else "at most"
         target = f"{bound} {_number(line.target, line.unit) if line.others is None else f'{line.target:g} x'}"
     verdict = {None: "", True: "met", False: "MISSED"}[line.is_met()]
     return (
-        f"{line.area}: {line.what}" + (f" ({note})" if note else ""),
+        f"{line.area}: {line.what}{note}{_few(line.unit, len(line.values))}",
         _spread(line.values, line.unit),
         line.against,
         "" if line.others is None else _spread(line.others, line.unit),

@@ -20,6 +20,7 @@ WIDTH = 9.0
 ROW = 0.36
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#8e44ad", "#666666")  # told apart by whoever sees fewer colours too
 MARKERS = "osD^v"
+LEGEND_COLUMNS = 4
 STYLE = {
     "figure.facecolor": "white",  # a sheet of its own: it looks the same on a dark page
     "axes.spines.top": False,
@@ -67,16 +68,19 @@ def ratios(lines):
     areas, systems, whats = (list(dict.fromkeys(getattr(line, name) for line in lines)) for name in ("area", "against", "what"))
     if not lines:
         return None
-    row = max(ROW, 0.13 * len(whats))
-    figure = Figure((WIDTH, 1.5 + row * len(systems)), layout="constrained")
+    most = max(len({line.what for line in lines if line.area == area}) for area in areas)
+    row = max(ROW, 0.13 * most)
+    legend_rows = math.ceil(len(whats) / LEGEND_COLUMNS)
+    figure = Figure((WIDTH, 1.3 + 0.2 * legend_rows + row * len(systems)), layout="constrained")
     panels = figure.subplots(1, len(areas), sharex=True, sharey=True, squeeze=False)[0]
     for panel, area in zip(panels, areas, strict=True):
         panel.set_title(area)
         panel.axvline(1, color="black", linewidth=1)
-        for at, what in enumerate(whats):
-            shift = (at - (len(whats) - 1) / 2) * 0.8 / len(whats)
+        inside = list(dict.fromkeys(line.what for line in lines if line.area == area))
+        for at, what in enumerate(inside):
+            shift = (at - (len(inside) - 1) / 2) * 0.8 / len(inside)
             rows = {systems.index(line.against) + shift: line for line in lines if (line.area, line.what) == (area, what)}
-            _dots(panel, rows, MARKERS[at], COLORS[at])
+            _dots(panel, rows, *_look(whats.index(what)))
         panel.hlines(
             [position - 0.5 for position in range(1, len(systems))], 0, 1, "#e5e5e5", transform=panel.get_yaxis_transform()
         )
@@ -86,9 +90,15 @@ def ratios(lines):
     _mark(panels)
     figure.supxlabel("times as much as raypool takes: raypool is ahead right of the line at 1, behind left of it", fontsize=10)
     if len(whats) > 1:
-        handles = [panels[0].plot([], [], MARKERS[at], color=COLORS[at], label=what)[0] for at, what in enumerate(whats)]
-        figure.legend(handles=handles, loc="outside upper center", ncols=len(whats), frameon=False)
+        looks = map(_look, range(len(whats)))
+        handles = [panels[0].plot([], [], look[0], color=look[1], label=what)[0] for what, look in zip(whats, looks, strict=True)]
+        figure.legend(handles=handles, loc="outside upper center", ncols=min(len(whats), LEGEND_COLUMNS), frameon=False)
     return figure
+
+
+def _look(number):
+    """Return a marker and a colour: other ones for each of the first 25."""
+    return MARKERS[number % len(MARKERS)], COLORS[(number + number // len(MARKERS)) % len(COLORS)]
 
 
 def _dots(panel, rows, marker, color):
@@ -124,11 +134,9 @@ def growth(lines):
     panels = figure.subplots(1, len(units), squeeze=False)[0]
     for panel, unit in zip(panels, units, strict=True):
         for at, ((label, _), points) in enumerate((key, points) for key, points in curves.items() if key[1] == unit):
-            color = COLORS[at % len(COLORS)]
+            marker, color = _look(at)
             sizes = sorted(points)
-            panel.plot(
-                sizes, [median(points[size]) for size in sizes], "-" + MARKERS[at % len(MARKERS)], color=color, label=label
-            )
+            panel.plot(sizes, [median(points[size]) for size in sizes], "-" + marker, color=color, label=label)
             panel.vlines(
                 sizes, [min(points[size]) for size in sizes], [max(points[size]) for size in sizes], color=color, alpha=0.6
             )

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
+from benchmarks.contest import WrongAnswersError
+
 LEARNING_RATE = 0.01
 MOMENTUM = 0.9
 WARM_UP = 10
@@ -48,6 +50,17 @@ class Size(NamedTuple):
 SIZES = {"small": Size(32, 64, 64, 100, 5), "big": Size(512, 1024, 128, 8, 5)}
 
 
+def network_of(size):
+    """Return its model, with the same weights each time."""
+    torch.manual_seed(0)
+    return size.network()
+
+
+def weights_of(model):
+    """Return all numbers of a model."""
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).tolist()
+
+
 def optimizer_of(model):
     return torch.optim.SGD(model.parameters(), LEARNING_RATE, momentum=MOMENTUM)
 
@@ -76,8 +89,7 @@ def first_step():
 def steady(name, num_steps, prepare):
     """Train on one batch, again and again; return what a step takes [us], and of the cores [us], and the loss in the end."""
     size, num_ranks = SIZES[name], dist.get_world_size() if dist.is_initialized() else 1
-    torch.manual_seed(0)
-    model = size.network()
+    model = network_of(size)
     model, optimizer, backward = prepare(model, optimizer_of(model))
     inputs, targets = (column[: size.batch // num_ranks] for column in size.samples())
     for number in range(WARM_UP + num_steps):
@@ -104,37 +116,59 @@ def steady_in_ray(config):
 
 def reduced(num_bytes, repeats, all_reduce=dist.all_reduce):
     """Return what it takes to add up tensors of so many bytes, the median of some [us], alone in a list."""
-    x = torch.zeros(num_bytes // 4)
-    times = []
-    for _ in range(repeats):
-        dist.barrier()
-        started = time.perf_counter()
-        all_reduce(x)
-        times.append((time.perf_counter() - started) * 1e6)
-    return [median(times)]
+    x = torch.empty(num_bytes // 4)
+    return [median(sum_us(x, all_reduce) for _ in range(repeats))]
+
+
+def sum_us(x, all_reduce):
+    """Return what it takes to add up tensors like this one [us]; make sure that every number is the sum over the ranks.
+
+    Raises:
+        WrongAnswersError: One is not.
+    """
+    size = dist.get_world_size()
+    x.fill_(dist.get_rank() + 1)
+    dist.barrier()
+    started = time.perf_counter()
+    all_reduce(x)
+    took = (time.perf_counter() - started) * 1e6
+    least, most = (edge.item() for edge in x.aminmax())
+    if not least == most == size * (size + 1) / 2:
+        raise WrongAnswersError(f"an all_reduce of the ranks' numbers 1 to {size} gives {least:g} to {most:g}")
+    return took
 
 
 def reduced_in_context(context, num_bytes, repeats):
     return reduced(num_bytes, repeats, context.all_reduce)
 
 
+def reduced_by_torch(context, num_bytes, repeats):
+    return reduced(num_bytes, repeats)
+
+
 def by_hand(config):
-    """Train as `pool.fit` does, the shortest way: a fresh order in each epoch, each rank its part of every batch, one report."""
+    """Train as `pool.fit` does, the shortest way: a fresh order in each epoch, each rank its part of every batch, one report.
+
+    Return the weights in the end: the orders are those of `pool.fit`, so the weights have to be, too.
+    """
     import ray.train
+
+    from raypool.train.data import order_of
 
     size = SIZES[config["size"]]
     context = ray.train.get_context()
     rank, world_size = context.get_world_rank(), context.get_world_size()
     inputs, targets = size.samples()
-    model = prepared(size.network())
+    model = prepared(network_of(size))
     optimizer = optimizer_of(model)
     for epoch in range(size.epochs + 1):
-        order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(epoch))
+        order = order_of(len(inputs), "every-epoch", 0, epoch)
         total = torch.zeros(())
         for batch in order.split(size.batch):
             mine = batch.chunk(world_size)[rank]
             total += step(model, optimizer, inputs[mine], targets[mine]).detach()
         ray.train.report({"epoch": epoch, "loss": total.item() / size.steps_per_epoch})
+    return weights_of(model)
 
 
 def by_loader(config):
@@ -159,15 +193,22 @@ def by_loader(config):
 
 
 def reports(config):
-    """Report, each time with a checkpoint of so many bytes from rank 0 (0: none); return what each took [us]."""
+    """Report with checkpoints from rank 0; `config["counts"]` has pairs of how many bytes (0: none), and how often.
+
+    Return what a report takes [us] for each of these: the median, without the first.
+    """
+    return [median(_report_us(num_bytes, count)[1:]) for num_bytes, count in config["counts"]]
+
+
+def _report_us(num_bytes, count):
     import ray.train
 
     costs = []
-    for number in range(config["count"]):
+    for number in range(count):
         with tempfile.TemporaryDirectory() as folder:
             checkpoint = None
-            if config["num_bytes"] and ray.train.get_context().get_world_rank() == 0:
-                Path(folder, "state").write_bytes(bytes(config["num_bytes"]))
+            if num_bytes and ray.train.get_context().get_world_rank() == 0:
+                Path(folder, "state").write_bytes(bytes(num_bytes))
                 checkpoint = ray.train.Checkpoint.from_directory(folder)
             started = time.perf_counter()
             ray.train.report({"number": number}, checkpoint=checkpoint)

@@ -65,22 +65,6 @@ def test_who_loses_answers_is_found(benchmark_of: Any) -> None:
         contest.contest(parties, [contest.Workload("same", lambda x: x, {"unordered": [1, 2]})])
 
 
-def test_turns_end_in_time_and_who_is_slow_has_one(benchmark_of: Any) -> None:
-    now = 0.0
-
-    def takes(seconds: float) -> Callable[[], float]:
-        def measure() -> float:
-            nonlocal now
-            now += seconds
-            return now
-
-        return measure
-
-    parties = {"quick": takes(10), "middling": takes(20), "slow": takes(61)}
-    runs = benchmark_of("measuring").in_turns_within(170, parties, rounds=5, clock=lambda: now)
-    assert runs == {"quick": [10, 101, 131, 161], "middling": [30, 121, 151], "slow": [91]}
-
-
 def test_the_page_has_what_is_on_record(benchmark_of: Any, records: Any, tmp_path: Path) -> None:
     line, machine = benchmark_of("measuring").Line, benchmark_of("machine").machine()
     lost = line("cancel", "a loop", "20 ms", "us", [30_000.0, 20_000.0, 40_000.0], target=20_000.0, reason="It waits.")
@@ -90,21 +74,29 @@ def test_the_page_has_what_is_on_record(benchmark_of: Any, records: Any, tmp_pat
     behind = line("at once", "1 ms", "loky", "us", [10.0], [5.0], is_speedup=True)
     slow = line("at once", "1 ms", "Tune", "us", [10.0], [30.0], is_speedup=True, note="turns: 1")
     records.keep("peers", "Peers", "Side by side.", [peer, behind, slow], machine, 100.0)
+    thrice = line("from the prompt", "the end", "torchrun", "us", [10.0] * 3, [20.0] * 3)
+    once = line("from the prompt", "the end", "Tune", "us", [10.0], [20.0])
+    counted = line("from the prompt", "lines", "torchrun", "", [10.0], [20.0])
+    records.keep("launchers", "Launchers", "By each.", [thrice, once, counted], machine, 100.0)
 
     assert records.kept("cancel")["lines"] == [lost, won]
     assert json.loads((tmp_path / "cancel.json").read_text())["lines"][0]["values"] == [30_000.0, 20_000.0, 40_000.0]
     benchmark_of("page").write_page()
     page = (tmp_path / "RESULTS.md").read_text()
     assert "1 of 2 are met." in page
-    assert "- **It waits.** Cancelling, cancel: a loop, against 20 ms: 30 ms (20-40), target missed." in page
+    assert "- **It waits.** Cancelling, cancel: a loop, against 20 ms: 1.5 x (1-2), target missed." in page
     assert "- **Nobody has found out why yet.** Peers, at once: 1 ms, against loky: 2 x." in page
     assert "took 12 s" in page
     assert "A real sweep (`sweep`)" in page[page.index("## Not measured") :]
     assert "| cancel: a loop (3 rounds) | 30 ms (20-40) | 20 ms |  |  | at most 20 ms | MISSED |" in page
-    assert "| cancel: a sleep | 10 us | ray.kill | 100 us | 10 x faster | at least 5 x | met |" in page
+    assert "| cancel: a sleep (1 round) | 10 us | ray.kill | 100 us | 10 x faster | at least 5 x | met |" in page
     assert page.index("## Peers") < page.index("## Cancelling")
     beside = ["| raypool | 10 us |", "| Ray | 2.5 x |", "| loky | 0.5 x |", "| Tune (turns: 1) | 3 x |"]
-    assert "\n".join(["| at once | 1 ms |", "| --- | --- |", *beside]) in page
+    assert "\n".join(["| at once | 1 ms (1 round) |", "| --- | --- |", *beside]) in page
+
+    assert "| from the prompt | the end (3 rounds) | lines |" in page
+    assert "| torchrun | 2 x (2-2) | 2 x |" in page
+    assert "| Tune | 2 x (1 round) |  |" in page
 
     picture = (tmp_path / "peers.svg").read_bytes()
     assert b"loky" in picture
@@ -125,15 +117,14 @@ def test_what_grows_is_drawn(benchmark_of: Any) -> None:
     assert plots.figure_of("scheduler", lines) is not None
 
 
-def test_what_a_loss_is(benchmark_of: Any) -> None:
-    line, losses = benchmark_of("measuring").Line, benchmark_of("losses")
-    ahead = line("at once", "x", "loky", "us", [1.0] * 5, [2.0] * 5)
-    behind = line("at once", "x", "multiprocessing", "us", [2.0] * 5, [1.0] * 5, is_speedup=True)
-    level = line("at once", "x", "loky", "us", [1.0, 1.0, 1.1, 1.2, 1.3], [1.2, 1.1, 1.0, 1.0, 1.0])
-    bound = line("at once", "x", "the ideal", "us", [1.01] * 5, [1.0] * 5, target=1.05)
-    missed = line("cancel", "x", "20 ms", "us", [30.0], target=20.0)
-    found = losses.losses("peers", [ahead, behind, level, bound, missed])
-    assert found == [(behind, losses.IN_LARGE_CHUNKS), (level, losses.LEVEL), (missed, "")]
+def test_a_picture_has_room_for_many_measurements(benchmark_of: Any) -> None:
+    line, plots = benchmark_of("measuring").Line, benchmark_of("plots")
+    lines = [line("a", f"what {number}", "torchrun", "us", [1.0], [2.0 + number]) for number in range(12)]
+    figure = plots.figure_of("launchers", lines)
+    looks = {
+        (drawn.get_marker(), drawn.get_color()) for drawn in figure.axes[0].get_lines() if drawn.get_marker() in plots.MARKERS
+    }
+    assert len(looks) == 12, "each can be told from the others"
 
 
 def test_where_raypool_loses_the_reason_is_known(benchmark_of: Any) -> None:
@@ -295,6 +286,11 @@ def test_numbers_that_are_apart_are_found(benchmark_of: Any) -> None:
         check_same({"raypool": [1.0, 2.0], "other": [1.5, 2.0]})
     with pytest.raises(wrong, match="other has trained something else"):
         check_same({"raypool": [1.0], "other": [float("nan")]})
+    note_same, noted = benchmark_of("contest").note_same, dict[str, list[float]]()
+    note_same(noted, "raypool", [1.0])
+    note_same(noted, "raypool", [1.00001])
+    with pytest.raises(wrong, match="raypool has trained something else than before"):
+        note_same(noted, "raypool", [2.0])
 
 
 def test_launchers_are_held_against_raypool_in_all_that_is_asked_of_their_ranks(benchmark_of: Any) -> None:
@@ -308,7 +304,8 @@ def test_launchers_are_held_against_raypool_in_all_that_is_asked_of_their_ranks(
 
     found = {"raypool": of(10.0), "torchrun": of(20.0), "by hand": of(5.0)}
     ranks = {(name, size): ask for name, its in found.items() for size, ask in its.items()}
-    lines = [*bench.step_lines(ranks, 2, {"small": 7}), *bench.sum_lines(ranks, 2, {"1 MB": (1_000_000, 3)})]
+    summing = {name: ranks[name, 2] for name in found} | {bench.BARE_REDUCE: of(9.0)[2]}
+    lines = [*bench.step_lines(ranks, 2, {"small": 7}), *bench.sum_lines(summing, 2, {"1 MB": (1_000_000, 3)})]
     assert [(line.what, line.against, line.ratios()[0], line.is_met()) for line in lines] == [
         ("small model, 1 worker", "torchrun", 2.0, True),
         ("small model, 1 worker", "by hand", 0.5, False),
@@ -320,8 +317,9 @@ def test_launchers_are_held_against_raypool_in_all_that_is_asked_of_their_ranks(
         ("small model", "by hand", 1.0, None),
         ("1 MB", "torchrun", 2.0, None),
         ("1 MB", "by hand", 0.5, None),
+        ("1 MB", "itself, by torch's own", 0.9, None),
     ]
-    assert all(line.reason for line in lines if line.is_met() is False)
+    assert all(line.reason == bench.NO_MORE_WORK for line in lines if line.is_met() is False)
     ranks["torchrun", 2] = of(20.0, loss=0.6)[2]
     with pytest.raises(benchmark_of("contest").WrongAnswersError, match="torchrun"):
         bench.step_lines(ranks, 2, {"small": 7})
@@ -334,7 +332,7 @@ def test_a_launcher_that_trains_from_the_prompt_is_held_against_raypool(
 
     def whole(name: str, weights: dict[str, list[float]]) -> tuple[float, float, float]:
         weights[name] = [1.0]
-        return (4e6, 8e6, 500.0) if name == "raypool" else (2e6, 4e6, 250.0)
+        return {"raypool": (4e6, 8e6, 500.0), "torchrun": (2e6, 4e6, 250.0), "TorchTrainer": (9e6, 9e6, 900.0)}[name]
 
     monkeypatch.setattr(bench, "whole", whole)
     monkeypatch.setattr(bench, "there", lambda: ["raypool", "torchrun", "TorchTrainer"])
@@ -344,7 +342,8 @@ def test_a_launcher_that_trains_from_the_prompt_is_held_against_raypool(
         ("until all is over", "us", 0.5),
         ("most memory", "MB", 0.5),
     ]
-    assert all(line.reason for line in lines[:3])
+    lost = benchmark_of("losses").losses("launchers", bench.wholes(3))
+    assert {why for line, why in lost if line.against == "torchrun"} == {benchmark_of("losses").NO_RAY_FOR_RANKS}
     assert lines[3].what == "lines"
     assert lines[3].ratios()[0] > 1  # its script is longer
 
