@@ -37,6 +37,39 @@ def contest(peers, workloads, rounds=5):
     return [line for workload in workloads for way in workload.items for line in _turns(peers, workload, way, rounds)]
 
 
+def _turns(peers, workload, way, rounds):
+    items = workload.items[way]
+    expected = [workload.key(workload.fn(item)) for item in items]
+    calls = {name: call for name, peer in peers.items() if (call := getattr(peer, way)) is not None}
+    turns = {name: _turn(name, call, workload, way, expected) for name, call in calls.items()}
+    values = in_turns(turns, rounds)
+    ours = values.pop("raypool")
+    area = WAYS[way]
+    lines = [Line(area, workload.name, name, "us", ours, others, is_speedup=True) for name, others in values.items()]
+    if workload.bound_s is not None:
+        bound = [workload.bound_s * 1e6 / len(items)] * rounds
+        lines.append(Line(area, workload.name, "the least possible", "us", ours, bound, workload.target))
+    return lines
+
+
+def _turn(name, call, workload, way, expected):
+    """Return a function that measures an item [us], and makes sure that the answers are those of a plain loop."""
+    items, answers = workload.items[way], []
+    measure = timed(lambda: answers.extend(call(workload.fn, items)), len(items))
+    in_order = (lambda found: sorted(found, key=repr)) if way == "unordered" else list
+
+    def turn():
+        answers.clear()
+        took = measure()
+        found = [workload.key(answer) for answer in answers]
+        if in_order(found) != in_order(expected):
+            raise WrongAnswersError(f"{name}, {workload.name}, {WAYS[way]}: {found[:3]} ... and not {expected[:3]} ...")
+        answers.clear()
+        return took
+
+    return turn
+
+
 def checked(name, call, expected, per=1):
     """Return a function that measures a call [us], as `timed` does, and makes sure that it answers what is expected."""
     answers = []
@@ -81,36 +114,3 @@ def _check_same(wrong, theirs, ours):
     apart = max((abs(mine - other) for mine, other in zip(ours, theirs, strict=True)), default=0.0)
     if not apart <= SAME:
         raise WrongAnswersError(f"{wrong}: numbers are up to {apart:g} apart")
-
-
-def _turns(peers, workload, way, rounds):
-    items = workload.items[way]
-    expected = [workload.key(workload.fn(item)) for item in items]
-    calls = {name: call for name, peer in peers.items() if (call := getattr(peer, way)) is not None}
-    turns = {name: _turn(name, call, workload, way, expected) for name, call in calls.items()}
-    values = in_turns(turns, rounds)
-    ours = values.pop("raypool")
-    area = WAYS[way]
-    lines = [Line(area, workload.name, name, "us", ours, others, is_speedup=True) for name, others in values.items()]
-    if workload.bound_s is not None:
-        bound = [workload.bound_s * 1e6 / len(items)] * rounds
-        lines.append(Line(area, workload.name, "the least possible", "us", ours, bound, workload.target))
-    return lines
-
-
-def _turn(name, call, workload, way, expected):
-    """Return a function that measures an item [us], and makes sure that the answers are those of a plain loop."""
-    items, answers = workload.items[way], []
-    measure = timed(lambda: answers.extend(call(workload.fn, items)), len(items))
-    in_order = (lambda found: sorted(found, key=repr)) if way == "unordered" else list
-
-    def turn():
-        answers.clear()
-        took = measure()
-        found = [workload.key(answer) for answer in answers]
-        if in_order(found) != in_order(expected):
-            raise WrongAnswersError(f"{name}, {workload.name}, {WAYS[way]}: {found[:3]} ... and not {expected[:3]} ...")
-        answers.clear()
-        return took
-
-    return turn

@@ -76,9 +76,8 @@ def _times_of(name, line, lines):
 
 BARE = "bare actors of Ray"
 BY_PIPES = "Its calls go through pipes of this machine, raypool's through Ray: bare actors of Ray take longer than it, too."
-IN_FEW_CHUNKS = "It cuts the items into four chunks for each worker before it starts; raypool cuts as it goes, into more."
+IN_FEW_CHUNKS = "It cuts the items into four chunks for each worker before it starts; raypool cuts as it goes."
 NO_RAY = "It starts no Ray. Bare actors of Ray, for which Ray is started too, take more than it as well."
-NO_ACTORS = "It starts processes, and no actors of Ray's. Bare actors of Ray take longer than it, too."
 NO_RAY_FOR_RANKS = "It starts its ranks without Ray. Ray's own TorchTrainer takes more than it, too."
 
 REASONS = (
@@ -90,11 +89,6 @@ REASONS = (
     ),
     *(
         Reason("peers_start", "*", name, NO_RAY, slower=BARE)
-        for name in ("concurrent.futures", "multiprocessing", "loky", "joblib", "MPIRE", "dask.distributed")
-    ),
-    *(
-        Reason(benchmark, row, name, NO_ACTORS, slower=BARE)
-        for benchmark, row in (("peers_setup", "*"), ("peers_faults", "*: killed"))
         for name in ("concurrent.futures", "multiprocessing", "loky", "joblib", "MPIRE", "dask.distributed")
     ),
     Reason(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import re
+import textwrap
 from statistics import median
 
 from matplotlib import rc_context
@@ -21,6 +22,7 @@ ROW = 0.36
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#8e44ad", "#666666")  # told apart by whoever sees fewer colours too
 MARKERS = "osD^v"
 LEGEND_COLUMNS = 4
+TITLES = 80  # letters, all panels together
 STYLE = {
     "figure.facecolor": "white",  # a sheet of its own: it looks the same on a dark page
     "axes.spines.top": False,
@@ -74,7 +76,7 @@ def ratios(lines):
     figure = Figure((WIDTH, 1.3 + 0.2 * legend_rows + row * len(systems)), layout="constrained")
     panels = figure.subplots(1, len(areas), sharex=True, sharey=True, squeeze=False)[0]
     for panel, area in zip(panels, areas, strict=True):
-        panel.set_title(area)
+        panel.set_title(textwrap.fill(area, TITLES // len(areas)))
         panel.axvline(1, color="black", linewidth=1)
         inside = list(dict.fromkeys(line.what for line in lines if line.area == area))
         for at, what in enumerate(inside):
