@@ -16,6 +16,7 @@ NO_SYSTEMS = frozenset(
         "the least possible",
         "the ideal",
         "the bound",
+        "list scheduling's guarantee",
         "none lost",
         "no workers, a memcpy",
         "no workers, ray.put and get",

@@ -111,7 +111,7 @@ def test_what_a_loss_is(benchmark_of: Any) -> None:
     assert found == [(behind, losses.IN_FEW_CHUNKS), (level, losses.LEVEL), (missed, "")]
 
 
-@pytest.mark.parametrize("against", ["the bound", "none lost", "no workers, a memcpy", "no workers, ray.put and get"])
+@pytest.mark.parametrize("against", ["the bound", "list scheduling's guarantee", "none lost", "no workers, a memcpy"])
 def test_a_bound_is_no_system(benchmark_of: Any, against: str) -> None:
     line, losses = benchmark_of("measuring").Line, benchmark_of("losses")
     assert not losses.losses("peers_data", [line("at once", "x", against, "us", [2.0] * 5, [1.0] * 5)])
