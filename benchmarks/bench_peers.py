@@ -1,8 +1,10 @@
 """raypool and its peers, two workers each, in one process tree: the same functions, the same items, the same answers.
 
-Each system is given work in its own words, with no settings for the occasion: all items at once, a call for each, or as they
-come. In each round all have their turn, and every answer is compared with what a plain loop gives. A number says how many times
-as long as raypool a system takes for an item; below 1 it is faster.
+Each system is given work in its own words: all items at once, a call for each, or as they come. How many items go together is
+left to it; as they come, where a system has to be told so, one by one (Ray's Pool and MPIRE: chunks of 1). raypool shows no
+progress, dask.distributed has no dashboard and reuses no result, MPIRE's workers stay, and processes are spawned. In each round
+all have their turn, and every answer is compared with what a plain loop gives. A number says how many times as long as raypool a
+system takes for an item; below 1 it is faster.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
 """The same systems with large arguments and large results: arrays of 1 MB and of 80 MB, each of them another one.
 
+Arrays are handed over as any argument is: none is put into an object store before, or scattered, as one could with raypool, Ray
+and dask.distributed. Those of 80 MB go call by call to the systems on Ray only: the others send them at once in the same way.
+
 Two parties have no workers. They run the items one after the other in this process, and do what an array on its way cannot do
 without: one copies it within the memory of this process (a memcpy, into memory that is there already), the other puts it into
 Ray's object store and gets it out again.

@@ -1,16 +1,17 @@
 """The same systems when something ends before its time, or never: cancelled, killed, or a list without end. One worker each.
 
 "Cancelled": a call that would run for 60 s is ended, until the next one has run. Only raypool stops the call itself; the
-actor is killed and another started, multiprocessing and loky end their pool and open another, dask.distributed restarts its
-processes. concurrent.futures cannot before Python 3.14: its `cancel` refuses what runs, and so it has no value.
+actor is killed and another started, multiprocessing, loky, MPIRE and Ray's Pool end their pool and open another, dask.distributed
+restarts its processes. concurrent.futures cannot before Python 3.14: its `cancel` refuses what runs, and so it has no value.
 
 "Killed": a worker gets SIGKILL while it runs a call, until the next one has run. What became of the call that ran is looked
-at: raypool and dask.distributed run it again; a bare actor, concurrent.futures and loky raise an error, and have to be opened
-anew; with multiprocessing whoever waits for it waits for ever.
+at: raypool and dask.distributed run it again; a bare actor, Ray's Pool, concurrent.futures, loky and MPIRE raise an error, and
+have to be opened anew; with multiprocessing whoever waits for it waits for ever.
 
 "Without end": a generator that never ends goes through a pool with two workers, and the first 200 results are taken.
 concurrent.futures (before Python 3.14), loky, dask.distributed and Ray's ActorPool draw all items before they give the first
-result; they have no values.
+result; they have no values. Bare actors have a loop of ours round them, with as many calls on their way as raypool's `map`.
+What has no calls of its own is left out; see `benchmarks/systems.py`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from benchmarks.contest import WrongAnswersError
 from benchmarks.measuring import Line, in_turns
 from benchmarks.peers import installed, on_one_ray
 from benchmarks.session import WORKERS
-from benchmarks.streams import STREAMS, Drawn
+from benchmarks.streams import AHEAD, STREAMS, Drawn
 from benchmarks.systems import SYSTEMS, open_warm
 from benchmarks.tasks import begin_and_rest
 
@@ -41,21 +42,18 @@ TAKEN = 200
 FATES = {
     "raypool": "again",
     "bare actors of Ray": "ActorDiedError",
+    "Ray's Pool": "ActorDiedError",
     "concurrent.futures": "BrokenProcessPool",
     "multiprocessing": "nothing",
     "loky": "TerminatedWorkerError",
+    "MPIRE": "RuntimeError",
     "dask.distributed": "again",
 }
 """What whoever waits for a call gets whose worker was killed."""
 
 
-REASONS = {
-    "killed": "The worker is replaced by a new actor of Ray's, which takes longer to start than a process: as a bare one does.",
-    "the first result": "`map(buffersize=32)` hands in 32 calls before it gives the first result.",
-    "200 results": "Each call goes through Ray and not through a pipe of this machine.",
-    "items drawn ahead": "As many as `buffersize` says: 32.",
-}
-"""Why raypool loses, where it does."""
+AS_MANY_AS_SAID = f"As many as `buffersize` says: {AHEAD * WORKERS}."
+"""Why raypool draws more items ahead than another system, where it does."""
 
 
 def run():
@@ -76,10 +74,7 @@ def _ended(what, measure, names):
         values = in_turns(parties, ROUNDS, warm_ups=0)
     ours = values.pop("raypool")
     area = "until the next has run, on one worker"
-    return [
-        Line(area, what, name, "us", ours, theirs, is_speedup=True, reason=REASONS.get(what, ""))
-        for name, theirs in values.items()
-    ]
+    return [Line(area, what, name, "us", ours, theirs, is_speedup=True) for name, theirs in values.items()]
 
 
 def cancelled(name, system):
@@ -145,22 +140,16 @@ def _streams():
     with contextlib.ExitStack() as stack:
         opened = {name: stack.enter_context(STREAMS[name](WORKERS)) for name in names}
         values = in_turns({name: lambda name=name: streamed(name, opened[name]) for name in names}, ROUNDS)
-    ours = values.pop("raypool")
-    whats = (("the first result", "us"), ("200 results", "us"), ("items drawn ahead", ""))
-    return [
-        Line(
-            "without end",
-            what,
-            name,
-            unit,
-            [run[at] for run in ours],
-            [run[at] for run in theirs],
-            is_speedup=True,
-            reason=REASONS[what],
-        )
-        for at, (what, unit) in enumerate(whats)
-        for name, theirs in values.items()
-    ]
+    whats = ("the first result", "200 results", "items drawn ahead")
+    return [line for at, what in enumerate(whats) for line in _stream_lines(what, values, at)]
+
+
+def _stream_lines(what, values, at):
+    """Return a line for each other system about one of the numbers of a stream."""
+    found = {name: [run[at] for run in runs] for name, runs in values.items()}
+    ours = found.pop("raypool")
+    unit, reason = ("", AS_MANY_AS_SAID) if what == "items drawn ahead" else ("us", "")
+    return [Line("without end", what, name, unit, ours, theirs, is_speedup=True, reason=reason) for name, theirs in found.items()]
 
 
 def streamed(name, stream):

@@ -17,7 +17,8 @@ class Workload:
     """Items for a function, by the way in which they are given to a system.
 
     `key` makes an answer comparable where it does not compare by itself (an array, say). `bound_s` is the least that any system
-    could take for all [s], and `target` how many times that raypool may take.
+    could take for all [s], and `target` how many times that raypool may take. `warm_ups` rounds come before
+    those that count.
     """
 
     name: str
@@ -26,6 +27,7 @@ class Workload:
     key: Callable[[Any], Any] = lambda answer: answer
     bound_s: float | None = None
     target: float | None = None
+    warm_ups: int = 1
 
 
 class WrongAnswersError(Exception):
@@ -42,7 +44,7 @@ def _turns(peers, workload, way, rounds):
     expected = [workload.key(workload.fn(item)) for item in items]
     calls = {name: call for name, peer in peers.items() if (call := getattr(peer, way)) is not None}
     turns = {name: _turn(name, call, workload, way, expected) for name, call in calls.items()}
-    values = in_turns(turns, rounds)
+    values = in_turns(turns, rounds, workload.warm_ups)
     ours = values.pop("raypool")
     area = WAYS[way]
     lines = [Line(area, workload.name, name, "us", ours, others, is_speedup=True) for name, others in values.items()]

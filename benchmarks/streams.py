@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import multiprocessing
 import warnings
+from collections import deque
+
+AHEAD = 16
+"""How many calls for each worker are on their way, where one can say it."""
 
 
 class Drawn:
@@ -33,13 +38,37 @@ def _closable(results):
     yield from results
 
 
+def in_order(submit, result, items, count):
+    """Yield the results of calls in order, of which so many are on their way."""
+    waiting = deque(submit(item) for item in itertools.islice(items, count))
+    while waiting:
+        yield result(waiting.popleft())
+        waiting.extend(submit(item) for item in itertools.islice(items, 1))
+
+
 @contextlib.contextmanager
 def raypool_stream(num_workers):
     """Use raypool's map, which keeps so many calls ahead of what was taken."""
     from raypool import parpool
 
     with parpool(num_workers, quiet=True) as pool:
-        yield lambda fn, items: pool.map(fn, items, buffersize=16 * num_workers)
+        yield lambda fn, items: pool.map(fn, items, buffersize=AHEAD * num_workers)
+
+
+@contextlib.contextmanager
+def actor_stream(num_workers):
+    """Call bare actors of Ray in turn, with as many calls on their way as raypool's map has."""
+    import ray
+
+    from benchmarks.systems import Actor
+
+    actors = [ray.remote(Actor).options(num_cpus=0).remote() for _ in range(num_workers)]
+    turns = itertools.cycle(actors)
+    try:
+        yield lambda fn, items: in_order(lambda item: next(turns).call.remote(fn, item), ray.get, items, AHEAD * num_workers)
+    finally:
+        for actor in actors:
+            ray.kill(actor)
 
 
 @contextlib.contextmanager
@@ -62,6 +91,15 @@ def process_stream(num_workers):
 
 
 @contextlib.contextmanager
+def mpire_stream(num_workers):
+    """Use MPIRE's imap, with workers that stay."""
+    from mpire import WorkerPool
+
+    with WorkerPool(num_workers, start_method="spawn", keep_alive=True) as pool:
+        yield lambda fn, items: pool.imap(fn, items, chunk_size=1)  # it could not cut a list without end itself
+
+
+@contextlib.contextmanager
 def joblib_stream(num_workers):
     """Use joblib's generator of results."""
     from joblib import Parallel, delayed
@@ -77,7 +115,9 @@ def joblib_stream(num_workers):
 
 STREAMS = {
     "raypool": raypool_stream,
+    "bare actors of Ray": actor_stream,
     "Ray's Pool": ray_stream,
     "multiprocessing": process_stream,
     "joblib": joblib_stream,
+    "MPIRE": mpire_stream,
 }

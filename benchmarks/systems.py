@@ -2,6 +2,10 @@
 
 `stop` ends a call that runs, and `renew` makes the system usable after a worker has died, each by the best way that it has; None
 where it has none.
+
+Two peers have no calls of their own to end or to lose, and no workers of their own either. Ray's ActorPool is given actors that
+are there, and gives their results in order: see the bare actors. joblib's calls belong to a loop: its workers are loky's, or on
+Ray those of Ray's Pool.
 """
 
 from __future__ import annotations
@@ -166,6 +170,69 @@ class Actors:
             ray.kill(actor)
 
 
+class RayPool:
+    """Ray's Pool."""
+
+    def __init__(self, num_workers, initializer=None):
+        self._opening = num_workers, initializer
+        self.renew()
+
+    def renew(self):
+        """Open another: its dead actors stay in it."""
+        from ray.util.multiprocessing import Pool
+
+        self._pool = Pool(*self._opening)
+
+    def submit(self, fn, *args):
+        """Hand in a call."""
+        return self._pool.apply_async(fn, args)
+
+    def result(self, call, timeout=None):
+        """Return what a call has returned."""
+        return call.get(timeout)
+
+    def stop(self, _call):
+        """Kill all actors, and open another pool."""
+        self.close()
+        self.renew()
+
+    def close(self):
+        """End it, with what is queued."""
+        self._pool.terminate()
+
+
+class Mpire:
+    """MPIRE's pool."""
+
+    def __init__(self, num_workers, initializer=None):
+        self._opening = num_workers, initializer
+        self.renew()
+
+    def renew(self):
+        """Open another: one with a dead process runs nothing more."""
+        from mpire import WorkerPool
+
+        num_workers, self._initializer = self._opening
+        self._pool = WorkerPool(num_workers, start_method="spawn", keep_alive=True)
+
+    def submit(self, fn, *args):
+        """Hand in a call."""
+        return self._pool.apply_async(fn, args, worker_init=self._initializer)
+
+    def result(self, call, timeout=None):
+        """Return what a call has returned."""
+        return call.get(timeout)
+
+    def stop(self, _call):
+        """End all processes, and open another pool."""
+        self._pool.terminate()
+        self.renew()
+
+    def close(self):
+        """End it after what is queued: that is sooner over than `terminate`, which waits longer for its processes."""
+        self._pool.stop_and_join()
+
+
 class Dask:
     """dask.distributed, on this machine."""
 
@@ -204,9 +271,11 @@ class Dask:
 SYSTEMS = {
     "raypool": RaypoolCalls,
     "bare actors of Ray": Actors,
+    "Ray's Pool": RayPool,
     "concurrent.futures": Executor,
     "multiprocessing": Processes,
     "loky": Loky,
+    "MPIRE": Mpire,
     "dask.distributed": Dask,
 }
 
