@@ -1,8 +1,11 @@
-"""How long it takes until something runs: `import raypool`, and from `parpool()` to the first result, in fresh processes.
+"""How long it takes until something runs, and what a worker has in memory then.
+
+`import raypool`, and from `parpool()` to the first result, each in fresh processes.
 
 The import must not bring in Ray or torch, which take seconds. The start is held against the least that Ray itself needs: its
 import, `ray.init` with the same settings, two actors and an answer from each. (raypool leaves out some processes of Ray's that
-`ray.init` always starts; see `raypool/engine/ray_helpers.py`.)
+`ray.init` always starts; see `raypool/engine/ray_helpers.py`.) Memory is that of the workers' processes, shared pages in parts
+(PSS), divided by their number; both kinds have imported the module of the function that they have called, and with it NumPy.
 """
 
 from __future__ import annotations
@@ -21,24 +24,31 @@ import json
 print(json.dumps([took, heavy]))
 """
 RAYPOOL = """
-import time
+import json, os, time
 from benchmarks.tasks import nothing
 import raypool
 started = time.perf_counter()
 with raypool.parpool(2, quiet=True) as pool:
     pool.parfeval_on_all(nothing).result()
     took = time.perf_counter() - started
-print(took)
+    pids = pool.parfeval_on_all(os.getpid).result()
+    import psutil
+    pss = [psutil.Process(pid).memory_full_info().pss for pid in pids]
+print(json.dumps([took * 1e6, sum(pss) / len(pss) / 1e6]))
 """
 RAY = """
-import time
+import json, time
 from benchmarks.tasks import Bare
 started = time.perf_counter()
 import ray
 ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
 actors = [ray.remote(Bare).remote() for _ in range(2)]
 ray.get([actor.call.remote() for actor in actors])
-print(time.perf_counter() - started)
+took = time.perf_counter() - started
+pids = ray.get([actor.pid.remote() for actor in actors])
+import psutil
+pss = [psutil.Process(pid).memory_full_info().pss for pid in pids]
+print(json.dumps([took * 1e6, sum(pss) / len(pss) / 1e6]))
 """
 
 
@@ -52,13 +62,15 @@ def run():
 
     imports = in_turns({"raypool": import_us}, rounds=7)
     starts = in_turns(
-        {"raypool": lambda: float(fresh_process(RAYPOOL)) * 1e6, "ray": lambda: float(fresh_process(RAY)) * 1e6},
+        {"raypool": lambda: json.loads(fresh_process(RAYPOOL)), "ray": lambda: json.loads(fresh_process(RAY))},
         rounds=5,
         warm_ups=0,
     )
+    (ours_us, ours_mb), (theirs_us, theirs_mb) = (zip(*starts[name], strict=True) for name in ("raypool", "ray"))
     brought = f"brings in {', '.join(sorted(heavy))}" if heavy else "without ray, torch, numpy, pandas"
     return [
         Line("start", "import raypool", "100 ms", "us", imports["raypool"], target=100_000.0, note=brought),
         Line("start", "heavy imports with it", "none", "", [float(len(heavy))], target=0.0, note=brought),
-        Line("start", "parpool() to first result", "bare Ray and 2 actors", "us", starts["raypool"], starts["ray"], target=1.15),
+        Line("start", "parpool() to first result", "bare Ray and 2 actors", "us", list(ours_us), list(theirs_us), target=1.15),
+        Line("start", "memory of a worker", "a bare actor", "MB", list(ours_mb), list(theirs_mb)),
     ]

@@ -26,7 +26,7 @@ SUITE = {
     "launchers": "One training by each launcher",
     "durable": "Sweeps that survive",
     "joblib": "Behind joblib",
-    "live_view": "Loops, shown",
+    "live_view": "Loops, shown and driven",
     "report_page": "A page of results",
     "cloud": "Files of clusters, and the command line",
     "devices": "Looking at GPUs",

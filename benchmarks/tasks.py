@@ -106,6 +106,10 @@ class Bare:
         """Do nothing."""
         return None
 
+    def pid(self):
+        """Return which process this is."""
+        return os.getpid()
+
     def rest(self, seconds):
         """Sleep; return when that began and ended (Unix time [s])."""
         started = time.time()

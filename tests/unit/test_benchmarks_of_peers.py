@@ -128,6 +128,15 @@ def test_a_loop_round_actors_keeps_its_order_and_its_distance(benchmark_of: Any)
     assert list(results) == list(range(6, drawn.count))
 
 
+def test_what_a_driver_takes_is_of_the_items_that_were_run(benchmark_of: Any) -> None:
+    view, wrong = benchmark_of("bench_live_view"), benchmark_of("contest").WrongAnswersError
+    assert view.driver_share("raypool", lambda fn, items: [fn(item) for item in items], [0.0, 0.01]) >= 0
+    with pytest.raises(wrong, match="bare actors"):
+        view.driver_share("bare actors", lambda fn, items: items[1:], [0.0, 0.01])
+    lines = view.driver_lines({"raypool": [2.0] * 5, "bare actors": [4.0] * 5, "nothing": [1.0] * 5})
+    assert [(line.against, line.ratios()[0]) for line in lines] == [("a loop over bare actors", 0.5), ("", 1.0)]
+
+
 @pytest.mark.slow
 def test_mpire_is_stopped_killed_and_goes_on(benchmark_of: Any) -> None:
     pytest.importorskip("mpire")
