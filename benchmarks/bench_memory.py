@@ -3,7 +3,7 @@
 The million comes from a generator: through `map(buffersize=)`, call by call with 1,000 in flight, and through `parfor(reduce=)`,
 each on Ray and with "threads", in processes of their own. Memory is looked at after each 100,000 (private to the process, USS),
 and growth counts from the second look on. Of sweeps on Ray with large results, errors, a cancellation and a killed worker, what
-is left in the object store is counted when nobody holds the results any more.
+is left in the object store is counted when nobody holds the results any more. Each was measured once.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ KEPT = {
 }
 
 WITHIN_S = 20.0
+"""So long Ray may take to say what is in the object store, and so long again to free what nobody holds."""
+
 SIZE = 2_000_000
 
 PROGRAM = """
@@ -74,6 +76,10 @@ if __name__ == "__main__":
     assert total == count * (count - 1) // 2, total
     print(json.dumps(looks))
 """
+
+
+class StaleFiguresError(Exception):
+    """What Ray says of its object store is of a time before what was asked."""
 
 
 def run():
@@ -124,9 +130,12 @@ def until_empty(before):
 
     deadline = time.monotonic() + WITHIN_S
     mark = ray.put(np.ones(SIZE // 8))  # what Ray says must be of after the sweep
-    while used_bytes() - before < SIZE and time.monotonic() < deadline:
+    while used_bytes() - before < SIZE:
+        if time.monotonic() > deadline:
+            raise StaleFiguresError(f"Ray has told nothing of the object store for {WITHIN_S:g} s: what is left is not known")
         time.sleep(0.1)
     del mark
+    deadline = time.monotonic() + WITHIN_S
     while (count := used_bytes() - before) > 0 and time.monotonic() < deadline:
         gc.collect()
         time.sleep(0.1)

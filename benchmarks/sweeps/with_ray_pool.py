@@ -5,4 +5,4 @@ from ray.util.multiprocessing import Pool
 from benchmarks.sweeps.digits import CONFIGS, show, train
 
 with Pool() as pool:
-    show(pool.map(train, CONFIGS))
+    show(pool.map(train, CONFIGS, chunksize=1))

@@ -139,6 +139,13 @@ def test_the_short_ones_take_ten_minutes(benchmark_of: Any) -> None:
     assert sum(duration_s(name) or 0 for name in benchmark_of("suite").SHORT) <= 600
 
 
+def test_all_take_an_hour_and_no_part_has_more_than_its_share(benchmark_of: Any) -> None:
+    duration_s = benchmark_of("records").duration_s
+    assert sum(duration_s(name) or 0 for name in benchmark_of("suite").SUITE) <= 3600
+    assert (duration_s("sweep") or 0) <= 400  # what it is given, and what begins within
+    assert (duration_s("scheduler") or 0) <= 300
+
+
 def test_one_that_fails_does_not_end_the_others(
     benchmark_of: Any, records: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
