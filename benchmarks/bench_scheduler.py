@@ -2,9 +2,11 @@
 
 All tasks are handed in first; an item takes a second or two. The loads: even; heavy tail (Pareto, exponent 1.5, at most 100 s);
 stragglers (2 % of the workers are five times slower); faults (1 % of the calls lose their worker, which is replaced); gangs
-(every hundredth task is one, of eight ranks that start together). The sizes of one load run in processes of their own, which
-take turns: a slice of events here, a slice there. What counts is the time of the processor, garbage collection and all. That
-each item has one outcome is checked. The bound is what no schedule can beat: all work on all workers, or the longest item.
+(every hundredth task is one, of eight ranks that start together); all of these at once. The sizes of one load run in processes
+of their own, which take turns: a slice of events here, a slice there; each was run once. What counts is the time of the
+processor, garbage collection and all. That each item has one outcome is checked. The bound is what no schedule can beat: all work
+on all workers, or the longest item. List scheduling's guarantee is what it never takes longer than, where workers are alike and
+no items start together: 2 - 1/m times the optimum at most (Graham 1969), here by the work and the longest item.
 `python -m benchmarks.bench_scheduler short` takes some seconds, with fewer tasks.
 """
 
@@ -22,38 +24,41 @@ from benchmarks.simulated import LOADS, Course
 
 SIZES = (10_000, 1_000, 100, 10)
 TASKS, FEW_TASKS = 100_000, 10_000
-MANY_SIZES, MANY_TASKS = (10_000, 1_000, 100), 1_000_000
+MANY_TASKS = 1_000_000
+MANY = {"even": (10_000, 100, 10), "all at once": (10_000,)}
+"""With most tasks, and not each size: all is to end in five minutes. The other loads have fewer tasks, and all sizes."""
+
 PER_SLICE = 20  # so many slices hand in all tasks
 SMALL = 100
 
 
 def run(tasks=TASKS, many_tasks=MANY_TASKS):
-    many = measure("even", MANY_SIZES, int(many_tasks))
-    area = f"even, {int(many_tasks):,} tasks"
-    lines = [_whole(area, many), _growth(area, many)]
+    lines = []
+    for name, sizes in MANY.items():
+        lines += lines_of(name, int(many_tasks), sizes)
     for name in LOADS:
-        lines += lines_of(name, int(tasks))
-    return lines + [_held_against_bound(area, size, entries[-1]) for size, entries in many.items()]
+        if name not in MANY:
+            lines += lines_of(name, int(tasks))
+    return lines
 
 
 def lines_of(name, tasks=TASKS, sizes=SIZES):
     """Return what one load costs with each size of the pool, and how near its schedules come to the bound."""
     found = measure(name, sizes, tasks)
     area = f"{name}, {tasks:,} tasks"
-    costs = [
-        Line(
-            area,
-            f"an event, {size:,} workers",
-            f"{SMALL} workers",
-            "us",
-            _us(found[size]),
-            _us(found[SMALL]),
-            note=_said(entries),
-        )
-        for size, entries in found.items()
-        if size != SMALL
-    ]
-    return costs + [_held_against_bound(area, size, entries[-1]) for size, entries in found.items()]
+    with_target = max(found) if name == "even" else None
+    costs = _targets(area, with_target, found) if with_target else []
+    costs += [_cost(area, size, found) for size in found if size not in (SMALL, with_target)]
+    ends = [_held_against_bound(area, size, entries[-1]) for size, entries in found.items()]
+    return costs + ends + [_guarantee(area, size, entries[-1]) for size, entries in found.items() if LOADS[name].is_alike]
+
+
+def _cost(area, size, found):
+    """Return what an event costs, over all; beside a small pool, if there is one."""
+    what, values, said = f"an event, {size:,} workers", _us(found[size]), _said(found[size])
+    if SMALL not in found:
+        return Line(area, what, "", "us", values, note=said)
+    return Line(area, what, f"{SMALL} workers", "us", values, _us(found[SMALL]), note=said)
 
 
 def measure(name, sizes, tasks):
@@ -71,18 +76,13 @@ def measure(name, sizes, tasks):
     return found
 
 
-def _whole(area, found):
-    largest = max(found)
+def _targets(area, largest, found):
+    """Return what an event costs with the most workers: by itself, and of what it costs with few, slice by slice."""
     what = f"an event, {largest:,} workers"
-    return Line(area, what, "10 us", "us", _us(found[largest]), target=10.0, note=_said(found[largest]))
-
-
-def _growth(area, found):
-    """Return the cost with the most workers against that with few, slice by slice; the last slices are not whole."""
-    largest = max(found)
-    pairs = list(zip(found[largest][:-1], found[SMALL][:-1], strict=False))
+    whole = Line(area, what, "10 us", "us", _us(found[largest]), target=10.0, note=_said(found[largest]))
+    pairs = list(zip(found[largest][:-1], found[SMALL][:-1], strict=False))  # the last slices are not whole
     values, others = ([pair[side]["us"] for pair in pairs] for side in (0, 1))
-    return Line(area, f"an event, {largest:,} workers", f"{SMALL} workers", "us", values, others, 2.0)
+    return [whole, Line(area, f"{what}, slice by slice", f"{SMALL} workers", "us", values, others, 2.0)]
 
 
 def _us(entries):
@@ -99,6 +99,11 @@ def _said(entries):
 
 def _held_against_bound(area, size, last):
     return Line(area, f"makespan, {size:,} workers", "the bound", "s", [last["end_s"]], [last["bound_s"]])
+
+
+def _guarantee(area, size, last):
+    held = [last["end_s"]], [last["guarantee_s"]]
+    return Line(area, f"makespan, {size:,} workers", "list scheduling's guarantee", "s", *held, target=1.0)
 
 
 def show_short():
@@ -123,7 +128,9 @@ def main(name, num_workers, num_tasks):
         events, num_events = course.num_events - num_events, course.num_events
         entry = {"events": events, "us": took / max(events, 1) * 1e6, "is_last": events < size, "task_bytes": course.task_bytes}
         entry |= {"peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000}
-        entry |= {"end_s": course.end_s, "bound_s": course.bound_s()} if events < size else {}
+        entry |= (
+            {"end_s": course.end_s, "bound_s": course.bound_s(), "guarantee_s": course.guarantee_s()} if events < size else {}
+        )
         print(json.dumps(entry), flush=True)
         if events < size:
             return

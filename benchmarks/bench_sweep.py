@@ -1,11 +1,11 @@
 """A real sweep from the prompt to the scores: 24 networks on handwritten digits, the same script written for each system.
 
-The scripts are in `benchmarks/sweeps`; the networks are the fully connected ones of `raypool demo`, with its data and epochs, four
-of each, each with its own seed. All is the same in each script, and so have the scores to be, in each turn. Each runs in a fresh
-process, in turns: what counts is the whole of it, until it is over, the processor time of all its processes (as seen four times a
-second: what one does in its last moments is missed), and the most memory that they had together (PSS). Lines of code are those of
-the script, without docstrings and empty lines. All of it takes six minutes: there are as many turns, up to five, as fit into
-these, and who takes more than a minute has one.
+The scripts are in `benchmarks/sweeps`; the networks are the fully connected ones of `raypool demo`, with its data and epochs,
+four of each, with seeds of their own. All is the same in each script, and so have the scores to be, in each turn. Each runs in
+a fresh process, in turns: what counts is the whole of it, until it is over, the processor time of all its processes (as seen
+four times a second: what one does in its last moments is missed), and the most memory that they had together (PSS). Lines of
+code are those of the script, without docstrings and empty lines. All of it takes six minutes: there are as many turns, up to
+five, as fit into these, and who takes more than a minute has one.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def lines_of(script):
 
 
 def _run(name, scores):
-    """Run a script in its own process, note its scores; return how long it took and its processor time [us], and its peak [MB]."""
+    """Run a script in its own process, note its scores; return how long it took, its processor time [us], its peak [MB]."""
     with tempfile.TemporaryDirectory(prefix="raypool-benchmark-") as folder:
         users = {name: value for name, value in os.environ.items() if name not in ENVIRONMENT}  # none of what we set for Ray
         environment = {**users, "PYTHONPATH": search_path(), "HOME": folder}

@@ -19,6 +19,7 @@ from raypool.errors import LossReason
 
 START_S = 0.1
 RANKS = 8
+SLOW = 0.2
 PAGE_BYTES = resource.getpagesize()
 
 
@@ -26,8 +27,9 @@ PAGE_BYTES = resource.getpagesize()
 class Load:
     """What is to be done, and what goes wrong.
 
-    `tail`: the exponent of a Pareto distribution of the items' times (at most 100 s), else they take 1 to 2 s. `slow`: this part
-    of the workers is five times slower. `p_loss`: a call loses its worker, half way. `gang_each`: so many tasks, then a gang.
+    `tail`: the exponent of a Pareto distribution of the items' times (at most 100 s), else they take `least_s` to twice that.
+    `slow`: this part of the workers is five times slower. `p_loss`: a call loses its worker, half way; those of gangs do not.
+    `gang_each`: so many tasks, then a gang.
     """
 
     name: str
@@ -35,6 +37,30 @@ class Load:
     slow: float = 0.0
     p_loss: float = 0.0
     gang_each: int = 0
+    least_s: float = 1.0
+
+    @property
+    def is_alike(self) -> bool:
+        """Whether any worker does any item in the same time, and by itself."""
+        return not (self.slow or self.p_loss or self.gang_each)
+
+    def item_s(self, random: Random) -> float:
+        """Return how long an item takes on a worker that is not slow [s]."""
+        if self.tail is None:
+            return self.least_s * (1 + random.random())
+        return min(random.paretovariate(self.tail), 100.0)
+
+    def speed(self, place: int) -> float:
+        """Return how fast the worker in a place is: the slow ones are spread over the places."""
+        return SLOW if self.slow > 0 and place % round(1 / self.slow) == 0 else 1.0
+
+    def is_gang(self, number: int) -> bool:
+        """Whether this task is a gang."""
+        return self.gang_each > 0 and number % self.gang_each == 0
+
+    def bound_s(self, work_s: float, longest_s: float, num_workers: int) -> float:
+        """Return what no schedule could be faster than: all work on all workers, or the longest item on the fastest of them."""
+        return max(work_s / sum(map(self.speed, range(num_workers))), longest_s)
 
 
 LOADS = {
@@ -45,6 +71,7 @@ LOADS = {
         Load("stragglers", slow=0.02),
         Load("faults", p_loss=0.01),
         Load("gangs", gang_each=100),
+        Load("all at once", tail=1.5, slow=0.02, p_loss=0.01, gang_each=100),
     )
 }
 
@@ -86,9 +113,16 @@ class Course:
         yield
 
     def bound_s(self):
-        """Return what no schedule could be faster than: all work on all workers, or the longest item on the fastest of them."""
-        num_slow = sum(self._speed(place) < 1 for place in range(self._num_workers))
-        return max(self._work_s / (self._num_workers - 0.8 * num_slow), self._longest_s)
+        """Return what no schedule could be faster than."""
+        return self._load.bound_s(self._work_s, self._longest_s, self._num_workers)
+
+    def guarantee_s(self):
+        """Return what list scheduling never takes longer than, where workers are alike: at most 2 - 1/m times the optimum.
+
+        Source:
+            R. L. Graham, Bounds on multiprocessing timing anomalies, SIAM Journal on Applied Mathematics 17 (1969).
+        """
+        return self._work_s / self._num_workers + (1 - 1 / self._num_workers) * self._longest_s
 
     def _events(self):
         self._handle(0.0, m.ResizeRequested(add=tuple(range(self._num_workers))))
@@ -105,7 +139,7 @@ class Course:
             yield
 
     def _spec(self, number):
-        if self._load.gang_each and number % self._load.gang_each == 0:
+        if self._load.is_gang(number):
             return TaskSpec(number, 1, size=min(RANKS, self._num_workers // 2), is_gang=True)
         return TaskSpec(number, 0)
 
@@ -139,25 +173,16 @@ class Course:
 
     def _run(self, call, now):
         (piece,) = call.slices  # all items are long
-        if self._load.p_loss and self._random.random() < self._load.p_loss:
+        may_be_lost = self._load.p_loss > 0 and not self._load.is_gang(piece.task_id)
+        if may_be_lost and self._random.random() < self._load.p_loss:
             self._lost[piece.task_id] = self._lost.get(piece.task_id, 0) + 1
-            self._later(now + self._item_s() / 2, m.WorkerLost(call.worker_id, LossReason.EXIT))
+            self._later(now + self._load.item_s(self._random) / 2, m.WorkerLost(call.worker_id, LossReason.EXIT))
             return
-        item_s = self._item_s()
+        item_s = self._load.item_s(self._random)
         self._work_s += item_s
         self._longest_s = max(self._longest_s, item_s)
-        took_s = item_s / self._speed(self._places[call.worker_id])
+        took_s = item_s / self._load.speed(self._places[call.worker_id])
         self._later(now + took_s, m.AttemptFinished(call.worker_id, call.attempt_id, (Report(1, busy_s=took_s),)))
-
-    def _item_s(self):
-        if self._load.tail is None:
-            return 1 + self._random.random()
-        return min(self._random.paretovariate(self._load.tail), 100.0)
-
-    def _speed(self, place):
-        """Return how fast the worker in a place is: the slow ones are spread over the places."""
-        is_slow = self._load.slow > 0 and place % round(1 / self._load.slow) == 0
-        return 0.2 if is_slow else 1.0
 
     def _settle(self, items, now):
         self._outcomes[items.task_id] += items.stop - items.start

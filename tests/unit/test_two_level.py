@@ -70,7 +70,29 @@ def test_sizes_of_the_pool_take_turns(benchmark_of: Any) -> None:
     assert all(ratio >= 1 for line in lines[1:] for ratio in line.ratios())
 
 
-@pytest.mark.parametrize("name", ["even", "heavy tail", "stragglers", "faults", "gangs"])
+@pytest.mark.parametrize("name", ["even", "heavy tail"])
+def test_schedules_are_as_good_as_list_scheduling_promises(benchmark_of: Any, name: str) -> None:
+    lines = benchmark_of("bench_scheduler").lines_of(name, 400, (100, 10))
+    held = [line for line in lines if line.against == "list scheduling's guarantee"]
+    assert [line.what for line in held] == ["makespan, 100 workers", "makespan, 10 workers"]
+    assert all(line.is_met() for line in held)
+    bounds = {line.what: line.others for line in lines if line.against == "the bound"}
+    for line, num_workers in zip(held, (100, 10), strict=True):
+        assert bounds[line.what][0] < line.others[0] <= (2 - 1 / num_workers) * bounds[line.what][0]
+
+
+def test_most_tasks_are_simulated_with_few_workers_and_with_all_that_can_go_wrong(
+    benchmark_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench, loads, seen = benchmark_of("bench_scheduler"), benchmark_of("simulated").LOADS, []
+    monkeypatch.setattr(bench, "lines_of", lambda name, tasks, sizes=bench.SIZES: seen.append((name, tasks, sizes)) or [])
+    bench.run()
+    assert {name for name, _, _ in seen} == set(loads)
+    assert ("even", 1_000_000, (10_000, 100, 10)) in seen
+    assert ("all at once", 1_000_000, (10_000,)) in seen
+
+
+@pytest.mark.parametrize("name", ["even", "heavy tail", "stragglers", "faults", "gangs", "all at once"])
 def test_the_scheduler_alone_does_each_task_once(benchmark_of: Any, name: str) -> None:
     simulated = benchmark_of("simulated")
     course = simulated.Course(20, 600, simulated.LOADS[name])
