@@ -100,3 +100,47 @@ def test_the_scheduler_alone_does_each_task_once(benchmark_of: Any, name: str) -
         pass
     assert 1.0 <= course.end_s / course.bound_s() < 2.0
     assert course.num_events >= 1200
+
+
+@pytest.mark.parametrize("name", ["even", "stragglers", "faults", "gangs", "all at once", "short items"])
+@pytest.mark.parametrize("num_drivers", [1, 3])
+def test_each_load_is_done_once_on_two_levels_too(benchmark_of: Any, two_level: Any, name: str, num_drivers: int) -> None:
+    """No worker does two things at a time, so nothing is faster than the bound; with a driver lost, all has an outcome too."""
+    bench = benchmark_of("bench_two_level")
+    load, random, costs = bench.LOADS[name], Random(1), two_level.Costs(call_s=1e-4)
+    durations = [load.item_s(random) for _ in range(450)]
+    outcome = two_level.simulate(durations, 45, num_drivers, costs, load=load)
+    bench.check(outcome, most_runs=1)
+    assert sum(outcome.events) >= len(durations)
+    if num_drivers > 1:
+        lost = [(outcome.makespan_s / 2, 1)]
+        bench.check(two_level.simulate(durations, 45, num_drivers, costs, lost, load), most_runs=2)
+
+
+def test_who_is_faster_than_the_bound_is_found(benchmark_of: Any, two_level: Any) -> None:
+    outcome = two_level.simulate([1.0, 1.0], 1, 1, two_level.Costs(call_s=1e-4))
+    outcome.makespan_s = 1.9
+    with pytest.raises(AssertionError, match="two things at a time"):
+        benchmark_of("bench_two_level").check(outcome, 1)
+
+
+def test_a_worker_that_is_lost_for_ever_makes_its_items_fail(benchmark_of: Any, two_level: Any) -> None:
+    load = benchmark_of("simulated").Load("doomed", p_loss=0.7)
+    outcome = two_level.simulate(items(0, 60), 6, 2, two_level.Costs(call_s=1e-4), load=load)
+    benchmark_of("bench_two_level").check(outcome, most_runs=1)
+    assert outcome.failed
+
+
+def test_two_levels_are_held_against_the_bound_in_all_loads_and_drawn(benchmark_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, curves_of = benchmark_of("bench_two_level"), benchmark_of("plots").curves_of
+    monkeypatch.setattr(bench, "_call_us", lambda: 1000.0)
+    lines = bench.run(sizes=(10, 20), lamed=10, many={})
+    held = [line for line in lines if line.against == "the bound"]
+    assert {line.area for line in held} == set(bench.LOADS)
+    assert len(held) == 2 * 2 * len(bench.LOADS)
+    assert len([line for line in lines if line.against == "none lost"]) == len(bench.LOADS)
+    curves = curves_of(lines)
+    parts = {(f"{name}: {what}", "us") for name in bench.WEIGHED for what in ("an event in a driver", "a message at the root")}
+    makespans = {(f"{name}: makespan, {levels}", "s") for name in bench.DRAWN for levels in ("one level", "two levels")}
+    assert set(curves) == parts | makespans
+    assert all(set(points) == {10, 20} for points in curves.values())
