@@ -8,7 +8,7 @@ import weakref
 
 
 class Pulse:
-    """Feels whether a process lives, which need not be a child of this one; a zombie has ended.
+    """Feels whether a process lives, which need not be a child of this one; a zombie has ended, once its last thread has.
 
     Raises:
         ProcessLookupError: There is none of this number.
