@@ -21,6 +21,7 @@ import functools
 import os
 from importlib.util import find_spec
 from statistics import mean, median
+from unittest import mock
 
 from benchmarks import trainings
 from benchmarks.contest import check_same, note_same
@@ -62,7 +63,7 @@ def run():
 def ready(rounds=ROUNDS, steps=STEPS, reduced=REDUCED):
     """Return what a step takes, and what adding up takes, with ranks that stand ready."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_environment(ONE_THREAD))
+        stack.enter_context(mock.patch.dict(os.environ, ONE_THREAD))
         stack.enter_context(own_ray(num_cpus=2 * WORKERS))
         ranks, by_torch = _ranks(stack)
         summing = {name: ranks[name, WORKERS] for name in ("raypool", "torchrun", "by hand")} | {BARE_REDUCE: by_torch}
@@ -200,17 +201,3 @@ def _lines(area, what, unit, values, target=None, reasons=None):
         for name, others in values.items()
         if name != "raypool"
     ]
-
-
-@contextlib.contextmanager
-def _environment(values):
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value

@@ -1,4 +1,8 @@
-"""Scripts as users run them: each in a fresh process with nothing set for it, watched from outside until it is over."""
+"""Scripts as users run them: each in a fresh process with nothing set for it, watched from outside until it is over.
+
+Processor time is that of all its processes, as seen four times a second: what one does in its last moments is missed. Memory is
+the most that they had together (PSS).
+"""
 
 from __future__ import annotations
 
@@ -31,6 +35,7 @@ class Finished(NamedTuple):
 
     started_at: float
     took_us: float
+    cpu_us: float
     peak_mb: float
     said: Any
 
@@ -46,8 +51,8 @@ def run_script(name, arguments, more=()):
         process = subprocess.Popen(
             command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
-        peaks = [0]
-        watcher = threading.Thread(target=_watch, args=(psutil.Process(process.pid), peaks))
+        seen = Seen()
+        watcher = threading.Thread(target=seen.watch, args=(psutil.Process(process.pid),))
         watcher.start()
         try:
             said, errors = process.communicate(timeout=LIMIT_S)
@@ -59,20 +64,35 @@ def run_script(name, arguments, more=()):
             watcher.join()
     if process.returncode:
         raise RuntimeError(f"{name} has ended with {process.returncode}: {errors[-2000:]}")
-    return Finished(started_at, took * 1e6, max(peaks) / 1e6, json.loads(said.strip().splitlines()[-1]))
+    last = json.loads(said.strip().splitlines()[-1])
+    return Finished(started_at, took * 1e6, sum(seen.cpu_s.values()) * 1e6, seen.peak / 1e6, last)
 
 
-def _watch(root, peaks):
-    """Note the memory of a process and its descendants now and then, until it ends."""
-    next_weighing = 0.0
-    while root.is_running() and root.status() != psutil.STATUS_ZOMBIE:
-        started = time.perf_counter()
-        if started > next_weighing:
+class Seen:
+    """What was seen of a process and all its descendants: the processor time of each [s], and the most memory of all [bytes]."""
+
+    def __init__(self):
+        self.cpu_s = {}
+        self.peak = 0
+        self._next_weighing = 0.0
+
+    def watch(self, root):
+        """Look now and then, until the process ends."""
+        while root.is_running() and root.status() != psutil.STATUS_ZOMBIE:
             with contextlib.suppress(psutil.NoSuchProcess):
-                peaks.append(sum(map(_weight, [root, *root.children(recursive=True)])))
+                self._look([root, *root.children(recursive=True)])
+            time.sleep(LOOK_S)
+
+    def _look(self, processes):
+        for process in processes:
+            with contextlib.suppress(psutil.Error):
+                times = process.cpu_times()
+                self.cpu_s[process.pid] = times.user + times.system
+        started = time.perf_counter()
+        if started > self._next_weighing:
+            self.peak = max(self.peak, sum(map(_weight, processes)))
             ended = time.perf_counter()
-            next_weighing = ended + RESTS * (ended - started)
-        time.sleep(LOOK_S)
+            self._next_weighing = ended + RESTS * (ended - started)
 
 
 def _weight(process):

@@ -1,8 +1,9 @@
 """A Ray of our own without the processes that have nothing to do there: they take longer to come and go than all the others.
 
 `ray.init` starts, and waits for, the server of a dashboard that is off; the autoscaler's monitor, where nothing can be added; and
-one that reads all logs, to pass them on to a driver that has said that it does not want them. `benchmarks/bench_start.py` says
-what that costs. The logs are written all the same.
+one that reads all logs, to pass them on to a driver that has said that it does not want them. The agent of the dashboard has to
+be there, and is Ray's small one, without servers of its own. `benchmarks/bench_start.py` says what that costs. The logs are
+written all the same.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ for a missing address for 40 s."""
 def without_helpers() -> Iterator[None]:
     """Let `ray.init` leave them out. Private names, checked on Ray 2.60; where one is missing, all are started."""
     try:
-        from ray._private import node, parameter
+        from ray._private import node, parameter, utils
         from ray._private.ray_constants import DASHBOARD_ADDRESS, KV_NAMESPACE_DASHBOARD
 
-        settings, start = parameter.RayParams, node.Node.start_api_server
+        settings, start, why_small = parameter.RayParams, node.Node.start_api_server, utils.get_dashboard_dependency_error
     except (ImportError, AttributeError):
         yield
         return
@@ -43,7 +44,8 @@ def without_helpers() -> Iterator[None]:
 
     parameter.RayParams = functools.partial(settings, **SWITCHES)
     node.Node.start_api_server = leave_out
+    utils.get_dashboard_dependency_error = lambda: ImportError("nobody asks the agent of the dashboard anything")
     try:
         yield
     finally:
-        parameter.RayParams, node.Node.start_api_server = settings, start
+        parameter.RayParams, node.Node.start_api_server, utils.get_dashboard_dependency_error = settings, start, why_small
