@@ -1,8 +1,8 @@
 """The same systems when something ends before its time, or never: cancelled, killed, or a list without end. One worker each.
 
 "Cancelled": a call that would run for 60 s is ended, until the next one has run. Only raypool stops the call itself; the
-actor is killed and another started, multiprocessing, loky, MPIRE and Ray's Pool end their pool and open another, dask.distributed
-restarts its processes. concurrent.futures cannot before Python 3.14: its `cancel` refuses what runs, and so it has no value.
+actor is killed and another started, all others end their pool and open another. concurrent.futures cannot before Python 3.14: its
+`cancel` refuses what runs, and so it has no value.
 
 "Killed": a worker gets SIGKILL while it runs a call, until the next one has run. What became of the call that ran is looked
 at: raypool and dask.distributed run it again; a bare actor, Ray's Pool, concurrent.futures, loky and MPIRE raise an error, and

@@ -10,6 +10,7 @@ LEAST_ROUNDS = 5
 """With fewer rounds nothing can be called level."""
 
 LEVEL = "Level: the middle half of the rounds lies on both sides of 1."
+UNDECIDED = "The median misses the target, but the middle half of the rounds lies on both sides of it: the noise is larger."
 
 NO_SYSTEMS = frozenset(
     {
@@ -81,6 +82,19 @@ IN_FEW_CHUNKS = "It cuts the items into four chunks for each worker before it st
 NO_RAY = "It starts no Ray. Bare actors of Ray, for which Ray is started too, take more than it as well."
 NO_RAY_FOR_RANKS = "It starts its ranks without Ray. Ray's own TorchTrainer takes more than it, too."
 
+OVERSEEN = (
+    "Beside its workers raypool starts a process on each machine that watches over them, and it has closed only when all of "
+    "them have gone. For a pool that is open for two seconds that counts."
+)
+PICKLED_AT_ONCE = (
+    "A call is pickled as it is handed in, so what cannot be sent is said there; and who hands in many lets the thread that "
+    "starts them go ahead now and then."
+)
+ONE_AT_A_TIME = (
+    "Here each worker gets its next item when raypool has heard of the one before; the bare calls are all sent at once."
+)
+OWN_MODULES = "A worker has raypool's modules in memory, beside Ray's."
+
 REASONS = (
     *(Reason("peers", "at once: *", name, IN_FEW_CHUNKS) for name in ("Ray's Pool", "multiprocessing")),
     *(
@@ -88,6 +102,10 @@ REASONS = (
         for way in ("call by call", "as they come")
         for name in ("concurrent.futures", "multiprocessing", "MPIRE", "loky", "joblib")
     ),
+    Reason("peers_setup", "*", "*", OVERSEEN),
+    Reason("many", "a queued no-op: to hand it in", "*", PICKLED_AT_ONCE),
+    Reason("ray_limits", "one driver: a call*", "a call of a bare actor", ONE_AT_A_TIME),
+    Reason("start", "start: memory of a worker", "a bare actor", OWN_MODULES),
     *(
         Reason("peers_start", "*", name, NO_RAY, slower=BARE)
         for name in ("concurrent.futures", "multiprocessing", "loky", "joblib", "MPIRE", "dask.distributed")
@@ -153,12 +171,16 @@ def is_slower(line):
 def why(benchmark, line, lines):
     """Return why raypool loses in one of these lines."""
     found = next((reason.why for reason in REASONS if reason.is_for(benchmark, line, lines)), "")
-    return line.reason or found or (LEVEL if line.is_met() is not False and _is_level(line) else "")
+    if line.reason or found:
+        return line.reason or found
+    if line.is_met() is False:
+        return UNDECIDED if _is_around(line.target, line.ratios()) else ""
+    return LEVEL if _is_around(1, line.shares()) else ""
 
 
-def _is_level(line):
-    """Whether the rounds cannot tell who is ahead."""
-    if len(line.values) < LEAST_ROUNDS:
+def _is_around(limit, ratios):
+    """Whether the rounds cannot tell on which side of a limit they are."""
+    if len(ratios) < LEAST_ROUNDS:
         return False
-    lower, _, upper = quantiles(line.shares(), n=4, method="inclusive")
-    return lower <= 1 <= upper
+    lower, _, upper = quantiles(ratios, n=4, method="inclusive")
+    return lower <= limit <= upper

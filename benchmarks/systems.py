@@ -237,6 +237,10 @@ class Dask:
     """dask.distributed, on this machine."""
 
     def __init__(self, num_workers, initializer=None):
+        self._opening = num_workers, initializer
+        self._open(*self._opening)
+
+    def _open(self, num_workers, initializer):
         from distributed import Client, LocalCluster
 
         settings = {"n_workers": num_workers, "threads_per_worker": 1, "dashboard_address": None, "silence_logs": "CRITICAL"}
@@ -253,10 +257,10 @@ class Dask:
         """Return what a call has returned."""
         return call.result(timeout)
 
-    def stop(self, call):
-        """Give it up, and end all processes, which start again: what runs goes on otherwise."""
-        call.cancel()
-        self._client.restart()
+    def stop(self, _call):
+        """End all processes, and open another cluster: its `restart` has left us without a worker at times (2026.8)."""
+        self.close()
+        self._open(*self._opening)
 
     def renew(self):
         """Do nothing: the process is replaced."""

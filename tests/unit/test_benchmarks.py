@@ -134,6 +134,22 @@ def test_where_raypool_loses_the_reason_is_known(benchmark_of: Any) -> None:
     assert [f"{line.area}: {line.what}, against {line.against}" for line, reason in lost if not reason] == []
 
 
+@pytest.mark.parametrize(
+    ("others", "target", "expected"),
+    [
+        ([90.0, 95.0, 99.0, 105.0, 110.0], None, "LEVEL"),
+        ([80.0, 85.0, 90.0, 95.0, 99.0], None, ""),
+        ([85.0, 90.0, 94.0, 97.0, 99.0], 0.95, "UNDECIDED"),
+        ([80.0, 85.0, 90.0, 92.0, 94.0], 0.95, ""),
+        ([85.0, 90.0, 94.0, 97.0], 0.95, ""),  # too few rounds to say so
+    ],
+)
+def test_what_the_rounds_cannot_tell_is_said(benchmark_of: Any, others: list[float], target: float | None, expected: str) -> None:
+    losses, line = benchmark_of("losses"), benchmark_of("measuring").Line
+    lost = line("a", "b", "c", "us", [100.0] * len(others), others, target, is_speedup=True)
+    assert losses.losses("none", [lost]) == [(lost, getattr(losses, expected, ""))]
+
+
 def test_the_short_ones_take_ten_minutes(benchmark_of: Any) -> None:
     duration_s = benchmark_of("records").duration_s
     assert sum(duration_s(name) or 0 for name in benchmark_of("suite").SHORT) <= 600
