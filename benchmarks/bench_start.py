@@ -1,6 +1,6 @@
 """How long it takes until something runs, and what a worker has in memory then.
 
-`import raypool`, and from `parpool()` to the first result, each in fresh processes.
+`from raypool import parpool`, and from `parpool()` to the first result, each in fresh processes.
 
 The import must not bring in Ray or torch, which take seconds. The start is held against the least that Ray itself needs: its
 import, `ray.init` with the same settings, two actors and an answer from each. (raypool leaves out some processes of Ray's that
@@ -17,7 +17,7 @@ from benchmarks.measuring import Line, fresh_process, in_turns
 IMPORT = """
 import sys, time
 started = time.perf_counter()
-import raypool
+from raypool import parpool
 took = time.perf_counter() - started
 heavy = [name for name in ("ray", "torch", "numpy", "pandas") if name in sys.modules]
 import json
@@ -69,7 +69,7 @@ def run():
     (ours_us, ours_mb), (theirs_us, theirs_mb) = (zip(*starts[name], strict=True) for name in ("raypool", "ray"))
     brought = f"brings in {', '.join(sorted(heavy))}" if heavy else "without ray, torch, numpy, pandas"
     return [
-        Line("start", "import raypool", "100 ms", "us", imports["raypool"], target=100_000.0, note=brought),
+        Line("start", "from raypool import parpool", "100 ms", "us", imports["raypool"], target=100_000.0, note=brought),
         Line("start", "heavy imports with it", "none", "", [float(len(heavy))], target=0.0, note=brought),
         Line("start", "parpool() to first result", "bare Ray and 2 actors", "us", list(ours_us), list(theirs_us), target=1.15),
         Line("start", "memory of a worker", "a bare actor", "MB", list(ours_mb), list(theirs_mb)),

@@ -19,6 +19,7 @@ from benchmarks.session import WORKERS
 FITS = 3
 ROUNDS = 9
 REPORTS = 3
+PREDICTIONS = 7
 WARM_REPORTS, WARM_CHECKPOINTS = 100, 20
 MB = 1_000_000
 PREDICTED = 1536
@@ -162,7 +163,7 @@ def predictions(pool):
             "one by hand": lambda: pool.spmd(trainings.forwards, PREDICTED, BATCH, workers=1)[0],
             "two by hand": lambda: pool.spmd(trainings.forwards, PREDICTED, BATCH)[0],
         },
-        rounds=4,
+        rounds=PREDICTIONS,
     )
     note = f"{len(os.sched_getaffinity(0))} cores"
     what, hand = f"predict, {WORKERS} workers", f"the same by hand, {WORKERS} workers"

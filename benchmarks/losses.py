@@ -93,6 +93,8 @@ PICKLED_AT_ONCE = (
 ONE_AT_A_TIME = (
     "Here each worker gets its next item when raypool has heard of the one before; the bare calls are all sent at once."
 )
+SENT = "predict sends the model and its inputs to the workers, and the outputs back; by hand they are made where they are used."
+AROUND = "The managed lane is that trainer, with raypool's own reports and checks around it."
 OWN_MODULES = "A worker has raypool's modules in memory, beside Ray's."
 
 REASONS = (
@@ -106,6 +108,8 @@ REASONS = (
     Reason("many", "a queued no-op: to hand it in", "*", PICKLED_AT_ONCE),
     Reason("ray_limits", "one driver: a call*", "a call of a bare actor", ONE_AT_A_TIME),
     Reason("start", "start: memory of a worker", "a bare actor", OWN_MODULES),
+    Reason("train", "*: predict, 2 workers", "*", SENT),
+    Reason("train", "*: to the first step, managed lane", "TorchTrainer.fit", AROUND),
     *(
         Reason("peers_start", "*", name, NO_RAY, slower=BARE)
         for name in ("concurrent.futures", "multiprocessing", "loky", "joblib", "MPIRE", "dask.distributed")
