@@ -17,8 +17,11 @@ LOOK_AHEAD_S = 0.250
 FADING = 0.9
 """What is left of how long the longest item has taken, with each call after it."""
 
-PLENTY = 2
-"""So many items for each worker are enough for that: who waits behind a long one is not the last to run."""
+PLENTY = 4
+"""So many items for each worker are enough for that: who waits behind one that takes longer after all is not the last to run."""
+
+EVEN_BELOW_S = 0.100
+"""Where none of the short ones has taken longer than this of late, as many as there are workers are enough [s]."""
 
 CHUNK_S = 0.050
 """What a shared call should last [s]: long beside the millisecond that a call costs, short beside anybody's patience."""
@@ -135,16 +138,17 @@ def chunk_size(pace: Pace, num_workers: int) -> int:
 def should_look_ahead(pace: Pace, num_workers: int) -> bool:
     """Whether a worker that is busy with something short gets its next call now: it need not wait for the driver then.
 
-    Only while there is enough for everybody, since what waits behind a busy worker can't be moved; the longer an item, the more
-    there has to be. Of what takes longer than that, the millisecond or two until the next call are not one part in a hundred.
+    Only while there is enough for everybody, since what waits behind a busy worker can't be moved; the longer an item, and the
+    less alike they are, the more there has to be. Of what takes longer than that, the millisecond or two until the next call are
+    not one part in a hundred.
 
     Example:
-        >>> [should_look_ahead(Pace(longest_s=mean_s, mean_s=mean_s, waiting=8), num_workers=4) for mean_s in (0.01, 0.1, 1.0)]
+        >>> [should_look_ahead(Pace(longest_s=mean_s, mean_s=mean_s, waiting=16), num_workers=4) for mean_s in (0.01, 0.1, 1.0)]
         [True, False, False]
-        >>> [should_look_ahead(Pace(longest_s=mean_s, mean_s=mean_s, waiting=9), num_workers=4) for mean_s in (0.01, 0.1, 1.0)]
+        >>> [should_look_ahead(Pace(longest_s=mean_s, mean_s=mean_s, waiting=17), num_workers=4) for mean_s in (0.01, 0.1, 1.0)]
         [True, True, False]
     """
-    if pace.is_short:
+    if pace.is_short and pace.longest_s < EVEN_BELOW_S:
         return pace.waiting > num_workers
     return pace.is_brief and pace.waiting > PLENTY * num_workers
 

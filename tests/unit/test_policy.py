@@ -39,9 +39,12 @@ def test_chunk_size(mean_s, items, waiting, num_workers, expected):
     [
         (0.001, 0.001, 5, 4, True),
         (0.001, 0.001, 4, 4, False),  # everybody gets one as it is
-        (0.001, 2.000, 5, 4, True),
-        (0.050, 0.050, 9, 4, True),  # longer ones, if there are plenty
-        (0.050, 0.050, 8, 4, False),
+        (0.049, 0.099, 5, 4, True),
+        (0.049, 0.100, 16, 4, False),  # short ones that differ, and longer ones, if there are plenty
+        (0.049, 0.100, 17, 4, True),
+        (0.050, 0.050, 17, 4, True),
+        (0.050, 0.050, 16, 4, False),
+        (0.001, 2.000, 1000, 4, False),
         (0.100, 0.249, 1000, 4, True),
         (0.100, 0.250, 1000, 4, False),  # some are long
         (math.inf, math.inf, 1000, 4, False),
