@@ -24,16 +24,9 @@ SCRIPTS = {
     "Ray Tune": ("ray", "with_tune"),
     "dask.distributed": ("distributed", "with_dask"),
 }
-NO_RAY = {"joblib", "multiprocessing", "dask.distributed"}
-"""Those for which no Ray has to start."""
-
 BUDGET_S = 6 * 60.0
 
 WHATS = (("until all is over", "us"), ("processor time", "us"), ("most memory", "MB"))
-REASON = (
-    "Ray's own processes have to come up before the first training, and to end after the last: without them nothing can be "
-    "shipped, cancelled or replaced."
-)
 
 
 def run():
@@ -62,8 +55,7 @@ def _lines(runs):
         for name, theirs in runs.items():
             mine, others = [run[at] for run in ours[: len(theirs)]], [run[at] for run in theirs]
             note = "" if len(theirs) == len(ours) else f"turns: {len(theirs)}"
-            target, reason = (1.0 if is_whole else None), (REASON if is_whole and name in NO_RAY else "")
-            lines.append(Line(area, what, name, unit, mine, others, target, is_speedup=True, note=note, reason=reason))
+            lines.append(Line(area, what, name, unit, mine, others, 1.0 if is_whole else None, is_speedup=True, note=note))
     count = [float(lines_of(script("raypool")))]
     lines += [Line(area, "lines", name, "", count, [float(lines_of(script(name)))], 1.0, is_speedup=True) for name in runs]
     return lines

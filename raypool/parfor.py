@@ -47,9 +47,10 @@ class LoopVerbs:
     ) -> Any:
         """Call `fn(item)` for every item, on all workers at once, and return the results in the order of the items.
 
-        Each worker takes the next item when it is free. Items that take milliseconds share calls; longer ones go one by one. An
-        item runs at least once, and again if its worker is lost (up to `retries` times); its result counts exactly once. Inside
-        a task the loop runs serially, in the task.
+        Each worker takes the next item when it is free. Items that take milliseconds share calls; longer ones go one by one.
+        While many wait, one below 0.25 s may stand behind the item that its worker runs (for items that wait for one another:
+        `spmd`). An item runs at least once, and again if its worker is lost (up to `retries` times); its result counts exactly
+        once. Inside a task the loop runs serially, in the task.
 
         Args:
             fn: Any function of one argument. It is shipped to each worker once, with what it closes over, which the items of a

@@ -114,7 +114,7 @@ def chunk_size(pace: Pace, num_workers: int) -> int:
     """Return how many items the next call takes.
 
     One, while items are long or unknown. Else guided self-scheduling (Polychronopoulos and Kuck 1987): an equal share of
-    half of what waits, at most `CHUNK_S` of work, at least `LEAST_CHUNK_S` of it.
+    half of what waits, at most `CHUNK_S` of work, at least `LEAST_CHUNK_S` of it; a rest of less than half of that goes along.
 
     Example:
         >>> chunk_size(Pace(mean_s=2.0, items=10, waiting=100), num_workers=4)

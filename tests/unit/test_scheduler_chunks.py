@@ -172,6 +172,16 @@ def test_nothing_long_is_queued_behind_something_short(pool_of):
     assert pool.submit(2, fn_id=1, size=10) == []
 
 
+def test_nothing_is_queued_behind_short_items_of_which_one_was_long_of_late(pool_of):
+    pool = pool_of(1)
+    pool.get_used_to(0, task_id=0)
+    pool.get_used_to(1, task_id=1)
+    pool.scheduler.backlog.idle_paces[0].longest_s = 5.0
+    pool.submit(2)
+    assert pool.submit(3, fn_id=1, size=100) == []
+    assert calls(pool.finish(2, busy_s=0.001)) != []
+
+
 def test_a_loop_with_a_limit_of_workers_gets_no_look_ahead(pool_of):
     pool = pool_of(1)
     pool.get_used_to(0, task_id=0)
