@@ -105,6 +105,11 @@ RAY_COMES_AND_GOES = (
     "Ray's own processes have to come up before the first training, and to end after the last: without them nothing can be "
     "shipped, cancelled or replaced."
 )
+ANOTHER_PROCESS = "Another process of Ray's has to start. With bare actors of Ray the next call runs later than with it, too."
+NOTHING_LEFT = "Another worker starts when nothing is left of the one that was killed, nor of what it had started."
+DRAWN_FIRST = (
+    "As many items as `buffersize` says are handed in before the first result is asked for; it draws fewer, as the table shows."
+)
 GIVEN_WHEN_FREE = (
     "Where few items are left, a worker gets its next one when raypool has heard that it is free, so that none stands behind one "
     "that takes long: for each item that is a millisecond or two more."
@@ -120,6 +125,13 @@ REASONS = (
         for way in ("call by call", "as they come")
         for name in ("concurrent.futures", "multiprocessing", "MPIRE", "loky", "joblib")
     ),
+    *(
+        Reason("peers_faults", "*: killed", name, ANOTHER_PROCESS, slower=BARE)
+        for name in ("concurrent.futures", "multiprocessing", "loky", "MPIRE", "dask.distributed")
+    ),
+    *(Reason("peers_faults", "*: killed", name, NOTHING_LEFT) for name in (BARE, "Ray's Pool")),
+    *(Reason("peers_faults", "without end: the first result", name, DRAWN_FIRST) for name in ("Ray's Pool", "MPIRE")),
+    *(Reason("peers_faults", "without end: *", name, BY_PIPES, slower=BARE) for name in ("multiprocessing", "MPIRE")),
     *(Reason("sweep", "24 networks: *", name, RAY_COMES_AND_GOES) for name in ("joblib", "multiprocessing", "dask.distributed")),
     Reason("peers_long", "*", "*", GIVEN_WHEN_FREE),
     Reason("peers_setup", "*", "*", OVERSEEN),
