@@ -32,7 +32,7 @@ def run(session):
 
     def put_and_call():
         reference = ray.put(array)
-        return ray.get([session.actors[number % 2].call.remote(reference) for number in range(TASKS)])
+        return ray.get([session.actors[number % 2].first.remote(reference) for number in range(TASKS)])
 
     values = in_turns(
         {

@@ -110,6 +110,16 @@ NOTHING_LEFT = "Another worker starts when nothing is left of the one that was k
 DRAWN_FIRST = (
     "As many items as `buffersize` says are handed in before the first result is asked for; it draws fewer, as the table shows."
 )
+EACH_BY_ITSELF = "Each item is timed by itself, and may fail by itself; all of them are kept, with their times, for `.results`."
+OWN_THREAD = (
+    "A call goes through raypool's own thread, which has to wake when it is handed in, and again when its answer is there. "
+    "Python code ran for a tenth of a trip's time (sampled once)."
+)
+CALLS_TOO = "Eight calls come after the put. With eight bare calls it takes more than by itself, too."
+LARGE = (
+    "What is as large goes through Ray's store: of the time to hand in a call with 1 MB five sixths are `ray.put` (a profile of "
+    "100 calls). The rest is raypool's own: its thread, through which each call and each answer goes."
+)
 GIVEN_WHEN_FREE = (
     "Where few items are left, a worker gets its next one when raypool has heard that it is free, so that none stands behind one "
     "that takes long: for each item that is a millisecond or two more."
@@ -144,13 +154,14 @@ REASONS = (
         Reason("peers_start", "*", name, NO_RAY, slower=BARE)
         for name in ("concurrent.futures", "multiprocessing", "loky", "joblib", "MPIRE", "dask.distributed")
     ),
-    Reason(
-        "parfor",
-        "*: an item",
-        "multiprocessing.Pool.map",
-        "It cuts the items into eight chunks before it starts. In eight chunks raypool takes about as long; it cuts as it goes.",
-        no_slower="itself, in eight chunks",
+    Reason("parfor", "*: an item", "multiprocessing.Pool.map", EACH_BY_ITSELF),
+    Reason("futures", "*: round trip*", "*", OWN_THREAD),
+    Reason("closure", "*: parfor, an array", "one ray.put", CALLS_TOO, slower="one ray.put, and 8 bare calls with it"),
+    *(
+        Reason("peers_data", "call by call: *", name, BY_PIPES, slower=BARE)
+        for name in ("concurrent.futures", "multiprocessing", "loky", "MPIRE")
     ),
+    Reason("peers_data", "*", "*", LARGE),
     Reason(
         "gap",
         "gap between 60 ms tasks: par*",

@@ -110,6 +110,10 @@ class Bare:
         """Return which process this is."""
         return os.getpid()
 
+    def first(self, array):
+        """Return the first number of an array."""
+        return first_of(array)
+
     def rest(self, seconds):
         """Sleep; return when that began and ended (Unix time [s])."""
         started = time.time()
