@@ -126,16 +126,21 @@ def _mark(panels):
         panel.set_axisbelow(True)
 
 
+WIDE = 100
+"""What spans so many times its least value is drawn on a logarithmic scale."""
+
+
 def growth(lines):
     """Draw what something costs by how many workers there are: a panel for each unit; None if no cost is known at three sizes."""
     curves = {key: points for key, points in curves_of(lines).items() if len(points) > 1}
     units = list(dict.fromkeys(unit for (_, unit), points in curves.items() if len(points) >= LEAST_SIZES))
     if not units:
         return None
-    figure = Figure((WIDTH, 3.2), layout="constrained")
+    figure = Figure((WIDTH, 4.2), layout="constrained")
     panels = figure.subplots(1, len(units), squeeze=False)[0]
     for panel, unit in zip(panels, units, strict=True):
-        for at, ((label, _), points) in enumerate((key, points) for key, points in curves.items() if key[1] == unit):
+        shown = {label: points for (label, its), points in curves.items() if its == unit}
+        for at, (label, points) in enumerate(shown.items()):
             marker, color = _look(at)
             sizes = sorted(points)
             panel.plot(sizes, [median(points[size]) for size in sizes], "-" + marker, color=color, label=label)
@@ -143,13 +148,17 @@ def growth(lines):
                 sizes, [min(points[size]) for size in sizes], [max(points[size]) for size in sizes], color=color, alpha=0.6
             )
         panel.set_xscale("log")
-        panel.set_ylim(0, 1.1 * panel.get_ylim()[1])
+        least, most = (edge(median(values) for points in shown.values() for values in points.values()) for edge in (min, max))
+        if most > WIDE * least:
+            panel.set_yscale("log")
+        else:
+            panel.set_ylim(0, 1.1 * panel.get_ylim()[1])
         panel.set_ylabel(unit)
         panel.set_xlabel("workers")
         panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
         panel.xaxis.set_minor_formatter(NullFormatter())
         panel.grid(color="#e5e5e5", linewidth=0.8)
-        panel.legend(frameon=False)
+        panel.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1))
     return figure
 
 
