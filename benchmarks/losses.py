@@ -9,9 +9,6 @@ from statistics import median, quantiles
 LEAST_ROUNDS = 5
 """With fewer rounds nothing can be called level."""
 
-ABOUT = 1.1
-"""Who takes so many times as long takes about as long."""
-
 LEVEL = "Level: the middle half of the rounds lies on both sides of 1."
 UNDECIDED = "The median misses the target, but the middle half of the rounds lies on both sides of it: the noise is larger."
 
@@ -46,7 +43,7 @@ class Reason:
     """Why raypool loses in some rows. The first three are patterns: the benchmark, "area: what", and the other system.
 
     What a reason says of a third party has to be seen in the same table, or it is not said: `slower` takes more than the other
-    system there, `no_slower` a tenth more at most.
+    system there.
     """
 
     benchmark: str
@@ -54,7 +51,6 @@ class Reason:
     against: str
     why: str
     slower: str | None = None
-    no_slower: str | None = None
 
     def is_for(self, benchmark, line, lines):
         """Whether it is about this line, of all these, and they show it."""
@@ -62,10 +58,10 @@ class Reason:
         return all(fnmatchcase(name, pattern) for name, pattern in named) and self._is_shown(line, lines)
 
     def _is_shown(self, line, lines):
-        slower = None if self.slower is None else _times_of(self.slower, line, lines)
-        no_slower = None if self.no_slower is None else _times_of(self.no_slower, line, lines)
-        is_slower = self.slower is None or (slower is not None and slower > 1)
-        return is_slower and (self.no_slower is None or (no_slower is not None and no_slower <= ABOUT))
+        if self.slower is None:
+            return True
+        times = _times_of(self.slower, line, lines)
+        return times is not None and times > 1
 
 
 def _times_of(name, line, lines):
