@@ -97,6 +97,7 @@ for line in sys.stdin:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT), 1)
         os.dup2(1, 2)
+        signal.alarm(80)  # one that hangs takes none of the others with it
         exec(code)
         break  # it ends as any program does
     print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
@@ -261,8 +262,14 @@ def test_ranks_that_wait_for_one_that_leaves_fail_at_once(ranks) -> None:
 
 def test_ranks_that_wait_for_one_that_is_killed_fail_at_once(ranks) -> None:
     ranks("""
+        import tempfile
+        joined = tempfile.TemporaryDirectory()
+
         def body(ctx):
+            open(os.path.join(joined.name, str(ctx.rank)), "w").close()
             if ctx.rank == 0:
+                while len(os.listdir(joined.name)) < 3:  # who is killed earlier is missed by those that make the group
+                    time.sleep(0.01)
                 os.kill(os.getpid(), signal.SIGKILL)
             ctx.all_reduce(torch.ones(3))
 

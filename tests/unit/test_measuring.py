@@ -125,11 +125,3 @@ def test_what_a_reason_says_of_others_is_seen_in_the_table(benchmark_of: Any, ba
     third = [] if bare is None else [line("call by call", "1 ms", losses.BARE, "us", [2.0] * 5, [bare] * 5)]
     reasons = [why for found, why in losses.losses("peers", [behind, elsewhere, *third]) if found is behind]
     assert reasons == [losses.BY_PIPES if said else ""]
-
-
-@pytest.mark.parametrize(("eight", "said"), [(0.9, True), (1.2, False)])
-def test_chunks_are_the_reason_where_in_as_many_raypool_is_as_fast(benchmark_of: Any, eight: float, said: bool) -> None:
-    line, losses = benchmark_of("measuring").Line, benchmark_of("losses")
-    behind = line("parfor, 100,000 no-ops", "an item", "multiprocessing.Pool.map", "us", [2.0] * 5, [1.0] * 5)
-    chunked = line("parfor, 100,000 no-ops", "an item", "itself, in eight chunks", "us", [2.0] * 5, [eight] * 5)
-    assert [(found, bool(why)) for found, why in losses.losses("parfor", [behind, chunked])] == [(behind, said)]
