@@ -152,7 +152,9 @@ class SimBackend:
         """Return the value: it does not travel."""
         return value
 
-    def run(self, worker_id: int, attempt_id: int, parts: Sequence[Part], functions: Sequence[Function]) -> None:
+    def run(
+        self, worker_id: int, attempt_id: int, parts: Sequence[Part], functions: Sequence[Function], behind: int | None
+    ) -> None:
         """Run a call now; its answer, or the loss of its worker, arrives later. Ranks run when the first has come, the last."""
         is_lost = self._dice.happens(self._dice.plan.p_loss)
         call = _Call(

@@ -96,6 +96,15 @@ class Backlog:
         task.items_in_flight -= piece.stop - piece.start
         return task
 
+    def fly(self, task: Task, piece: Slice, flight: Flight) -> None:
+        """Take note of a slice that is in flight."""
+        task.items_in_flight += piece.stop - piece.start
+        attempt_id, worker_id = flight
+        if task.flights is None:
+            task.flights = {attempt_id: worker_id}
+        else:
+            task.flights[attempt_id] = worker_id
+
     def run_again(self, task: Task, pieces: list[Slice]) -> None:
         """Queue slices that were in flight; they come before the rest of the task."""
         if task.again is None:
@@ -237,14 +246,8 @@ class Backlog:
                 piece = piece._replace(stop=piece.start + room)
         else:
             piece = self._first(task, room)
-        _, start, stop, _ = piece
-        task.pace.waiting -= stop - start
-        task.items_in_flight += stop - start
-        attempt_id, worker_id = flight
-        if task.flights is None:
-            task.flights = {attempt_id: worker_id}
-        else:
-            task.flights[attempt_id] = worker_id
+        task.pace.waiting -= piece.stop - piece.start
+        self.fly(task, piece, flight)
         if queue is not None and not task.is_ready:
             queue.pop()
             task.is_queued = False

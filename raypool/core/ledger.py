@@ -105,6 +105,8 @@ class Ledger:
 
         Of a gang all ranks are told that one has to leave: it goes as a whole, and may first save together what it has.
         """
+        if worker.state is not WorkerState.BUSY:
+            return  # what it is started for was not sent yet
         for attempt_id, attempt in worker.attempts.items():
             for piece in attempt.slices:
                 task = self._backlog.tasks.get(piece.task_id)

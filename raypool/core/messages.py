@@ -99,6 +99,19 @@ class AttemptFinished(NamedTuple):
     is_spent: bool = False
 
 
+class AttemptNarrowed(NamedTuple):
+    """A worker that lasts at an attempt says of each of its slices, in order, what is done, and how much of it is still its own.
+
+    `kept`: so many items after those that are done; the rest it will not begin. Nor will it begin any call that was sent after
+    this one before this was heard.
+    """
+
+    worker_id: int
+    attempt_id: int
+    reports: tuple[Report, ...]
+    kept: tuple[int, ...]
+
+
 class TimerFired(NamedTuple):
     """The time of a `SetTimer` has come."""
 
@@ -136,6 +149,7 @@ Event = (
     | PlaceLeaving
     | PlaceLost
     | AttemptFinished
+    | AttemptNarrowed
     | TimerFired
     | ResizeRequested
     | ShutdownRequested

@@ -172,6 +172,10 @@ class Report(NamedTuple):
         ascends = all(a < b for a, b in pairwise((piece.start - 1, *repeated, stop)))
         return ascends and stop <= piece.stop and len(repeated) <= self.failed <= self.done
 
+    def leaves(self, piece: Slice, kept: int) -> bool:
+        """Whether so many items of a slice can come after those that are done."""
+        return 0 <= kept <= piece.stop - piece.start - self.done
+
     def repeated(self, retry: tuple[int, ...]) -> tuple[int, ...]:
         """Return what runs again, in order, if these may be tried once more."""
         return tuple(sorted(retry + self.again)) if self.again else retry

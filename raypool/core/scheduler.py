@@ -13,12 +13,12 @@ from collections import deque
 from typing import Any, NoReturn
 
 from raypool.core import messages as m
+from raypool.core.answers import Answers
 from raypool.core.backlog import Backlog
 from raypool.core.crew import Crew
 from raypool.core.dispatch import Dispatcher
 from raypool.core.faults import Faults
 from raypool.core.idleness import Idleness
-from raypool.core.kinds import learn
 from raypool.core.ledger import Ledger
 from raypool.core.losses import Losses
 from raypool.core.model import PoolState, Report, Task, TaskState, Worker, WorkerState
@@ -48,6 +48,7 @@ class Scheduler:
         self.counts = self.ledger.counts
         self._faults = Faults(self.crew)
         self._losses = Losses(self.backlog, self.crew, self.ledger, self._faults)
+        self._answers = Answers(self.backlog, self.crew, self.ledger, self._faults, self._losses)
         self._dispatcher = Dispatcher(self.backlog, self.crew, self.ledger, self._faults)
         self._idleness = Idleness(idle_timeout_s) if idle_timeout_s is not None else None
         self._last_task_id = -1
@@ -65,6 +66,7 @@ class Scheduler:
             m.PlaceLeaving: self._on_place_leaving,
             m.PlaceLost: self._on_place_lost,
             m.AttemptFinished: self._on_attempt_finished,
+            m.AttemptNarrowed: self._on_attempt_narrowed,
             m.TimerFired: self._on_timer_fired,
             m.ResizeRequested: self._on_resize_requested,
             m.ShutdownRequested: self._on_shutdown_requested,
@@ -156,30 +158,27 @@ class Scheduler:
         if worker is None or attempt_id not in worker.attempts:
             return  # an answer from a worker that was given up
         attempt = worker.attempts[attempt_id]
-        slices, pace, _, is_fresh = attempt
+        slices = attempt.slices
         if len(reports) != len(slices) or not all(map(Report.is_about, reports, slices)):
             self._impossible(event, worker_id=worker_id)
-        del worker.attempts[attempt_id]
-        worker.has_delivered = True
-        pace.running -= 1
-        done, failed, busy_s, wanted = 0, 0, 0.0, None
-        for piece, report in zip(slices, reports, strict=True):
-            done += report.done
-            failed += report.failed - len(report.again)
-            busy_s += report.busy_s
-            task = self.backlog.land(piece, attempt_id)
-            if task is not None:
-                wanted = task
-                if task.fit is not None:
-                    learn(task, task.fit, worker.kind, piece, report)
-                self.ledger.settle(task, piece, report, attempt_id)
-        if done:
-            pace.observe(done, busy_s)
-            if wanted is not None and (failed or crew.streaks):
-                self._losses.take_out(worker, self._faults.note_answer(worker, attempt, wanted, done, failed))
+        self._answers.take(worker, attempt_id, reports)
         if is_spent or crew.spent:
             crew.note_spent(worker, is_spent)
-        self._freed(worker, is_over=is_fresh)
+        self._freed(worker, is_over=attempt.is_fresh)
+
+    def _on_attempt_narrowed(self, event: m.AttemptNarrowed) -> None:
+        worker_id, attempt_id, reports, kept = event
+        if attempt_id >= self.crew.next_attempt_id:
+            self._impossible(event, worker_id=worker_id)
+        worker = self._worker(event)
+        if worker is None or attempt_id not in worker.attempts:
+            return  # all of it has come back meanwhile, or the worker was given up
+        slices = worker.attempts[attempt_id].slices
+        if not len(slices) == len(reports) == len(kept) or not any(kept):
+            self._impossible(event, worker_id=worker_id)
+        if not all(map(Report.is_about, reports, slices)) or not all(map(Report.leaves, reports, slices, kept)):
+            self._impossible(event, worker_id=worker_id)
+        self._answers.take_part(worker, attempt_id, reports, kept)
 
     def _freed(self, worker: Worker, is_over: bool) -> None:
         """Note that a worker has one call less; one that is over may take no other."""
@@ -240,7 +239,7 @@ class Scheduler:
             self.counts.workers_lost += worker.state is not WorkerState.STARTING
             self._lose(worker, event.reason, event.was_idle)
 
-    def _worker(self, event: m.WorkerReady | m.WorkerLost | m.TimerFired) -> Worker | None:
+    def _worker(self, event: m.WorkerReady | m.WorkerLost | m.TimerFired | m.AttemptNarrowed) -> Worker | None:
         """Return the worker that an event is about, unless it was given up."""
         if event.worker_id >= self.crew.next_worker_id:
             self._impossible(event, worker_id=event.worker_id)

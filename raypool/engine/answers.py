@@ -11,7 +11,9 @@ from collections.abc import Callable, Sequence
 from ray import cloudpickle
 
 from raypool.engine.backend import Failure, SliceResult
-from raypool.engine.runner import RawResult
+from raypool.engine.open_call import Narrowed, RawResult
+from raypool.engine.packing import join
+from raypool.engine.ray_values import MessageValues
 from raypool.errors import TaskError
 from raypool.futures import Values
 from raypool.results import Results
@@ -46,6 +48,20 @@ def unpack_results(packed: Sequence[Sendable], values: Values, catch_up: Callabl
         results.append(result)
         offset += done
     return results
+
+
+def pack_narrowed(narrowed: Narrowed) -> bytes:
+    """Make what is done of a call that goes on ready to travel; values that are large come with its answer only."""
+    parcel = join([value for result in narrowed.results for value in result.values])
+    if not parcel.is_small:
+        narrowed, parcel = narrowed.without_values(), join([])
+    return pickle.dumps((narrowed.attempt_id, narrowed.kept, pack_results(narrowed.results), parcel.header), protocol=5)
+
+
+def unpack_narrowed(packed: bytes) -> tuple[int, tuple[int, ...], list[SliceResult]]:
+    """Return the attempt, how much of each part is kept, and what is done."""
+    attempt_id, kept, results, header = pickle.loads(packed)
+    return attempt_id, kept, unpack_results(results, MessageValues(header), None)
 
 
 def pack_error(error: BaseException) -> bytes:

@@ -19,7 +19,7 @@ Post = Callable[[Event, Any], None]
 """How a backend tells the driver that something has happened, from any thread.
 
 The second argument goes with the event but not into the core: `WorkerInfo` with `WorkerReady`, a text with `WorkerLost`,
-a list of `SliceResult` with `AttemptFinished` (whose reports the driver fills in).
+a list of `SliceResult` with `AttemptFinished` and `AttemptNarrowed` (whose reports the driver fills in).
 """
 
 
@@ -179,6 +179,27 @@ class SliceResult:
     crowded_out: tuple[int, ...] = ()
     is_interrupted: bool = False
 
+    def within(self, start: int, stop: int) -> SliceResult:
+        """Return what became of these items only, of which the last may not have been begun.
+
+        Example:
+            >>> whole = SliceResult(5, 3, LocalValues(list("abc")), 0, {}, array("d", [1.0, 2.0, 4.0]), started_at=100.0)
+            >>> part = whole.within(6, 9)
+            >>> part.done, part.values.get()[part.offset], part.durations_s.tolist(), part.started_at
+            (2, 'b', [2.0, 4.0], 101.0)
+        """
+        skipped = start - self.start
+        done = min(max(self.done - skipped, 0), stop - start)
+        return replace(
+            self,
+            start=start,
+            done=done,
+            offset=self.offset + skipped,
+            failures={index: failure for index, failure in self.failures.items() if start <= index < stop},
+            durations_s=self.durations_s[skipped : skipped + done],
+            started_at=self.started_at + sum(self.durations_s[:skipped]),
+        )
+
     def to_retry(self, wants_retry: Callable[[BaseException], bool]) -> tuple[int, ...]:
         """Return which of the failed items the user wants to run again, as `wants_retry` says of an exception."""
         failed = [(index, failure) for index, failure in sorted(self.failures.items()) if index not in self.crowded_out]
@@ -242,8 +263,13 @@ class Backend(Protocol):
             SerializationError: It cannot be pickled; `what` says what it is, the message names the variable.
         """
 
-    def run(self, worker_id: int, attempt_id: int, parts: Sequence[Part], functions: Sequence[Function]) -> None:
-        """Call a worker; posts `AttemptFinished` or `WorkerLost`. `functions` are those that the parts name."""
+    def run(
+        self, worker_id: int, attempt_id: int, parts: Sequence[Part], functions: Sequence[Function], behind: int | None
+    ) -> None:
+        """Call a worker; posts `AttemptFinished` or `WorkerLost`. `functions` are those that the parts name.
+
+        Before that, it may post `AttemptNarrowed` once. What was sent to wait for that attempt (`behind` it) is not begun then.
+        """
 
     def signal(self, worker_id: int, attempt_id: int, task_id: int, wish: Signal) -> None:
         """Pass on to a worker what somebody wants of the slices of a task in a call.

@@ -42,7 +42,7 @@ class Casualties:
         """Note what a call held whose worker is lost, as far as it is still waited for."""
         tasks = self._scheduler.backlog.tasks
         is_attempt = not was_idle and (call.began_at is not None or reason not in policy.FORGIVEN)
-        for piece, _ in call.sent:
+        for piece, _, _ in call.sent:
             task = tasks.get(piece.task_id)
             if task is not None and call.attempt_id in (task.flights or ()):
                 self._fallen.append(piece)

@@ -12,15 +12,16 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from raypool.core import messages as m
-from raypool.core.model import PoolState, Report, Slice, TaskSpec, TaskState, Worker, WorkerState
+from raypool.core.model import PoolState, Slice, TaskSpec, TaskState, Worker, WorkerState
 from raypool.core.scheduler import Scheduler
 from raypool.engine import verdicts
 from raypool.engine.arrivals import Arrivals
 from raypool.engine.backend import NOBODY, Backend, Function, Part, Refusal, SliceResult, WorkerInfo, all_failed, nothing_done
 from raypool.engine.casualties import Casualties
 from raypool.engine.hub import Hub
-from raypool.engine.in_flight import InFlight, Sent
+from raypool.engine.in_flight import Sent
 from raypool.engine.inbox import Inbox, Message
+from raypool.engine.returns import Returns
 from raypool.engine.timers import Timers, is_of_use
 from raypool.engine.trace import TraceWriter
 from raypool.engine.verdicts import Tell
@@ -59,16 +60,14 @@ class Driver:
         self._drain_lock = threading.Lock()
         self._drainer: int | None = None  # the thread that has it
         self._timers = Timers(lambda timer: is_of_use(timer, scheduler))
-        self._in_flight = InFlight()
         self.ask_call, self.as_owner = self._ask_call, (self,)  # made once: every queued future holds them
-        self._stopping: dict[int, list[Future[Any]]] = {}  # by attempt: cancelled while it ran
-        self._answer: dict[int, list[tuple[Slice, SliceResult]]] = {}  # the one at hand, by task
         self._speaker: WorkerInfo = NOBODY  # the worker that the event at hand is about
         self._at_hand: m.Event | None = None
         self._casualties = Casualties(scheduler)
+        self._returns = Returns(self.works, self._casualties, self._cancel)
         self._notes: dict[type[Any], Callable[[Any, Any], m.Event | None]] = {m.TimerFired: self._note_late}
         self._notes |= {m.TaskSubmitted: self._note_submitted, m.WorkerReady: self._note_ready, m.WorkerLost: self._note_lost}
-        self._notes |= {m.PlaceLeaving: self._note_going, m.PlaceLost: self._note_going}
+        self._notes |= {m.PlaceLeaving: self._note_going, m.PlaceLost: self._note_going, m.AttemptNarrowed: self._note_narrowed}
 
     # --- from any thread ----------------------------------------------------------------------------------------------
 
@@ -202,7 +201,8 @@ class Driver:
             return
         self._casualties.turn_page()
         if isinstance(event, m.AttemptFinished):
-            event = self._with_reports(event, payload)
+            event = self._returns.take(event, payload)
+            self._speaker = self._info_of(event.worker_id)
         elif (note := self._notes.get(type(event))) is not None:
             event = note(event, payload) or event
         self._at_hand = event
@@ -215,7 +215,7 @@ class Driver:
         for command in commands:
             self._carry_out(command)
         self._casualties.tell_misses(self.works, commands, self._speaker)
-        self._answer = {}  # what came is now the user's, who may want it freed
+        self._returns.turn_page()
 
     def _note_submitted(self, event: m.TaskSubmitted, work: Work) -> None:
         self.works[event.spec.task_id] = work
@@ -255,46 +255,20 @@ class Driver:
         """Let go of what is known of a worker that is lost."""
         self._speaker = self._info_of(worker.worker_id)
         self._hub.forget(worker.worker_id)
-        calls = self._in_flight.lose(worker.worker_id)
+        calls = self._returns.in_flight.lose(worker.worker_id)
         for attempt_id in worker.attempts:
             if attempt_id in calls:
                 self._casualties.note_fallen(calls[attempt_id], reason, was_idle)
-            self._note_stopped(attempt_id, is_replaced=True)
-
-    def _note_stopped(self, attempt_id: int, is_replaced: bool) -> None:
-        """Let futures that were cancelled while they ran say what has become of their worker."""
-        for future in self._stopping.pop(attempt_id, ()):
-            future.worker_replaced = is_replaced or bool(future.worker_replaced)  # of a gang, any of them
+            self._returns.note_stopped(attempt_id, is_replaced=True)
 
     def _note_ready(self, event: m.WorkerReady, info: WorkerInfo) -> m.WorkerReady:
         if (worker := self.scheduler.crew.workers.get(event.worker_id)) is not None:
             self.arrivals.note_ready(worker.place, info)
         return event._replace(kind=self.arrivals.kind(info))
 
-    def _with_reports(self, event: m.AttemptFinished, results: list[SliceResult]) -> m.AttemptFinished:
-        """Say of each slice of the attempt what the scheduler has to know."""
-        sent = self._in_flight.bring_back(event.worker_id, event.attempt_id)
-        if self._stopping:
-            self._note_stopped(event.attempt_id, is_replaced=False)
-        answers = iter(results)
+    def _note_narrowed(self, event: m.AttemptNarrowed, results: Sequence[SliceResult]) -> m.AttemptNarrowed:
         self._speaker = self._info_of(event.worker_id)
-        reports = []
-        for piece, known in sent:
-            result = next(answers) if known is None else known
-            self._answer.setdefault(piece.task_id, []).append((piece, result))
-            reports.append(self._report(piece, result))
-        return event._replace(reports=tuple(reports))
-
-    def _report(self, piece: Slice, result: SliceResult) -> Report:
-        work = self.works.get(piece.task_id)
-        report = Report(result.done, len(result.failures), (), sum(result.durations_s), result.crowded_out)
-        if result.failures and work is not None:
-            if result.is_interrupted and not isinstance(work, GangWork):  # Ctrl-C, inline: it means the loop, not the item
-                self._inbox.put((m.CancelRequested(piece.task_id), None))
-            report = report._replace(retry=result.to_retry(work.wants_retry))
-            again = report.repeated(report.retry)
-            self._casualties.to_retry += [(piece._replace(start=i, stop=i + 1), result.failures[i].error) for i in again]
-        return report
+        return self._returns.take_part(event, results, self._speaker)
 
     # --- what goes out ------------------------------------------------------------------------------------------------
 
@@ -333,7 +307,7 @@ class Driver:
         holder = self.works[command.task_id].holder
         is_moving = getattr(self._at_hand, "kind", None) == "leave" or isinstance(self._at_hand, m.PlaceLeaving)
         if command.signal is m.Signal.CANCEL and isinstance(holder, Future) and not is_moving:
-            self._stopping.setdefault(command.attempt_id, []).append(holder)
+            self._returns.stopping.setdefault(command.attempt_id, []).append(holder)
         self._backend.signal(*command)
 
     def _vacate(self, place: int) -> None:
@@ -347,14 +321,14 @@ class Driver:
         worker = self._info_of(command.worker_id)
         parts: list[Part] = []
         functions: dict[int, Function] = {}
-        call = self._in_flight.send(command.worker_id, command.attempt_id)
+        call = self._returns.in_flight.send(command.worker_id, command.attempt_id)
         for piece in command.slices:
             work = self.works[piece.task_id]
             known = None
             if not work.begin(piece, worker, call):
                 # It was cancelled in this instant. Whoever does that will say so, but may be held up by a callback until then.
                 known = nothing_done()
-                self._inbox.put((m.CancelRequested(piece.task_id), None))
+                self._cancel(piece.task_id)
             else:
                 try:
                     parts.append(work.part(piece, self._backend.pack))
@@ -362,11 +336,14 @@ class Driver:
                     functions[work.function.fn_id] = work.function
                 except Exception as error:  # also a full object store, or a Ray that has ended
                     known = all_failed(piece.start, piece.stop, verdicts.unsent(work.describe(piece), error))
-            call.sent.append(Sent(piece, known))
+            call.sent.append(Sent(piece, known, len(parts) - 1))
         if parts:
-            self._backend.run(command.worker_id, command.attempt_id, parts, list(functions.values()))
+            self._backend.run(command.worker_id, command.attempt_id, parts, list(functions.values()), call.behind)
         else:
             self._inbox.put((m.AttemptFinished(command.worker_id, command.attempt_id, ()), []))
+
+    def _cancel(self, task_id: int) -> None:
+        self._inbox.put((m.CancelRequested(task_id), None))
 
     def _run_gang(self, runs: Sequence[m.RunTasks]) -> None:
         """Call the ranks of a gang, which know of each other then. The first comes last: "inline" runs it in this very thread."""
@@ -376,9 +353,7 @@ class Driver:
             self._run(run)
 
     def _settle(self, items: Slice) -> None:
-        answer = self._answer[items.task_id]
-        result = next(result for piece, result in answer if piece.start <= items.start < piece.stop)
-        self.works[items.task_id].settle(items, result, self._speaker)
+        self.works[items.task_id].settle(items, self._returns.result(items), self._speaker)
 
     def _fail(self, items: Slice, reason: LossReason) -> None:
         work = self.works[items.task_id]

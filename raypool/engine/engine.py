@@ -309,7 +309,7 @@ def open_engine(profile: Profile, find_way: FindWay | None = None) -> Engine:
         return Engine(profile, InlineInbox(), lambda post, hub, _: InlineBackend(profile, post, hub.say, find_way=find_way))
     if profile.backend == "threads":
         from raypool.devices.cores import usable_cores
-        from raypool.engine.inline import ThreadsBackend
+        from raypool.engine.threads import ThreadsBackend
 
         return Engine(profile, ThreadInbox(), lambda post, hub, _: ThreadsBackend(profile, post, hub.say, usable_cores()))
     from raypool.engine.ray_session import join_ray, leave_ray

@@ -32,7 +32,12 @@ class Holder(Protocol):
 
 
 class Hub:
-    """Passes on what tasks say. Holders are known weakly: for those that nobody has any more, nobody listens."""
+    """Passes on what tasks say. Holders are known weakly: for those that nobody has any more, nobody listens.
+
+    `on_early` takes what workers tell of calls that last: worker, message.
+    """
+
+    on_early: Callable[[int, bytes], object] | None = None
 
     def __init__(self) -> None:
         self._holders: weakref.WeakValueDictionary[int, Holder] = weakref.WeakValueDictionary()  # by task
@@ -124,14 +129,18 @@ class Hub:
             while (batch := early.pop(number + 1, None)) is not None:
                 number += 1
                 for entry in pickle.loads(batch):
-                    self._take(*entry)
+                    self._take(worker_id, *entry)
         finally:
             self._arrived[worker_id] = number
             self._changed.notify_all()
 
-    def _take(self, kind: str, key: Any, *rest: Any) -> None:
+    def _take(self, worker_id: int, kind: str, key: Any, *rest: Any) -> None:
         if kind == "queue":
             queues.deliver(key, *rest)
+            return
+        if kind == "early":
+            if self.on_early is not None:
+                self.on_early(worker_id, *rest)
             return
         feed = self._feed_of(key)
         if kind == "metrics" and feed is not None:

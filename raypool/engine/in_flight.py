@@ -10,24 +10,26 @@ from raypool.engine.backend import SliceResult
 
 
 class Sent(NamedTuple):
-    """A slice of an attempt; `known` is what became of it if it was not sent at all."""
+    """A slice of an attempt; `known` is what became of it if it was not sent at all, else `number` is that of its part."""
 
     piece: Slice
     known: SliceResult | None
+    number: int = 0
 
 
 class Call:
     """An attempt that was sent to a worker. Only the driver's thread changes it; any may look.
 
     `began_at`: when the worker came to it, as far as is known here [Unix time, s]; None while it waits behind another one.
-    `is_over`: it has come back, or its worker is lost.
+    `behind`: the call that it waits for then. `is_over`: it has come back, or its worker is lost.
     """
 
-    __slots__ = ("attempt_id", "began_at", "is_over", "sent")
+    __slots__ = ("attempt_id", "began_at", "behind", "is_over", "sent")
 
-    def __init__(self, attempt_id: int, began_at: float | None = None) -> None:
+    def __init__(self, attempt_id: int, began_at: float | None = None, behind: int | None = None) -> None:
         self.attempt_id = attempt_id
         self.began_at = began_at
+        self.behind = behind
         self.is_over = False
         self.sent: list[Sent] = []
 
@@ -46,8 +48,24 @@ class InFlight:
     def send(self, worker_id: int, attempt_id: int) -> Call:
         """Return the next call of a worker."""
         calls = self._calls.setdefault(worker_id, {})
-        call = calls[attempt_id] = Call(attempt_id, None if calls else time())
+        call = Call(attempt_id, None, behind=next(reversed(calls))) if calls else Call(attempt_id, time())
+        calls[attempt_id] = call
         return call
+
+    def find(self, worker_id: int, attempt_id: int) -> Call | None:
+        """Return a call that has not come back."""
+        return self._calls.get(worker_id, {}).get(attempt_id)
+
+    def narrow(self, worker_id: int, attempt_id: int) -> tuple[Call, list[Call]]:
+        """Return what stands for a call from now on, which goes on with less, and the calls behind it, which are taken back."""
+        calls = self._calls[worker_id]
+        numbers = list(calls)
+        behind = [calls.pop(number) for number in numbers[numbers.index(attempt_id) + 1 :]]
+        before = calls[attempt_id]
+        for call in (before, *behind):
+            call.is_over = True
+        rest = calls[attempt_id] = Call(attempt_id, before.began_at, before.behind)
+        return rest, behind
 
     def bring_back(self, worker_id: int, attempt_id: int) -> list[Sent]:
         """Return what a call held that has come back, nothing if its worker was given up; the next one has begun by now."""

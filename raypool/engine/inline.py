@@ -1,8 +1,8 @@
-"""Backends without Ray, in this process: "inline" runs a task in the thread that asks for it, "threads" in one thread a worker.
+"""The backend "inline": without Ray, in this process, a task runs in the thread that asks for it.
 
-The ranks of a gang run at the same time: "inline" runs the first in the thread that asks for it, each other in one of its own.
+The ranks of a gang run at the same time: the first in the thread that asks for it, each other in one of its own.
 
-They are the local mode: the same results as on Ray, milliseconds to start, and a debugger stops in the user's function.
+With "threads" it is the local mode: the same results as on Ray, milliseconds to start, and a debugger stops in the function.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import contextlib
 import logging
 import os
 import platform
-import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -31,10 +30,12 @@ from raypool.engine.backend import (
     WorkerInfo,
 )
 from raypool.engine.diary import listening
+from raypool.engine.early import Early
 from raypool.engine.guard import ThreadGuard
 from raypool.engine.machine import gpus_here
 from raypool.engine.mirrors import ItemFolders, home_here, temporary_here
-from raypool.engine.runner import RawResult, Surroundings, run_parts, set_up
+from raypool.engine.open_call import RawResult
+from raypool.engine.runner import Surroundings, run_parts, set_up
 from raypool.errors import LossReason, ResourceError
 from raypool.folders import TemporaryFolder
 from raypool.profiles import Profile
@@ -43,9 +44,6 @@ from raypool.task import Say, Way, in_task
 
 if TYPE_CHECKING:
     from raypool.engine.exchange import LocalExchange
-
-TEARDOWN_TIMEOUT_S = 10.0
-"""What a worker ends with may take so long [s]."""
 
 KEPT_INTERRUPTS = 64
 """So many tasks that Ctrl-C has ended are kept in mind; each is needed until the driver comes to handle what is posted next."""
@@ -86,6 +84,7 @@ class InlineBackend:
         self._places: set[int] = set()  # claimed, with a worker or without
         self._workers: dict[int, WorkerInfo] = {}  # by worker id
         self._guards: dict[int, ThreadGuard] = {}
+        self._early: dict[int, Early] = {}  # by worker id, where calls run while others may be told of them
         self._set_ups: set[int] = set()  # workers whose setup has succeeded, so that they have something to tear down
         self._ranks: dict[int, list[Rank]] = {}  # of gangs whose first rank has not come back, by task
         self._broken_up: set[int] = set()  # those of them of which a rank has failed
@@ -193,7 +192,9 @@ class InlineBackend:
         """Return the value: it does not travel."""
         return value
 
-    def run(self, worker_id: int, attempt_id: int, parts: Sequence[Part], functions: Sequence[Function]) -> None:
+    def run(
+        self, worker_id: int, attempt_id: int, parts: Sequence[Part], functions: Sequence[Function], behind: int | None
+    ) -> None:
         """Run the call now. The first rank of a gang has to come last: the others have ended when it returns."""
         part = parts[0]
         if not part.is_rank:
@@ -257,6 +258,7 @@ class InlineBackend:
                     find_way=self.find_way,
                     folders=self._folders,
                     is_users_thread=self._is_users_thread,
+                    early=self._early.get(worker_id),
                 )
                 with listening():
                     raw = self._run_parts(attempt_id, parts, here)
@@ -269,7 +271,7 @@ class InlineBackend:
             self._break_up(parts[0].task_id)
             return False
         is_broken_up = parts[0].is_rank and (bool(raw[0].errors) or not raw[0].done)
-        self._post(AttemptFinished(worker_id, attempt_id, ()), [_result_of(part) for part in raw])
+        self._post(AttemptFinished(worker_id, attempt_id, ()), [result_of(part) for part in raw])
         if is_broken_up:
             self._break_up(parts[0].task_id)
         return True
@@ -305,94 +307,9 @@ def _as_is(items: Any) -> Any:
     return items
 
 
-def _result_of(raw: RawResult) -> SliceResult:
+def result_of(raw: RawResult) -> SliceResult:
     """Return what became of a slice. Its errors go along: their tracebacks hold the frames that hold `raw`."""
     failures = {index: Failure(raw.errors.pop(index), None) for index in list(raw.errors)}
     result = SliceResult(raw.start, raw.done, LocalValues(raw.values), 0, failures, raw.durations_s, raw.started_at)
     result.is_interrupted = raw.is_interrupted
     return result
-
-
-class ThreadsBackend(InlineBackend):
-    """Runs each worker as a thread of this process."""
-
-    _is_users_thread = False
-
-    def __init__(self, profile: Profile, post: Post, say: Say, default_workers: int) -> None:
-        super().__init__(profile, post, say, default_workers)
-        self._calls: dict[int, queue.SimpleQueue[Callable[[], bool] | None]] = {}
-        self._threads: dict[int, threading.Thread] = {}
-        self._seeding = threading.Lock()
-        self._graces: dict[int, list[threading.Timer]] = {}  # by attempt: they give up what does not stop
-
-    def start_worker(self, worker_id: int, place: int, setups: Sequence[Function]) -> None:
-        """Start a thread."""
-        for other in self._workers_in(place):
-            self._forget(other)
-        calls = self._calls[worker_id] = queue.SimpleQueue()
-        name = f"raypool-worker-{place}"
-        thread = self._threads[worker_id] = threading.Thread(target=_work, args=(calls,), name=name, daemon=True)
-        thread.start()
-        info = self._note(worker_id, place)  # now, so that it can be ended from now on
-        calls.put(lambda: self._set_up(worker_id, info, setups))
-
-    def _forget(self, worker_id: int) -> None:
-        """End a thread, after what it is running; wait for its teardown, if it is free to run it."""
-        worker, guard, calls = self._workers.pop(worker_id), self._guards.pop(worker_id), self._calls.pop(worker_id)
-        thread = self._threads.pop(worker_id)
-        calls.put(lambda: self._tear_down(worker_id, worker))
-        calls.put(None)
-        if self._profile.teardown is not None and guard.is_free:
-            thread.join(TEARDOWN_TIMEOUT_S)
-            if thread.is_alive():
-                logger.warning(
-                    "The teardown of worker %d had not ended after %g s, and is not waited for.", worker.index, TEARDOWN_TIMEOUT_S
-                )
-
-    def signal(self, worker_id: int, attempt_id: int, task_id: int, wish: Signal) -> None:
-        """Interrupt a thread, and give it up if that has not helped in time."""
-        super().signal(worker_id, attempt_id, task_id, wish)
-        guard = self._guards.get(worker_id)
-        if guard is None or wish is not Signal.CANCEL or not guard.is_at_hand(attempt_id, task_id):
-            return
-
-        def give_up() -> None:
-            if guard.is_at_hand(attempt_id, task_id) and worker_id in self._guards:
-                self._post(WorkerLost(worker_id, LossReason.STOPPED), "a cancelled task did not stop")
-
-        timer = threading.Timer(min(self._profile.cancel_grace_s, threading.TIMEOUT_MAX), give_up)
-        timer.daemon = True
-        self._graces.setdefault(attempt_id, []).append(timer)
-        timer.start()
-
-    def _call(
-        self,
-        worker_id: int,
-        attempt_id: int,
-        parts: Sequence[Part],
-        functions: Sequence[Function],
-        guard: contextlib.AbstractContextManager[Any],
-    ) -> bool:
-        """Run a call; who was to give it up need not wait any more."""
-        try:
-            return super()._call(worker_id, attempt_id, parts, functions, guard)
-        finally:
-            for timer in self._graces.pop(attempt_id, ()):
-                timer.cancel()
-
-    def run(self, worker_id: int, attempt_id: int, parts: Sequence[Part], functions: Sequence[Function]) -> None:
-        """Hand the call to the thread.
-
-        The global random generators belong to the whole process, so items that want them seeded run one at a time.
-        """
-        is_seeded = any(part.seed is not None for part in parts)
-        guard = self._seeding if is_seeded else contextlib.nullcontext()
-        self._calls[worker_id].put(lambda: self._call(worker_id, attempt_id, parts, functions, guard))
-
-
-def _work(calls: queue.SimpleQueue[Callable[[], bool] | None]) -> None:
-    while (call := calls.get()) is not None:
-        is_alive = call()
-        del call  # while it waits for the next, it holds nothing
-        if not is_alive:
-            return

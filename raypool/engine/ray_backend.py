@@ -14,10 +14,10 @@ from typing import Any
 
 import ray
 
-from raypool.core.messages import AttemptFinished, Signal, WorkerLost, WorkerReady
+from raypool.core.messages import AttemptFinished, AttemptNarrowed, Signal, WorkerLost, WorkerReady
 from raypool.engine import packing
 from raypool.engine.agents import Agents, Chore, MemoryLimit
-from raypool.engine.answers import unpack_results
+from raypool.engine.answers import unpack_narrowed, unpack_results
 from raypool.engine.backend import Function, NodeDevices, Part, Post, WorkerInfo
 from raypool.engine.cards import Cards
 from raypool.engine.claims import Claim, locate
@@ -52,7 +52,6 @@ logger = logging.getLogger("raypool")
 WATCH_S = 1.0
 """How soon a worker that dies while it is idle is replaced, and an end of Ray is noticed [s]."""
 
-
 RAY_ENDED = "Ray was shut down while the pool was open"
 
 
@@ -67,6 +66,7 @@ class RayBackend:
         self._post = post
         self._hub = hub
         self._traffic = traffic
+        hub.on_early = self._on_early
         self._seating = Seating(profile)
         self._seats: dict[int, Seat] = {}
         self._by_worker: dict[int, Seat] = {}
@@ -211,12 +211,10 @@ class RayBackend:
         }
         if demand.worker_memory_bytes:
             options["memory"] = demand.worker_memory_bytes
-        env = self._profile.worker_env
-        if env:
+        if env := self._profile.worker_env:
             options["runtime_env"] = {"env_vars": env}
         seat.worker_id, seat.known, seat.stale, seat.calls, seat.is_ending = worker_id, set(), [], 0, False
-        seat.is_spent = False
-        seat.pulse = None
+        seat.is_spent, seat.pulse = False, None
         seat.actor = self._actor_class.options(**options).remote(
             place, worker_id, self._profile.inventory, self._sharing(seat), self._profile.max_leftover_bytes
         )
@@ -273,8 +271,7 @@ class RayBackend:
         if seat is None or seat.is_ending:
             return
         seat.is_ending = True
-        lost = WorkerLost(worker_id, reason, was_idle)
-        tell = functools.partial(self._nodes.tell_lost, lost, words, seat.claim.node_id)
+        tell = functools.partial(self._nodes.tell_lost, WorkerLost(worker_id, reason, was_idle), words, seat.claim.node_id)
         self._agents.later(lambda: self._agents.end(worker_id, seat.actor, tell))
 
     def _note_process(self, worker_id: int, info: WorkerInfo) -> None:
@@ -289,7 +286,9 @@ class RayBackend:
         """Pickle a value; a large one is put into the object store once, however many workers will read it."""
         return packing.pack(value, what, is_trial=is_trial)
 
-    def run(self, worker_id: int, attempt_id: int, parts: Sequence[Part], functions: Sequence[Function]) -> None:
+    def run(
+        self, worker_id: int, attempt_id: int, parts: Sequence[Part], functions: Sequence[Function], behind: int | None
+    ) -> None:
         """Call the actor."""
         seat = self._by_worker[worker_id]
         if seat.is_dead():
@@ -306,15 +305,14 @@ class RayBackend:
         seat.known.difference_update(stale)
         if self._cards is not None:
             parts = self._cards.sent(seat.place, seat.claim, attempt_id, parts)
-        call = pack_call(attempt_id, parts, new, stale, seat.is_spent)
+        call = pack_call(attempt_id, parts, new, stale, seat.is_spent, behind)
         self._traffic.add(seat.place, len(call.header), 0)
         status, values = seat.run(call.header, call.refs) if call.refs else seat.run(call.header)
         self._answered(worker_id, status, functools.partial(self._on_status, worker_id, seat.place, attempt_id, values))
 
     def signal(self, worker_id: int, attempt_id: int, task_id: int, wish: Signal) -> None:
         """Let the agent of the worker's node interrupt it; if that has not helped in time, the worker is killed."""
-        words = "a task that was cancelled did not stop"
-        on_stuck = functools.partial(self._lose, worker_id, LossReason.STOPPED, words)
+        on_stuck = functools.partial(self._lose, worker_id, LossReason.STOPPED, "a task that was cancelled did not stop")
         self._agents.signal(worker_id, attempt_id, task_id, wish, on_stuck)
 
     def _watch(self) -> None:
@@ -355,24 +353,26 @@ class RayBackend:
         if number:  # it has said something, now or before
             self._hub.deliver(worker_id, number, batch)
             catch_up = self._hub.waiter(worker_id, number)
-        values: Values
-        if header is not None:
-            values = MessageValues(header)
-        else:
-            values = StoredValues(values_ref, functools.partial(self._traffic.add, place, 0))
+        stored = functools.partial(StoredValues, values_ref, functools.partial(self._traffic.add, place, 0))
+        values: Values = stored() if header is None else MessageValues(header)
         results = unpack_results(sendables, values, catch_up)
         if self._cards is not None and seat is not None:
             self._cards.came_back(worker_id, seat, attempt_id, results, weight)
         is_spent = leftover is not None and leftover.is_spent
         if seat is not None:
             seat.is_spent = is_spent
-        if leftover is not None and leftover.words is not None:
+        if leftover is not None:
             self._note_leftover(leftover)
         self._post(AttemptFinished(worker_id, attempt_id, (), is_spent), results)
 
+    def _on_early(self, worker_id: int, message: bytes) -> None:
+        """Take what a worker tells of a call that lasts."""
+        attempt_id, kept, results = unpack_narrowed(message)
+        self._post(AttemptNarrowed(worker_id, attempt_id, (), kept), results)
+
     def _note_leftover(self, leftover: Leftover) -> None:
         """Say that something has left too much on a GPU, once for each function."""
-        if leftover.name not in self._leaky:
+        if leftover.words is not None and leftover.name not in self._leaky:
             self._leaky.add(leftover.name)
             logger.warning("%s", leftover.words)
 

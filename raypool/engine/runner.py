@@ -6,7 +6,6 @@ import contextlib
 import functools
 import importlib
 import random
-import traceback
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import inf
@@ -15,7 +14,9 @@ from typing import Any, NamedTuple, Protocol
 
 from raypool.engine.backend import Part, WorkerInfo
 from raypool.engine.diary import note_last_lines
+from raypool.engine.early import Early
 from raypool.engine.guard import Guard
+from raypool.engine.open_call import OpenCall, RawResult
 from raypool.engine.sharing import Turns
 from raypool.engine.upkeep import Upkeep, note_shortage
 from raypool.errors import TaskCancelled
@@ -26,52 +27,6 @@ UNCHANGEABLE = frozenset({int, float, bool, str, bytes, type(None)})
 
 CALL_LIMIT_S = 0.2
 """A call that was meant to be short hands back what it has not begun after this time [s]: others may be free by now."""
-
-
-class RawResult:
-    """What became of one slice, before it travels: values and failures as they are. It begins no item after its `deadline`.
-
-    `is_interrupted`: an item was ended by Ctrl-C, which means all that would come after it.
-    """
-
-    __slots__ = (
-        "deadline",
-        "done",
-        "durations_s",
-        "errors",
-        "is_interrupted",
-        "peak_memory_bytes",
-        "start",
-        "started_at",
-        "values",
-    )
-
-    def __init__(self, start: int) -> None:
-        self.start = start
-        self.done = 0
-        self.values: list[Any] = []
-        self.errors: dict[int, BaseException] = {}
-        self.durations_s = array("d")
-        self.started_at = 0.0
-        self.deadline = inf
-        self.peak_memory_bytes: int | None = None
-        self.is_interrupted = False
-
-    def take_back_last(self) -> None:
-        """Let it be as if the last item that was begun had not been."""
-        self.done -= 1
-        self.values.pop()
-        self.durations_s.pop()
-        error = self.errors.pop(self.start + self.done, None)
-        if error is not None:
-            traceback.print_exception(error)  # nobody else hears of it
-
-    def discard(self) -> None:
-        """Let it be as if nothing had been begun."""
-        self.done = 0
-        self.values = []
-        self.errors = {}
-        self.durations_s = array("d")
 
 
 class Keeper(Protocol):
@@ -97,6 +52,7 @@ class Surroundings(NamedTuple):
     pool's exchange if that is in this process. `folders` gives items their folders for checkpoints. `upkeep` watches over the
     memory of the worker's GPU, if it has one. `turns` lets items wait for their turn on that GPU, where workers take turns.
     `is_users_thread`: a `KeyboardInterrupt` in here is Ctrl-C; in a worker's thread or process it is an error like any other.
+    `early` tells what is done of a call that lasts.
     """
 
     worker: WorkerInfo
@@ -110,6 +66,7 @@ class Surroundings(NamedTuple):
     upkeep: Upkeep | None = None
     turns: Turns | None = None
     is_users_thread: bool = False
+    early: Early | None = None
 
     def is_interrupt(self, error: BaseException) -> bool:
         """Whether this is Ctrl-C."""
@@ -122,24 +79,35 @@ def run_parts(attempt_id: int, parts: Sequence[Part], here: Surroundings) -> lis
     Every exception becomes an error of its item, except `SystemExit`, which ends the worker as the user asked. Of a slice that
     was cancelled nothing counts as done.
     """
-    deadline = perf_counter() + CALL_LIMIT_S
     here.guard.begin_call(attempt_id)
-    results = []
-    for part in parts:
+    call = OpenCall(attempt_id, parts, here.upkeep)
+    if here.early is None or parts[0].is_rank:
+        return _run_all(call, parts, here)
+    here.early.begin(call)
+    try:
+        return _run_all(call, parts, here)
+    finally:
+        here.early.end(call)
+
+
+def _run_all(call: OpenCall, parts: Sequence[Part], here: Surroundings) -> list[RawResult]:
+    deadline = perf_counter() + CALL_LIMIT_S
+    for number, part in enumerate(parts):
         result = RawResult(part.start)
-        results.append(result)
-        if (perf_counter() < deadline and not is_retired()) or len(results) == 1:
-            if not part.is_fixed:
-                result.deadline = deadline
-            if here.upkeep is None:
-                _run_part(part, here, result)
-            else:
-                here.upkeep.begin()
-                _run_part(part, here, result)
-                result.peak_memory_bytes = here.upkeep.peak()
-            if result.is_interrupted:
-                deadline = -inf
-    return results
+        if not part.is_fixed:
+            result.deadline = deadline
+        has_time = (perf_counter() < deadline and not is_retired()) or number == 0
+        if not call.begin(result) or not has_time:
+            continue
+        if here.upkeep is None:
+            _run_part(part, here, result)
+        else:
+            here.upkeep.begin()
+            _run_part(part, here, result)
+            result.peak_memory_bytes = here.upkeep.peak()
+        if result.is_interrupted:
+            deadline = -inf
+    return call.results
 
 
 def _run_part(part: Part, here: Surroundings, result: RawResult) -> None:

@@ -25,6 +25,7 @@ EVENTS: dict[str, Any] = {
         m.PlaceLeaving,
         m.PlaceLost,
         m.AttemptFinished,
+        m.AttemptNarrowed,
         m.TimerFired,
         m.ResizeRequested,
         m.ShutdownRequested,
@@ -73,7 +74,9 @@ def decode(line: str) -> tuple[float, m.Event]:
         fields["spec"] = TaskSpec(**spec)
     elif kind in ("WorkerLost", "PlaceLost"):
         fields["reason"] = LossReason(fields["reason"])
-    elif kind == "AttemptFinished":
+    elif kind in ("AttemptFinished", "AttemptNarrowed"):
+        if "kept" in fields:
+            fields["kept"] = tuple(fields["kept"])
         fields["reports"] = tuple(
             Report(**{**report, **{name: tuple(report.get(name, ())) for name in ("retry", "again")}})
             for report in fields["reports"]

@@ -29,7 +29,7 @@ class Work(Protocol):
         """Whoever is told what the task reports and prints, for as long as somebody holds it."""
 
     def begin(self, piece: Slice, worker: WorkerInfo, call: Call) -> bool:
-        """Note that a slice is about to be sent with a call; False if nobody wants it any more."""
+        """Note that a slice is about to be sent with a call, or is left of one; False if nobody wants it any more."""
 
     def part(self, piece: Slice, pack: Pack) -> Part:
         """Return the slice ready to travel."""
@@ -97,7 +97,7 @@ class CallWork:
             return False
         future.worker = worker.index
         future.attempts = piece.attempt
-        future.started_at = datetime.now(UTC)
+        future.started_at = datetime.now(UTC) if call.began_at is None else datetime.fromtimestamp(call.began_at, UTC)
         return True
 
     def part(self, piece: Slice, pack: Pack) -> Part:

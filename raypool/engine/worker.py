@@ -20,16 +20,18 @@ from raypool.devices.gpus import Inventory, index_of
 from raypool.devices.kept import kept
 from raypool.devices.links import prefer_fast_links
 from raypool.engine import diary, mps
-from raypool.engine.answers import pack_results
+from raypool.engine.answers import pack_narrowed, pack_results
 from raypool.engine.backend import Part, Refusal, WorkerInfo, function_name
+from raypool.engine.early import Early, Watch
 from raypool.engine.guard import ProcessGuard
 from raypool.engine.homes import FarHome, Home, sees
 from raypool.engine.mirrors import ItemFolders, home_here
 from raypool.engine.node_agent import WorkerProcess
+from raypool.engine.open_call import Narrowed, OpenCall, RawResult
 from raypool.engine.outbox import Outbox
 from raypool.engine.packing import Fetched, Packed, Parcel, ParcelKeeper, dump, join, load, snapshot, unpack
 from raypool.engine.ray_calls import answer_to, ask
-from raypool.engine.runner import RawResult, Surroundings, run_parts, set_up
+from raypool.engine.runner import Surroundings, run_parts, set_up
 from raypool.engine.sharing import Sharing, Turns, settle
 from raypool.engine.upkeep import Leftover, Upkeep
 from raypool.errors import InvalidValueError
@@ -45,15 +47,20 @@ PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
 def pack_call(
-    attempt_id: int, parts: Sequence[Part], functions: dict[int, Packed], stale: Sequence[int], is_spent: bool = False
+    attempt_id: int,
+    parts: Sequence[Part],
+    functions: dict[int, Packed],
+    stale: Sequence[int],
+    is_spent: bool,
+    behind: int | None,
 ) -> Parcel:
     """Pack what a worker is to run, the functions that it does not have yet, and those that it may forget.
 
-    `is_spent`: it has said that it is to be replaced, and is to run this all the same.
+    `is_spent`: it has said that it is to be replaced, and is to run this all the same. `behind`: the call that this waits for.
 
     One pickle of plain tuples: Ray would take each argument, and each tuple with a name, by itself.
     """
-    call = (attempt_id, [tuple(part) for part in parts], functions, stale, is_spent)
+    call = (attempt_id, [tuple(part) for part in parts], functions, stale, is_spent, behind)
     if all(isinstance(part.items, bytes) for part in parts) and all(isinstance(fn, bytes) for fn in functions.values()):
         return Parcel(pickle.dumps(call, protocol=5), [], [])
     return dump(call)
@@ -108,6 +115,8 @@ class PoolWorker:
         self._packed: dict[int, Packed] = {}  # functions that were not called yet
         self._functions: dict[int, Callable[..., Any]] = {}
         self._keeper = ParcelKeeper()
+        # Where workers share a GPU, the driver weighs each call as a whole.
+        self._early = Early(Watch(), self._tell_early) if sharing is None else None
         self._info = WorkerInfo(index, platform.node(), os.getpid())
 
     def introduce(self, setups: Sequence[Any], agent: Any = None) -> Introduction | str:
@@ -172,12 +181,13 @@ class PoolWorker:
             objects, so that the driver reads the status only and a large value stays in the object store until somebody asks.
         """
         fetched_before = Fetched.num_bytes
-        attempt_id, fields, functions, stale, is_known = load(Parcel(call, [], list(refs)))
+        attempt_id, fields, functions, stale, is_known, behind = load(Parcel(call, [], list(refs)))
         parts = [Part(*entries) for entries in fields]
         del call, refs, fields
         self.forget(stale)
         self._packed.update(functions)
-        if self._is_spent and not is_known and not parts[0].is_rank:  # it was sent before anybody knew
+        is_too_late = self._is_spent and not is_known and not parts[0].is_rank  # it was sent before anybody knew
+        if is_too_late or (self._early is not None and self._early.is_behind(behind)):
             results = [RawResult(part.start) for part in parts]
         else:
             results = self._run_parts(attempt_id, parts)
@@ -203,8 +213,13 @@ class PoolWorker:
             folders=self._folders,
             upkeep=self._upkeep,
             turns=self._turns,
+            early=self._early,
         )
         return run_parts(attempt_id, parts, here)
+
+    def _tell_early(self, call: OpenCall, narrowed: Narrowed) -> None:
+        """Tell what is done of a call that lasts. The answer will have all of it once more, in case this gets lost."""
+        self._outbox.send("early", narrowed.attempt_id, pack_narrowed(narrowed))
 
     def _settle(self, parts: Sequence[Part]) -> Leftover | None:
         """See to what a call has left on the GPU, now that nothing of it is needed any more; say if that is too much."""

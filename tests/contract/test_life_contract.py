@@ -125,7 +125,7 @@ def test_a_teardown_that_fails_keeps_nobody_from_ending(make_pool: Any, caplog: 
 def test_a_teardown_that_hangs_is_given_up(
     make_pool: Any, gate: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("raypool.engine.inline.TEARDOWN_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("raypool.engine.threads.TEARDOWN_TIMEOUT_S", 0.5)
     if make_pool.is_in_processes:
         monkeypatch.setattr("raypool.engine.ray_backend.WIND_UP_TIMEOUT_S", 0.5)
     with make_pool(1, teardown=gate.wait) as pool:

@@ -299,6 +299,42 @@ class World(RuleBasedStateMachine):
             reports.append(Report(done, len(failed), numbers[0], 0.001 * done, numbers[1]))
         self.answer(call, tuple(reports))
 
+    @precondition(lambda self: any(not self.is_gang(call.slices[0]) for call in self.running()))
+    @rule(pick=PICK, data=st.data())
+    def go_on_with_some(self, pick: int, data: st.DataObject) -> None:
+        """Tell what is done of a call that lasts, keep what is at hand, and hand the rest back with all that waits behind it."""
+        calls = [call for call in self.running() if not self.is_gang(call.slices[0])]
+        call = picked([call for call in calls if len(self.hands[call.worker_id].calls) > 1] or calls, pick)
+        at_hand = data.draw(st.integers(0, len(call.slices) - 1))
+        reports, kept, left = [], [], []
+        for number, piece in enumerate(call.slices):
+            size = piece.stop - piece.start
+            done = data.draw(st.integers(0, size - (number == at_hand))) if number <= at_hand else 0
+            failed = data.draw(st.sets(st.integers(0, done - 1))) if done else set()
+            retry = tuple(piece.start + item for item in sorted(failed) if data.draw(st.booleans()))
+            reports.append(Report(done, len(failed), retry, 0.001 * done))
+            kept.append(data.draw(st.integers(1, size - done)) if number == at_hand else 0)
+            if kept[-1]:
+                left.append(piece._replace(start=piece.start + done, stop=piece.start + done + kept[-1]))
+        hand = self.hands[call.worker_id]
+        for behind in hand.calls[1:]:
+            self.past.append((call.worker_id, behind, tuple(Report(0) for _ in self.land(behind).slices)))
+        hand.calls = [call.attempt_id]
+        self.lay_failed_to_rest(call, tuple(reports))
+        self.calls[call.attempt_id] = rest = call._replace(slices=tuple(left))
+        if call.attempt_id not in self.timed_out:
+            self.take_out(call)
+            for piece in rest.slices:
+                self.jobs[piece.task_id].calls += 1
+                self.jobs[piece.task_id].flying.update(range(piece.start, piece.stop))
+        self.tell(m.AttemptNarrowed(call.worker_id, call.attempt_id, tuple(reports), tuple(kept)), answered=call)
+
+    def lay_failed_to_rest(self, call: m.RunTasks, reports: tuple[Report, ...]) -> None:
+        for piece, report in zip(call.slices, reports, strict=True):
+            job = self.jobs[piece.task_id]
+            if self.counts(call, piece.task_id) and piece.attempt <= job.spec.retries and not job.spec.is_gang:
+                job.lay_to_rest(report.retry, piece.attempt, self.now)
+
     def running(self) -> list[m.RunTasks]:
         """Return the call that each worker is at."""
         return [self.calls[hand.calls[0]] for hand in self.hands.values() if hand.calls]
@@ -310,15 +346,16 @@ class World(RuleBasedStateMachine):
         for piece, report in zip(call.slices, reports, strict=True):
             job = self.jobs[piece.task_id]
             job.is_broken_up |= job.spec.is_gang and job.end is None and report.failed > 0
-            if self.counts(call, piece.task_id) and piece.attempt <= job.spec.retries and not job.spec.is_gang:
-                job.lay_to_rest(report.retry, piece.attempt, self.now)
+        self.lay_failed_to_rest(call, reports)
         self.past.append((call.worker_id, call.attempt_id, reports))
         self.tell(m.AttemptFinished(call.worker_id, call.attempt_id, reports, leaks), answered=call)
 
     @precondition(lambda self: self.past)
     @rule(pick=PICK)
     def answer_again(self, pick: int) -> None:
-        assert self.tell(m.AttemptFinished(*picked(self.past, pick))) == []
+        worker_id, attempt_id, reports = picked(self.past, pick)
+        assert self.tell(m.AttemptNarrowed(worker_id, attempt_id, reports, (1,) * len(reports))) == []
+        assert self.tell(m.AttemptFinished(worker_id, attempt_id, reports)) == []
 
     @precondition(lambda self: self.hands)
     @rule(pick=PICK, reason=st.sampled_from(LOSSES), was_idle=st.booleans())
@@ -732,6 +769,8 @@ class World(RuleBasedStateMachine):
         assert {number: w.place for number, w in crew.workers.items() if number not in crew.parked} == {
             worker_id: hand.place for worker_id, hand in self.hands.items()
         }
+        for worker_id, hand in self.hands.items():
+            assert not hand.is_ready or list(crew.workers[worker_id].attempts) == hand.calls
         counts = self.scheduler.counts
         assert counts.submitted == sum(job.size for job in self.jobs.values())
         assert counts.finished + counts.failed == sum(len(job.outcomes) for job in self.jobs.values())

@@ -14,7 +14,8 @@ import pytest
 from raypool.core.messages import Signal
 from raypool.engine.backend import Part, WorkerInfo
 from raypool.engine.guard import AT_HAND, NOTHING, SIGNALS, STOP_SIGNAL, WISH, Guard, ProcessGuard, ThreadGuard
-from raypool.engine.runner import RawResult, Surroundings, run_parts
+from raypool.engine.open_call import RawResult
+from raypool.engine.runner import Surroundings, run_parts
 from raypool.errors import InvalidTypeError, TaskCancelled
 from raypool.task import Running, current_task, note_here, unbroken
 

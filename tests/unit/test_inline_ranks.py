@@ -24,7 +24,7 @@ def run_gang():
         for worker_id in range(3):
             backend.start_worker(worker_id, worker_id, ())
         for rank in (2, 1, 0):
-            backend.run(rank, rank, [Part(0, 0, [((rank,), {})], 1, rank, 1, is_call=True, is_rank=True)], [function])
+            backend.run(rank, rank, [Part(0, 0, [((rank,), {})], 1, rank, 1, is_call=True, is_rank=True)], [function], None)
         backend.close()
         answers = [(event, payload) for event, payload in posted if isinstance(event, (AttemptFinished, WorkerLost))]
         return [(e.worker_id, p[0].done if isinstance(e, AttemptFinished) else None) for e, p in answers]

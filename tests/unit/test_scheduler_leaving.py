@@ -117,6 +117,15 @@ def test_where_there_is_nowhere_else_it_saves_what_it_has_and_goes_on(pool_of):
     assert pool.lose(0, PREEMPTED)[0].place == 0, "another worker starts there"
 
 
+def test_what_waits_for_a_process_of_its_own_is_told_nothing(pool_of):
+    pool = pool_of(1)
+    pool.submit(0)
+    pool.finish(0)
+    assert pool.submit(1, is_fresh=True) == pool.starts(1, place=0)
+    assert pool.tell(PlaceLeaving(0, is_kept=True)) == [], "it was not sent yet"
+    assert pool.ready(1) == [pool.runs(1, 1, (1, 0, 1))]
+
+
 def test_what_ends_although_it_was_interrupted_counts(pool_of):
     pool = pool_of(2)
     pool.submit(0)

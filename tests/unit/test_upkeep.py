@@ -13,7 +13,8 @@ from raypool.devices.kept import kept
 from raypool.devices.simulated import SimulatedAllocator, SimulatedGpus
 from raypool.engine.backend import Part, WorkerInfo
 from raypool.engine.guard import Guard
-from raypool.engine.runner import RawResult, Surroundings, run_parts
+from raypool.engine.open_call import RawResult
+from raypool.engine.runner import Surroundings, run_parts
 from raypool.engine.upkeep import Leftover, Upkeep
 from raypool.spmd import parts
 
