@@ -154,3 +154,16 @@ def test_values_of_queues_go_to_the_queues(hub: Hub, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(queues, "deliver", lambda *entry: delivered.append(entry))
     hub.deliver(0, 1, pickle.dumps([("queue", "key", b"1"), ("queue", "key", b"2")]))
     assert delivered == [("key", b"1"), ("key", b"2")]
+
+
+def test_what_is_told_of_calls_that_last_goes_to_who_asked_for_it_in_order(hub: Hub, listener: Listener) -> None:
+    seen: list[tuple[Any, ...]] = []
+    hub.on_early = lambda *message: seen.append((*message, listener.text))
+    hub.deliver(3, 2, pickle.dumps([("early", 9, b"second")]))
+    hub.deliver(3, 1, pickle.dumps([("text", 7, "said before", 0), ("early", 8, b"first")]))
+    assert seen == [(3, b"first", "said before"), (3, b"second", "said before")]
+
+
+def test_where_nobody_asked_for_that_it_is_dropped(hub: Hub, listener: Listener) -> None:
+    hub.deliver(3, 1, pickle.dumps([("early", 9, b""), ("text", 7, "after it", 0)]))
+    assert listener.text == "after it"

@@ -24,6 +24,7 @@ from raypool.testing import replay
         m.PlaceLeaving(2, 12.5),
         m.PlaceLost(2, LossReason.NODE),
         m.AttemptFinished(1, 7, (Report(2, 2, (5,), 0.5, (6,)), Report(0)), is_spent=True),
+        m.AttemptNarrowed(1, 7, (Report(2, 1, (5,), 0.5), Report(0)), (1, 0)),
         m.TimerFired("timeout", 1, 7),
         m.ResizeRequested((1, 2), 3, (4, 5)),
         m.ShutdownRequested(cancel_queued=True),
