@@ -139,8 +139,8 @@ def should_look_ahead(pace: Pace, num_workers: int) -> bool:
     """Whether a worker that is busy with something short gets its next call now: it need not wait for the driver then.
 
     Only while there is enough for everybody, since what waits behind a busy worker comes back after half a second at best; the
-    longer an item, and the less alike they are, the more there has to be. Of what takes longer than that, the millisecond or two until the next call are
-    not one part in a hundred.
+    longer an item, and the less alike they are, the more there has to be. Of what takes longer than that, the millisecond or two
+    until the next call are not one part in a hundred.
 
     Example:
         >>> [should_look_ahead(Pace(longest_s=mean_s, mean_s=mean_s, waiting=16), num_workers=4) for mean_s in (0.01, 0.1, 1.0)]
