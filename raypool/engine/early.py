@@ -6,6 +6,7 @@ others could do, or that is done: somebody may wait for that, perhaps the long o
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections.abc import Callable
@@ -18,6 +19,8 @@ LASTS_S = 0.5
 
 LOOK_S = 0.125
 """How often is looked for these [s]."""
+
+logger = logging.getLogger("raypool")
 
 
 class Early:
@@ -96,4 +99,7 @@ class Watch:
         for call, early in list(self._calls.values()):
             if call.began_at <= before:
                 self.drop(call)
-                early.narrow(call)
+                try:
+                    early.narrow(call)
+                except Exception:  # its answer has all that was to be told
+                    logger.exception("raypool's mistake; the call goes on.")

@@ -192,6 +192,18 @@ def test_a_worker_that_is_to_be_replaced_hands_back_what_it_keeps(early: Early, 
     assert outline(told.all[0]) == [([], 0), ([], 1)]
 
 
+def test_a_mistake_ends_neither_the_call_nor_the_watch(watch: Watch, told: Told, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(call: OpenCall, narrowed: Narrowed) -> None:
+        told(call, narrowed)
+        raise OSError("the disk is full, say")
+
+    assert run(Early(watch, fail), part(0, 2), fn=waits_at(0, told))[0].values == [0]
+    assert poll(lambda: "the disk is full, say" in caplog.text)
+    told.changed.clear()
+    run(Early(watch, told), part(0, 2), fn=waits_at(1, told), attempt_id=8)
+    assert [narrowed.attempt_id for narrowed in told.all] == [7, 8]
+
+
 def test_what_was_told_can_be_freed() -> None:
     call = OpenCall(7, [part(0, 1), part(0, 3)])
     first, second = RawResult(0), RawResult(0)
