@@ -180,7 +180,7 @@ class SliceResult:
     is_interrupted: bool = False
 
     def within(self, start: int, stop: int) -> SliceResult:
-        """Return what became of these items only, of which the last may not have been begun.
+        """Return what became of these items only, of which the last may not have been begun; itself, if that is all.
 
         Example:
             >>> whole = SliceResult(5, 3, LocalValues(list("abc")), 0, {}, array("d", [1.0, 2.0, 4.0]), started_at=100.0)
@@ -189,6 +189,8 @@ class SliceResult:
             (2, 'b', [2.0, 4.0], 101.0)
         """
         skipped = start - self.start
+        if skipped == 0 and self.done <= stop - start:
+            return self
         done = min(max(self.done - skipped, 0), stop - start)
         return replace(
             self,

@@ -9,7 +9,7 @@ from raypool.core import messages as m
 from raypool.core.model import Report, Slice
 from raypool.engine.backend import SliceResult, WorkerInfo
 from raypool.engine.casualties import Casualties
-from raypool.engine.in_flight import Call, InFlight, Sent
+from raypool.engine.in_flight import InFlight, Sent
 from raypool.engine.work import GangWork, Work
 from raypool.futures import Future
 
@@ -40,10 +40,6 @@ class Returns:
         """Return what has come of these items just now."""
         return next(result for piece, result in self._at_hand[items.task_id] if piece.start <= items.start < piece.stop)
 
-    def lose(self, worker_id: int) -> dict[int, Call]:
-        """Return the calls of a worker that is lost, by attempt."""
-        return self.in_flight.lose(worker_id)
-
     def note_stopped(self, attempt_id: int, is_replaced: bool) -> None:
         """Let futures that were cancelled while they ran say what has become of their worker."""
         for future in self.stopping.pop(attempt_id, ()):
@@ -56,9 +52,7 @@ class Returns:
             self.note_stopped(event.attempt_id, is_replaced=False)
         reports = []
         for piece, known, number in sent:
-            result = results[number] if known is None else known
-            if known is None and result.start < piece.start:  # the rest was told before
-                result = result.within(piece.start, piece.stop)
+            result = known or results[number].within(piece.start, piece.stop)  # of a call that was narrowed, it is about all
             reports.append(self._report(piece, result))
         return event._replace(reports=tuple(reports))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -83,7 +84,8 @@ def test_what_has_failed_before_it_is_known(begin: Any, gate: Any) -> None:
         lasting.result(30)
 
 
-def test_in_a_loop_too(pool: ParallelPool, gate: Any, marks: Any) -> None:
+@pytest.mark.parametrize("is_durable", [False, True])
+def test_in_a_loop_too(pool: ParallelPool, gate: Any, marks: Any, tmp_path: Path, is_durable: bool) -> None:
     def run(item: int) -> int:
         if item >= 0:
             marks.add(item)
@@ -108,8 +110,12 @@ def test_in_a_loop_too(pool: ParallelPool, gate: Any, marks: Any) -> None:
             pass
 
     list(pool.parfor(run, [-1] * 200))
-    assert list(pool.parfor(run, range(100), progress=Bar)) == list(range(100))
+    results = pool.parfor(run, range(100), progress=Bar, run_dir=tmp_path / "run" if is_durable else None)
+    assert list(results) == list(range(100))
     assert sorted(map(int, marks.all())) == list(range(100))
+    table = results.to_frame()
+    assert set(table["attempts"]) == {1}
+    assert table["duration_s"].idxmax() == LASTS
 
 
 @pytest.mark.parametrize("chunk_size", [100, 25])

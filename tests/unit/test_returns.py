@@ -84,6 +84,15 @@ def test_what_is_kept_may_come_back_unbegun(stage: Stage, values: str, done: int
     assert report.done == done
 
 
+def test_a_slice_that_could_not_be_opened_has_failed_as_far_as_it_was_kept(stage: Stage) -> None:
+    """That may show only after it was told of, and is said of all its items then."""
+    stage.send(0, Slice(1, 2, 9, 1))
+    stage.narrow(0, [result(2, "")], 1)
+    failure = Failure(ImportError("no module"), None)
+    (report,) = stage.finish(0, result(2, "-------", dict.fromkeys(range(2, 9), failure)))
+    assert (report.done, report.failed) == (1, 1)
+
+
 def test_errors_go_to_where_they_belong(stage: Stage) -> None:
     stage.send(0, Slice(1, 2, 9, 1))
     first, second = (Failure(ValueError(word), None) for word in ("first", "second"))
