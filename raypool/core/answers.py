@@ -55,9 +55,11 @@ class Answers:
                 continue
             self._backlog.fly(task, at_hand, (attempt_id, worker.worker_id))
             if at_hand.stop < piece.stop:
-                self._hand_back(task, piece._replace(start=at_hand.stop))
+                self._backlog.run_again(task, [piece._replace(start=at_hand.stop)])
             if report.done:
                 self._settle(worker, task, piece._replace(stop=at_hand.start), report, attempt_id)
+            else:
+                self._ledger.go_on(task)
         worker.attempts[attempt_id] = attempt._replace(slices=tuple(left))
         self._observe(worker, attempt, reports, wanted)
 
@@ -70,11 +72,8 @@ class Answers:
             for piece in reversed(attempt.slices):
                 task = self._backlog.land(piece, number)
                 if task is not None:
-                    self._hand_back(task, piece)
-
-    def _hand_back(self, task: Task, piece: Slice) -> None:
-        self._backlog.run_again(task, [piece])
-        self._ledger.go_on(task)
+                    self._backlog.run_again(task, [piece])
+                    self._ledger.go_on(task)
 
     def _settle(self, worker: Worker, task: Task, piece: Slice, report: Report, attempt_id: int) -> None:
         if task.fit is not None:

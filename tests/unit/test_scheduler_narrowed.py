@@ -2,9 +2,9 @@
 
 import pytest
 
-from raypool.core.messages import AttemptFinished, AttemptNarrowed, EndTask
+from raypool.core.messages import AttemptFinished, AttemptNarrowed, EndTask, PlaceLeaving
 from raypool.core.model import Report, TaskState
-from raypool.errors import InternalError
+from raypool.errors import InternalError, LossReason
 
 FINISHED, FAILED = TaskState.FINISHED, TaskState.FAILED
 MS = 0.001
@@ -72,6 +72,17 @@ def test_a_failure_that_ends_the_task_stops_what_is_kept(pool_of):
     commands = pool.tell(AttemptNarrowed(0, 1, (Report(2, failed=1, busy_s=2 * MS),), (1,)))
     assert commands == [pool.settles(1, (1, 0, 2)), pool.signals(0, 1, 1), EndTask(1, FAILED)]
     assert pool.finish(1, Report(0)) == []
+
+
+@pytest.mark.parametrize("done", [0, 2])
+def test_what_nobody_may_run_any_more_fails(pool_of, done):
+    pool = pool_of(1)
+    pool.submit(1, size=5, chunk_size=5, places=(0,))
+    pool.tell(PlaceLeaving(0))
+    commands = pool.tell(AttemptNarrowed(0, 0, (Report(done, busy_s=done * MS),), (1,)))
+    settled = [pool.settles(0, (1, 0, done))] if done else []
+    assert commands == [*settled, pool.fails((1, done + 1, 5), LossReason.PREEMPTED)]
+    assert EndTask(1, FINISHED) in pool.finish(0, Report(1, busy_s=5.0))
 
 
 def test_a_worker_that_is_lost_after_it_is_charged_with_what_it_kept(pool):
