@@ -6,10 +6,12 @@ process has them all, one after the other. What takes long comes first, so that 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
+from xdist.workermanage import WorkerController
 
 TAKE_TURNS = {
     "tests/cloud/test_launcher.py",  # machines by SSH
@@ -51,13 +53,27 @@ class Turns(LoadScopeScheduling):
         file = file_of(nodeid)
         return "take turns" if file in TAKE_TURNS else file
 
-    def remove_node(self, node: object) -> str | None:
-        """Let nobody repeat the test in which a process has ended: xdist 3.8 would, until it has no more processes to start."""
-        crashed = super().remove_node(node)  # type: ignore[arg-type]
-        for unit in self.workqueue.values():
-            if crashed in unit:
-                unit[crashed] = True
+    def remove_node(self, node: WorkerController) -> str | None:
+        """Give away what a process that has ended leaves, but for the test that it ended in, which would end others too.
+
+        xdist 3.8 would also give away the files that are done: whoever gets one waits for tests that there are not.
+        """
+        left = {file: tests for file, tests in self.assigned_work.pop(node).items() if not all(tests.values())}
+        if not left:
+            return None
+        tests = next(iter(left.values()))
+        crashed: str = next(nodeid for nodeid, is_done in tests.items() if not is_done)
+        tests[crashed] = True
+        self.workqueue = OrderedDict({file: tests for file, tests in left.items() if not all(tests.values())} | self.workqueue)
+        for other in self.nodes:
+            self._reschedule(other)
         return crashed
+
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        """Give files to a process until it has two tests: it begins the last one only once it knows of a next, or of the end."""
+        super()._assign_work_unit(node)
+        while self.workqueue and self._pending_of(self.assigned_work[node]) < 2:
+            super()._assign_work_unit(node)
 
 
 def in_turn(items: Sequence[pytest.Item]) -> list[pytest.Item]:
