@@ -69,6 +69,11 @@ class Turns(LoadScopeScheduling):
             self._reschedule(other)
         return crashed
 
+    def _reschedule(self, node: WorkerController) -> None:
+        """Wait for what a process says that there is to run, if it was started in place of another."""
+        if node in self.registered_collections:
+            super()._reschedule(node)
+
     def _assign_work_unit(self, node: WorkerController) -> None:
         """Give files to a process until it has two tests: it begins the last one only once it knows of a next, or of the end."""
         super()._assign_work_unit(node)

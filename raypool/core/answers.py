@@ -60,7 +60,7 @@ class Answers:
                 self._settle(worker, task, piece._replace(stop=at_hand.start), report, attempt_id)
             else:
                 self._ledger.go_on(task)
-        worker.attempts[attempt_id] = attempt._replace(slices=tuple(left))
+        worker.attempts[attempt_id] = attempt._replace(slices=tuple(left), lasts=True)
         self._observe(worker, attempt, reports, wanted)
 
     def _take_back_behind(self, worker: Worker, attempt_id: int) -> None:

@@ -264,8 +264,8 @@ class Crew:
     def offer_ahead(self, worker: Worker, last: Attempt) -> None:
         """Let a busy worker take one more call or not, now that `last` is the last that it has."""
         pace = last.pace  # nothing is to wait behind something long, nor where workers differ, for one that others do quicker
-        is_brief = pace.is_brief and (pace.is_short or not self.squads.is_mixed)
-        if is_brief and not last.runs_alone and len(worker.attempts) < policy.MAX_IN_FLIGHT and self._is_for_all(worker):
+        is_brief = pace.is_brief and (pace.is_short or not self.squads.is_mixed) and not (last.runs_alone or last.lasts)
+        if is_brief and len(worker.attempts) < policy.MAX_IN_FLIGHT and self._is_for_all(worker):
             self.ahead[worker.worker_id] = None
         elif self.ahead:
             self.ahead.pop(worker.worker_id, None)

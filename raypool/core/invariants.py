@@ -118,6 +118,7 @@ def _check_worker(scheduler: Scheduler, worker: Worker) -> None:
     assert not (is_ahead and crew.places[worker.place].lanes), f"worker {number}: look-ahead past its lanes"
     assert len(worker.attempts) <= MAX_IN_FLIGHT, f"worker {number}: more than one call of look-ahead"
     assert not is_ahead or len(worker.attempts) == 1, f"worker {number}: look-ahead without a call that runs"
+    assert not (is_ahead and any(attempt.lasts for attempt in worker.attempts.values())), f"worker {number}: look-ahead for long"
     if is_ahead or len(worker.attempts) == MAX_IN_FLIGHT:
         assert not any(attempt.runs_alone for attempt in worker.attempts.values()), f"worker {number}: not alone"
 

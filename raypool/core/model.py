@@ -298,6 +298,7 @@ class Attempt(NamedTuple):
     pace: Pace  # of that function
     runs_alone: bool  # nothing may be queued behind it
     is_fresh: bool = False  # in a process of its own
+    lasts: bool = False  # nothing is queued behind it any more
 
 
 @dataclass(slots=True)

@@ -7,12 +7,13 @@ import pickle
 import traceback
 from array import array
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from ray import cloudpickle
 
 from raypool.engine.backend import Failure, SliceResult
 from raypool.engine.open_call import Narrowed, RawResult
-from raypool.engine.packing import join
+from raypool.engine.packing import INLINE_BYTES, Parcel, join
 from raypool.engine.ray_values import MessageValues
 from raypool.errors import TaskError
 from raypool.futures import Values
@@ -52,10 +53,16 @@ def unpack_results(packed: Sequence[Sendable], values: Values, catch_up: Callabl
 
 def pack_narrowed(narrowed: Narrowed) -> bytes:
     """Make what is done of a call that goes on ready to travel; values that are large come with its answer only."""
-    parcel = join([value for result in narrowed.results for value in result.values])
-    if not parcel.is_small:
+    values = [value for result in narrowed.results for value in result.values]
+    parcel = join(values) if sum(map(_num_bytes, values)) < INLINE_BYTES else None
+    if parcel is None or not parcel.is_small:
         narrowed, parcel = narrowed.without_values(), join([])
     return pickle.dumps((narrowed.attempt_id, narrowed.kept, pack_results(narrowed.results), parcel.header), protocol=5)
+
+
+def _num_bytes(value: Any) -> int:
+    """Return how much a value is, without pickling it: of what need not be kept as a parcel, only these can be large."""
+    return len(value) if type(value) in (bytes, str) else value.num_bytes if type(value) is Parcel else 0
 
 
 def unpack_narrowed(packed: bytes) -> tuple[int, tuple[int, ...], list[SliceResult]]:

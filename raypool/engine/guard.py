@@ -16,7 +16,6 @@ import struct
 import threading
 import weakref
 from collections.abc import Callable
-from math import inf
 from types import FrameType
 from typing import Protocol
 
@@ -48,9 +47,10 @@ NOW = 0.0
 
 
 class Deadline(Protocol):
-    """What a slice is run by: it begins no further item after this time."""
+    """What a slice is run by: it begins no further item after this time; one that is cancelled counts for nothing."""
 
     deadline: float
+    is_cancelled: bool
 
 
 class Guard:
@@ -106,8 +106,7 @@ class Guard:
         wish = self._wishes.get(self._at_hand)
         if wish is not None and self._note is not None and self._limit is not None:
             if wish is Signal.CANCEL:
-                self._note.should_stop = True
-                self._limit.deadline = -inf
+                _cancel(self._note, self._limit)
                 raise TaskCancelled
             self._is_armed = True
             _heed(wish, self._note, self._limit)
@@ -131,10 +130,15 @@ class Guard:
         if wish is not Signal.CANCEL:
             _heed(wish, self._note, self._limit)
             return False
-        self._note.should_stop = True
-        self._limit.deadline = -inf  # no further item, also if the user's code catches what is raised
+        _cancel(self._note, self._limit)
         self._is_armed = False
         return True
+
+
+def _cancel(note: Running, limit: Deadline) -> None:
+    """Let what is at hand begin no further item, also if the user's code catches what is raised."""
+    note.should_stop = limit.is_cancelled = True
+    limit.deadline = NOW
 
 
 def _heed(wish: Signal, note: Running, limit: Deadline) -> None:
@@ -142,7 +146,7 @@ def _heed(wish: Signal, note: Running, limit: Deadline) -> None:
     if wish is Signal.STOP:
         note.should_stop = True
     else:
-        limit.deadline = min(limit.deadline, NOW)  # what would follow runs elsewhere
+        limit.deadline = NOW  # what would follow runs elsewhere
         note.leave()
 
 

@@ -274,7 +274,8 @@ class LoopWork:
             for share in shares
             if share.items.attempt == piece.attempt and share.items.start <= piece.start < share.items.stop
         ]
-        return max(fitting, key=lambda share: share.call.attempt_id, default=None)
+        # Of a call that lasts, the last one is what it goes on with.
+        return max(reversed(fitting), key=lambda share: share.call.attempt_id, default=None)
 
     def end(self, state: TaskState, error: BaseException | None) -> None:
         """Wake whoever waits; what still runs then runs for nobody."""

@@ -11,15 +11,14 @@ from time import monotonic
 from typing import Any, NamedTuple, Protocol
 
 from raypool.engine.backend import Part
-
-NOW = 0.0
-"""A deadline that has passed."""
+from raypool.engine.guard import NOW
 
 
 class RawResult:
     """What became of one slice, before it travels: values and failures as they are. It begins no item after its `deadline`.
 
-    `is_interrupted`: an item was ended by Ctrl-C, which means all that would come after it.
+    `is_cancelled`: nobody wants it any more. `is_interrupted`: an item was ended by Ctrl-C, which means all that would come
+    after it.
     """
 
     __slots__ = (
@@ -27,6 +26,7 @@ class RawResult:
         "done",
         "durations_s",
         "errors",
+        "is_cancelled",
         "is_interrupted",
         "peak_memory_bytes",
         "start",
@@ -43,6 +43,7 @@ class RawResult:
         self.started_at = 0.0
         self.deadline = inf
         self.peak_memory_bytes: int | None = None
+        self.is_cancelled = False
         self.is_interrupted = False
 
     def take_back_last(self) -> None:

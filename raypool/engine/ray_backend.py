@@ -133,8 +133,7 @@ class RayBackend:
 
     def find(self, place: int) -> str | None:
         """Ask where a place is now."""
-        seat = self._seats.get(place)
-        return locate(seat.claim) if seat is not None else None
+        return locate(seat.claim) if (seat := self._seats.get(place)) is not None else None
 
     def grow(self, most: int) -> list[int]:
         """Claim up to so many places; chosen GPUs of machines that have come back, but those of this machine cannot."""
@@ -162,7 +161,7 @@ class RayBackend:
 
     def _retire(self, seat: Seat, then: Chore) -> None:
         """End the worker of a seat; `then` is called when nothing of it is left."""
-        actor, worker_id, is_free = seat.actor, seat.worker_id, seat.calls == 0 and not seat.is_ending
+        actor, worker_id, is_free = seat.actor, seat.worker_id, seat.is_idle and not seat.is_ending
         self._by_worker.pop(worker_id, None)
         seat.actor = None
         if actor is None or not ray.is_initialized():
@@ -213,8 +212,7 @@ class RayBackend:
             options["memory"] = demand.worker_memory_bytes
         if env := self._profile.worker_env:
             options["runtime_env"] = {"env_vars": env}
-        seat.worker_id, seat.known, seat.stale, seat.calls, seat.is_ending = worker_id, set(), [], 0, False
-        seat.is_spent, seat.pulse = False, None
+        seat.take_in(worker_id)
         seat.actor = self._actor_class.options(**options).remote(
             place, worker_id, self._profile.inventory, self._sharing(seat), self._profile.max_leftover_bytes
         )
@@ -292,9 +290,9 @@ class RayBackend:
         """Call the actor."""
         seat = self._by_worker[worker_id]
         if seat.is_dead():
-            self._lose(worker_id, LossReason.EXIT, "its process ended while it was idle", was_idle=seat.calls == 0)
+            self._lose(worker_id, LossReason.EXIT, "its process ended while it was idle", was_idle=seat.is_idle)
             return
-        seat.calls += 1
+        seat.calls[attempt_id] = behind
         new = {}
         for function in functions:
             if function.fn_id not in seat.known:
@@ -337,13 +335,13 @@ class RayBackend:
     def _look_after(self, worker_id: int, seat: Seat) -> None:
         if not ray.is_initialized():
             self._lose(worker_id, LossReason.NODE, self._ending)
-        elif seat.calls == 0 and seat.actor is not None and seat.is_dead():
+        elif not seat.calls and seat.actor is not None and seat.is_dead():
             self._lose(worker_id, LossReason.EXIT, "its process ended while it was idle", was_idle=True)
 
     def _on_status(self, worker_id: int, place: int, attempt_id: int, values_ref: Any, answer: Any) -> None:
         seat = self._by_worker.get(worker_id)
         if seat is not None:
-            seat.calls -= 1
+            seat.calls.pop(attempt_id, None)
         if not isinstance(answer, bytes):
             self._lose(worker_id, loss_reason(answer), loss_text(answer))
             return
@@ -368,6 +366,8 @@ class RayBackend:
     def _on_early(self, worker_id: int, message: bytes) -> None:
         """Take what a worker tells of a call that lasts."""
         attempt_id, kept, results = unpack_narrowed(message)
+        if (seat := self._by_worker.get(worker_id)) is not None:
+            seat.told_of = attempt_id
         self._post(AttemptNarrowed(worker_id, attempt_id, (), kept), results)
 
     def _note_leftover(self, leftover: Leftover) -> None:

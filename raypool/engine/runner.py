@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 from raypool.engine.backend import Part, WorkerInfo
 from raypool.engine.diary import note_last_lines
 from raypool.engine.early import Early
-from raypool.engine.guard import Guard
+from raypool.engine.guard import NOW, Guard
 from raypool.engine.open_call import OpenCall, RawResult
 from raypool.engine.sharing import Turns
 from raypool.engine.upkeep import Upkeep, note_shortage
@@ -210,7 +210,7 @@ def _run_items(fn: Callable[[Any], Any], items: list[Any], part: Part, here: Sur
         except SystemExit:
             raise
         except BaseException as error:
-            if isinstance(error, TaskCancelled) and result.deadline == -inf:
+            if isinstance(error, TaskCancelled) and result.is_cancelled:
                 raise  # the guard's own; one that the user's code has raised by itself is an error like any other
             note_last_lines(error, note)
             note_shortage(error, here.upkeep)
@@ -218,7 +218,7 @@ def _run_items(fn: Callable[[Any], Any], items: list[Any], part: Part, here: Sur
             values.append(None)
             result.is_interrupted = here.is_interrupt(error)
             if part.stops_on_error or result.is_interrupted:
-                result.deadline = -inf
+                result.deadline = NOW
         now = perf_counter()
         durations_s.append(now - before)
         before = now

@@ -27,21 +27,32 @@ class Seat:
         "pulse",
         "run",
         "stale",
+        "told_of",
         "worker_id",
     )
 
     def __init__(self, place: int, claim: Claim) -> None:
         self.place = place
         self.claim = claim
-        self.worker_id = -1
         self.actor: Any = None
         self.run: Any = None  # its method, ready to be called
+        self.take_in(-1)
+
+    def take_in(self, worker_id: int) -> None:
+        """Begin anew, with another worker."""
+        self.worker_id = worker_id
         self.known: set[int] = set()  # functions that the worker has
+        self.stale: list[int] = []  # those of them that nobody will call again
+        self.calls: dict[int, int | None] = {}  # in flight, each with the one that it waits behind
+        self.told_of = -1  # the last that lasted: what was sent behind it is refused, and runs elsewhere
         self.pulse: Pulse | None = None  # if its process is on this machine
-        self.calls = 0  # in flight
         self.is_ending = False  # the worker is lost, or about to be killed
         self.is_spent = False  # the worker is to be replaced, and has said so
-        self.stale: list[int] = []  # those of them that nobody will call again
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the worker runs nothing, and will not either."""
+        return all(behind == self.told_of for behind in list(self.calls.values()))
 
     def is_dead(self) -> bool:
         """Whether the worker is dead already, as far as is known here: what is sent to it now would never begin."""

@@ -163,6 +163,28 @@ def test_it_can_be_cancelled(pool: ParallelPool, begin: Any, check_pool: Any, ev
     assert eventually(lambda: not pool.busy)
 
 
+def test_its_worker_ends_in_good_order(make_pool: Any, make_gate: Any, gate: Any, marks: Any, eventually: Any) -> None:
+    """It is free when the item has ended: what waited behind that was taken back, though the worker may still have to say so."""
+
+    def run(item: int) -> int:
+        if item == LASTS:
+            gate.wait()
+        return item
+
+    pool = make_pool(2, teardown=lambda: marks.add("teardown"))
+    list(pool.parfor(run, [-1] * 200))
+    start = make_gate()
+    others = [pool.parfeval(start.wait) for _ in range(2)]
+    jobs = [pool.parfeval(run, item) for item in range(100)]
+    start.open()
+    pool.shutdown(wait=False)
+    lasting = jobs.pop(LASTS)
+    assert [job.result(30) for job in (*others, *jobs)] == [None, None, *(item for item in range(100) if item != LASTS)]
+    gate.open()
+    assert lasting.result(30) == LASTS
+    assert eventually(lambda: marks.count("teardown") == 2)
+
+
 def test_what_was_told_does_not_run_again_when_its_worker_dies(make_pool: Any, pool: ParallelPool, gate: Any, marks: Any) -> None:
     if not make_pool.is_in_processes:
         pytest.skip("a thread cannot be killed")

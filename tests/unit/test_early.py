@@ -252,6 +252,7 @@ class AtAnyMoment(Early):
 
     def end(self, call: OpenCall) -> None:
         call.end()
+        self.go.set()
         self.thread.join()
 
 

@@ -154,3 +154,17 @@ def test_what_waited_is_an_attempt_only_if_it_is_charged(reason: LossReason, was
     work = Noted()
     casualties.tell_misses(cast("Any", {0: work}), [], HERE)
     assert work.missed == expected
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_what_has_timed_out_after_it_was_told_that_it_lasts_is_not_cancelled_too(clock: Clock, before: int) -> None:
+    calls, work = InFlight(), loop()
+    work.begin(Slice(0, 0, 5, 1), HERE, calls.send(7, 1))
+    call, _ = calls.narrow(7, 1)
+    call.began_at = 101.0
+    work.begin(Slice(0, before, before + 1, 1), HERE, call)
+    clock.now = 102.0
+    work.fail(Slice(0, before, before + 1, 1), TaskError("too slow"))
+    work.end(TaskState.CANCELLED, None)
+    assert told(work) == []
+    assert [(lost.span.started_at, lost.span.duration_s) for lost in work.lost if lost.span] == [(101.0, 1.0)]

@@ -125,13 +125,14 @@ def test_a_test_that_ends_its_process_is_not_repeated_and_the_others_run(
     assert eventually(lambda: not psutil.pid_exists(int((tmp_path / "pid").read_text()))), "what it has started goes at the end"
 
 
-@pytest.mark.parametrize("number", [0, 10, 19])
-def test_all_others_run_whenever_a_process_ends(run_pytest: Run, tmp_path: Path, number: int) -> None:
+@pytest.mark.parametrize("ends", [(0,), (10,), (19,), (8, 9), (0, 1, 18, 19)])
+def test_all_others_run_whenever_processes_end(run_pytest: Run, tmp_path: Path, ends: tuple[int, ...]) -> None:
     """xdist 3.8 would hand out again the files that are done, and wait for ever for the tests of them that there are not."""
     for other in range(20):
         (tmp_path / f"test_{other:02}.py").write_text("def test_it(): pass")
-    (tmp_path / f"test_{number:02}.py").write_text("import os\n\ndef test_it(): os._exit(3)")
-    assert "1 failed, 19 passed" in run_pytest(*(f"test_{other:02}.py" for other in range(20)))
+    for number in ends:
+        (tmp_path / f"test_{number:02}.py").write_text("import os\n\ndef test_it(): os._exit(3)")
+    assert f"{len(ends)} failed, {20 - len(ends)} passed" in run_pytest(*(f"test_{other:02}.py" for other in range(20)))
 
 
 def test_the_time_limit_holds_in_all_processes(run_pytest: Run) -> None:

@@ -44,6 +44,12 @@ def test_nothing_more_is_sent_to_wait_behind_it(pool):
     assert [command for command in commands if command.worker_id == 0] == []
 
 
+def test_nor_after_an_earlier_call_has_come_back_late(pool):
+    pool.tell(AttemptNarrowed(0, 3, (Report(3, busy_s=3 * MS),), (1,)))
+    pool.submit(2, size=100, chunk_size=10)
+    assert [command for command in pool.finish(1, busy_s=MS) if getattr(command, "worker_id", None) == 0] == []
+
+
 def test_it_comes_too_late_for_what_has_come_back(pool):
     pool.finish(1, busy_s=MS)
     assert pool.tell(AttemptNarrowed(0, 1, (Report(3),), (1,))) == []
