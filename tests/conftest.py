@@ -25,6 +25,7 @@ from hypothesis import HealthCheck, settings
 
 from raypool.engine.ray_session import ENVIRONMENT, make_token
 from tests.leaks import GRACE_S, MARK, no_process_or_file_is_left, nothing_is_left, poll  # noqa: F401 - fixtures
+from tests.time_limits import pytest_exception_interact, pytest_timeout_set_timer  # noqa: F401 - hooks
 
 os.environ.update(ENVIRONMENT)  # before anything imports Ray, which reads its settings then
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import inf
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -21,6 +22,8 @@ from raypool.core.invariants import check_invariants
 from raypool.core.model import Report, Slice, TaskSpec, TaskState
 from raypool.core.scheduler import Scheduler
 from raypool.errors import LossReason
+
+pytestmark = pytest.mark.timeout(400)  # it takes Hypothesis five minutes, at most, to make a failure small
 
 PICK = st.integers(0, 1000)
 PLACES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
