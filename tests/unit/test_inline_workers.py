@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 
 from raypool import ResourceError, parpool
 from raypool.engine import inline
+from raypool.engine.threads import ThreadsBackend
 
 MOST = 4
 """Nobody starts a thousand threads to see that one more is refused."""
@@ -21,7 +23,12 @@ def profile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("num_workers", [MOST + 1, (MOST + 1, MOST + 3), 10**9])
-def test_more_are_refused_before_one_has_started(profile: str, num_workers: int | tuple[int, int]) -> None:
+def test_more_are_refused_before_one_has_started(
+    profile: str, num_workers: int | tuple[int, int], monkeypatch: pytest.MonkeyPatch, eventually: Any
+) -> None:
+    started: list[object] = []
+    for backend in (inline.InlineBackend, ThreadsBackend):
+        monkeypatch.setattr(backend, "start_worker", lambda *args: started.append(args))
     least = num_workers[0] if isinstance(num_workers, tuple) else num_workers
     before = threading.active_count()
     with pytest.raises(
@@ -29,7 +36,8 @@ def test_more_are_refused_before_one_has_started(profile: str, num_workers: int 
     ) as found:
         parpool(num_workers, profile=profile, quiet=True)
     assert (found.value.requested, found.value.available) == (least, MOST)
-    assert threading.active_count() <= before
+    assert started == []
+    assert eventually(lambda: threading.active_count() <= before)
 
 
 def test_of_a_range_that_goes_beyond_there_are_as_many_as_usual(profile: str) -> None:
