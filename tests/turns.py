@@ -69,16 +69,19 @@ class Turns(LoadScopeScheduling):
             self._reschedule(other)
         return crashed
 
-    def _reschedule(self, node: WorkerController) -> None:
-        """Wait for what a process says that there is to run, if it was started in place of another."""
-        if node in self.registered_collections:
-            super()._reschedule(node)
+    def add_node_collection(self, node: WorkerController, collection: Sequence[str]) -> None:
+        """Take in what a process says that there is to run; one that was started later has to say the same."""
+        super().add_node_collection(node, collection)
+        if node not in self.registered_collections:
+            raise RuntimeError("The tests have changed while they ran.")
 
-    def _assign_work_unit(self, node: WorkerController) -> None:
+    def _reschedule(self, node: WorkerController) -> None:
         """Give files to a process until it has two tests: it begins the last one only once it knows of a next, or of the end."""
-        super()._assign_work_unit(node)
-        while self.workqueue and self._pending_of(self.assigned_work[node]) < 2:
-            super()._assign_work_unit(node)
+        if node not in self.registered_collections:
+            return  # it was started in place of another, and has not said yet what there is to run
+        super()._reschedule(node)
+        while self.workqueue and not node.shutting_down and self._pending_of(self.assigned_work[node]) < 2:
+            self._assign_work_unit(node)
 
 
 def in_turn(items: Sequence[pytest.Item]) -> list[pytest.Item]:

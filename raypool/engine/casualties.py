@@ -15,6 +15,7 @@ from raypool.engine.misses import Why, tell_misses
 from raypool.engine.work import Work
 from raypool.errors import LossReason, WorkerLostError
 
+ANSWERS = (m.AttemptFinished, m.AttemptNarrowed)
 LOSSES = (m.WorkerLost, m.TimerFired, m.PlaceLeaving, m.PlaceLost)
 
 
@@ -40,14 +41,17 @@ class Casualties:
 
     def note_fallen(self, call: Call, reason: LossReason, was_idle: bool) -> None:
         """Note what a call held whose worker is lost, as far as it is still waited for."""
-        tasks = self._scheduler.backlog.tasks
         is_attempt = not was_idle and (call.began_at is not None or reason not in policy.FORGIVEN)
         for piece, _, _ in call.sent:
-            task = tasks.get(piece.task_id)
-            if task is not None and call.attempt_id in (task.flights or ()):
+            if self.is_awaited(piece, call.attempt_id):
                 self._fallen.append(piece)
                 if is_attempt:
                     self._lost.append(piece)
+
+    def is_awaited(self, piece: Slice, attempt_id: int) -> bool:
+        """Whether somebody still waits for a slice in flight: its task has not ended, nor is its time over."""
+        task = self._scheduler.backlog.tasks.get(piece.task_id)
+        return task is not None and attempt_id in (task.flights or ())
 
     def note_vacated(self, worker: WorkerInfo) -> None:
         """Note who was in a place that is given back."""
@@ -63,7 +67,7 @@ class Casualties:
         """Return the error for items that have no worker any more; `what` is what to call them."""
         if any(piece.task_id == items.task_id and piece.start <= items.start < piece.stop for piece in self._fallen):
             return verdicts.lost(speaker, what, items.attempt, reason, self.words)
-        if isinstance(at_hand, m.AttemptFinished) and reason is LossReason.PREEMPTED:  # a rank that was interrupted, or came back
+        if isinstance(at_hand, ANSWERS) and reason is LossReason.PREEMPTED:  # a rank that was interrupted, or what came back
             words = self._leaving.get(speaker.index, "the machine of another rank is about to go")
             return verdicts.lost(speaker, what, items.attempt, reason, words)
         words = self.words if isinstance(at_hand, LOSSES) else "the pool was made smaller"

@@ -73,9 +73,9 @@ class Returns:
                 start = piece.start + result.done
                 rest = piece._replace(start=start, stop=start + kept[-1])
                 call.sent.append(Sent(rest, None, number))
-                if (work := self._works.get(piece.task_id)) is not None:
+                if self._casualties.is_awaited(piece, event.attempt_id):
                     call.began_at = result.started_at + sum(result.durations_s) if result.started_at else call.began_at
-                    work.begin(rest, worker, call)
+                    self._works[piece.task_id].begin(rest, worker, call)
         return event._replace(reports=tuple(reports), kept=tuple(kept))
 
     def _report(self, piece: Slice, result: SliceResult) -> Report:

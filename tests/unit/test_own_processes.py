@@ -126,6 +126,12 @@ def test_a_test_that_ends_its_process_is_not_repeated_and_the_others_run(
     assert eventually(lambda: not psutil.pid_exists(int((tmp_path / "pid").read_text()))), "what it has started goes at the end"
 
 
+def test_as_many_files_as_processes(run_pytest: Run, tmp_path: Path) -> None:
+    for number in range(2):
+        (tmp_path / f"test_{number}.py").write_text("def test_it(): pass")
+    assert "2 passed" in run_pytest("test_0.py", "test_1.py")
+
+
 @pytest.mark.parametrize("ends", [(10,), (8, 9), (0, 1, 18, 19)])
 def test_all_others_run_whenever_processes_end(run_pytest: Run, tmp_path: Path, ends: tuple[int, ...]) -> None:
     """xdist 3.8 would hand out again the files that are done, and wait for ever for the tests of them that there are not."""

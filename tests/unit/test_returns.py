@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -18,6 +19,7 @@ from raypool.engine.loop_work import LoopOptions, LoopWork
 from raypool.engine.open_call import Narrowed, RawResult
 from raypool.engine.packing import ParcelKeeper
 from raypool.engine.returns import Returns
+from raypool.errors import TaskError
 
 HERE = WorkerInfo(0, "here", 1)
 WORKER = 3
@@ -29,7 +31,9 @@ class Stage:
     def __init__(self) -> None:
         self.cancelled: list[int] = []
         self.works = {number: loop(f"loop {number}") for number in (0, 1)}
-        casualties = Casualties(cast("Any", None))
+        self.tasks = {number: SimpleNamespace(flights={}) for number in self.works}
+        scheduler = SimpleNamespace(backlog=SimpleNamespace(tasks=self.tasks))
+        casualties = Casualties(cast("Any", scheduler))
         self.returns = Returns(self.works, casualties, self.cancelled.append)
 
     def send(self, attempt_id: int, *pieces: Slice, unsent: Slice | None = None) -> Call:
@@ -38,6 +42,7 @@ class Stage:
         if unsent is not None:
             call.sent.append(Sent(unsent, nothing_done()))
         for number, piece in enumerate(pieces):
+            self.tasks[piece.task_id].flights[attempt_id] = WORKER
             self.works[piece.task_id].begin(piece, HERE, call)
             call.sent.append(Sent(piece, None, number))
         return call
@@ -93,6 +98,15 @@ def test_a_slice_that_could_not_be_opened_has_failed_as_far_as_it_was_kept(stage
     assert (report.done, report.failed) == (1, 1)
 
 
+def test_what_has_timed_out_before_it_was_told_of_is_not_begun_again(stage: Stage) -> None:
+    """It would be called running, and cancelled if its loop ends before it."""
+    stage.send(0, Slice(0, 0, 1, 1))
+    stage.tasks[0].flights.clear()
+    stage.works[0].fail(Slice(0, 0, 1, 1), TaskError("too slow"))
+    stage.narrow(0, [result(0, "")], 1)
+    assert stage.works[0].running == {}
+
+
 def test_errors_go_to_where_they_belong(stage: Stage) -> None:
     stage.send(0, Slice(1, 2, 9, 1))
     first, second = (Failure(ValueError(word), None) for word in ("first", "second"))
@@ -140,7 +154,7 @@ def test_a_loop_knows_what_runs_of_it_now_and_since_when(stage: Stage) -> None:
 
 def test_a_loop_that_has_ended_meanwhile_is_left_alone(stage: Stage) -> None:
     stage.send(0, Slice(0, 0, 5, 1))
-    del stage.works[0]
+    del stage.works[0], stage.tasks[0]
     assert stage.narrow(0, [result(0, "ab")], 1).kept == (1,)
     assert stage.finish(0, result(0, "abc")) == (Report(1, busy_s=1.0),)
 
