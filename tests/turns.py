@@ -6,6 +6,7 @@ process has them all, one after the other. What takes long comes first, so that 
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -74,6 +75,11 @@ class Turns(LoadScopeScheduling):
         super().add_node_collection(node, collection)
         if node not in self.registered_collections:
             raise RuntimeError("The tests have changed while they ran.")
+
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        """Give a file to a process. It may have ended in this instant: then others get it when that is known here."""
+        with contextlib.suppress(OSError):
+            super()._assign_work_unit(node)
 
     def _reschedule(self, node: WorkerController) -> None:
         """Give files to a process until it has two tests: it begins the last one only once it knows of a next, or of the end."""
