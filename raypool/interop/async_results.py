@@ -193,8 +193,8 @@ class Gathering(Generic[T]):
                 callback(self.value)
             except BaseException:
                 logger.exception("A callback of a pool, %r, has failed; nothing else is harmed.", callback)
+        self._pool = None  # before anybody goes on: who drops the pool then is the last to hold it
         self.ended.set()
-        self._pool = None
 
     def hurry(self) -> None:
         """Do nothing: all was handed in."""

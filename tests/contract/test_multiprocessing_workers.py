@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -185,6 +186,7 @@ def test_one_that_is_forgotten_says_so_and_ends(make_mp: Maker, eventually: Any)
     mp = make_mp(1)
     assert mp._own is not None
     engine, thread = mp._own._engine, mp._collector.thread
+    assert mp.map(abs, [-1]) == [1]  # which does not hold it any more, so it is told of here
     pools = [mp]
     del mp
     with pytest.warns(ResourceWarning, match="unclosed running multiprocessing pool <.*Pool state=RUN pool_size=1>"):
@@ -204,12 +206,19 @@ def test_one_that_has_ended_says_nothing(make_mp: Maker) -> None:
 
 
 @in_threads
-def test_results_keep_their_pool(make_mp: Maker) -> None:
+def test_results_keep_their_pool_and_no_longer(make_mp: Maker, eventually: Any) -> None:
+    pools: weakref.WeakSet[Pool] = weakref.WeakSet()
+
+    def make() -> Pool:
+        mp = make_mp(1)
+        pools.add(mp)
+        return mp
+
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)
-        assert make_mp(1).map_async(abs, [-1]).get(60) == [1]
-        assert list(make_mp(1).imap(abs, iter([-1, -2]))) == [1, 2]
-        gc.collect()
+        warnings.simplefilter("ignore", ResourceWarning)  # raised in the collector's thread, as soon as it lets go of the pool
+        assert make().map_async(abs, [-1]).get(60) == [1]
+        assert list(make().imap(abs, iter([-1, -2]))) == [1, 2]
+        assert eventually(lambda: not pools)
 
 
 @beside_each_other
