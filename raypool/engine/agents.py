@@ -95,6 +95,7 @@ class Agents:
         self._cancel_grace_s = cancel_grace_s
         self._agents: dict[str, Any] = {}  # by node
         self._by_worker: dict[int, tuple[Any, Any]] = {}  # the agent of its node, and the reference of its answer to `watch`
+        self._outlived: list[Any] = []  # references: to drop one while Ray shuts down ends this process
         self._workers: dict[int, tuple[Introduction, Any, MemoryLimit | None]] = {}  # with their actors
         self._introductions: dict[int, Introduction] = {}  # the last one of each place
         self._warned: set[str] = set()
@@ -307,7 +308,7 @@ class Agents:
 
     def signal(self, worker_id: int, attempt_id: int, task_id: int, wish: Signal, on_stuck: Chore) -> None:
         """Pass on a wish to a worker; `on_stuck` is called if what was cancelled still runs after the grace."""
-        if worker_id not in self._by_worker:
+        if worker_id not in self._by_worker or not ray.is_initialized():  # asking anything of it would start a new one
             return
         agent, watched = self._by_worker[worker_id]
 
@@ -323,6 +324,7 @@ class Agents:
         agent, watched = self._by_worker.pop(worker_id, (None, None))
         self._workers.pop(worker_id, None)
         if not ray.is_initialized():
+            self._outlived.append(watched)
             then()
             return
         for other in list(self._agents.values()):  # one of them has the exchange, which may wait for this worker

@@ -212,6 +212,61 @@ def test_ray_that_is_shut_down_under_a_pool(run_python: Any) -> None:
     assert "Started" not in done.stderr
 
 
+def test_a_worker_that_is_lost_while_ray_shuts_down(run_python: Any) -> None:
+    """Ray ends the process, with exit status 1, if a reference is dropped when its core has ended and it has not said so yet."""
+    run_python("""
+    import threading, time
+    from raypool import parpool
+    import ray
+
+    pool = parpool(2, quiet=True)
+    future = pool.submit(time.sleep, 600)
+    held_open = threading.Event()
+
+    class SlowlyEnding:
+        def __init__(self, core):
+            self.core = core
+
+        def __getattr__(self, name):
+            return getattr(self.core, name)
+
+        def shutdown_driver(self):
+            self.core.shutdown_driver()
+            assert future.exception(timeout=30) is not None
+            assert not held_open.wait(0.5)  # whoever noticed has the time to drop what it held
+
+    worker = ray._private.worker.global_worker
+    worker.core_worker = SlowlyEnding(worker.core_worker)
+    ray.shutdown()
+    pool.delete()
+    """)
+
+
+def test_what_runs_is_cancelled_after_ray_was_shut_down(run_python: Any) -> None:
+    """A new Ray was started to ask its worker, which that one did not know."""
+    run_python("""
+    import time
+    from concurrent.futures import wait
+    from raypool import parpool, report
+    import ray
+
+    def last():
+        report(began=1)
+        time.sleep(600)
+
+    pool = parpool(2, quiet=True)
+    future = pool.submit(last)
+    while future.metrics.empty:
+        time.sleep(0.01)
+    ray.shutdown()
+    assert future.cancel() or future.done()
+    pool.cancel_all()
+    assert not wait([future], timeout=30).not_done
+    pool.delete()
+    assert not ray.is_initialized(), "a new Ray was started"
+    """)
+
+
 def test_the_store_in_a_forked_child(run_python: Any) -> None:
     """Where none of the pool's threads are: an error, not a wait for ever."""
     run_python("""
