@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import pickle
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import pytest
 
 from raypool import ParallelPool, Results, current_task, load_results
 from raypool.core.model import Slice
+from raypool.engine import early
 
 from .conftest import PoolMaker
 
@@ -87,6 +90,15 @@ def test_what_ran_when_the_loop_ended_was_cancelled(pool: ParallelPool, tmp_path
     assert attempts["started_at"].notna().all()
 
 
+@pytest.fixture
+def patient_pool(make_pool: PoolMaker, monkeypatch: pytest.MonkeyPatch) -> Iterator[ParallelPool]:
+    """Give a pool whose only worker keeps what was sent to it however long a call lasts, on a busy machine too."""
+    monkeypatch.setattr(early, "LASTS_S", math.inf)
+    with make_pool(1, retries=1) as pool:
+        pool.parfeval_on_all(setattr, early, "LASTS_S", math.inf).result(60)
+        yield pool
+
+
 def when_held_at(item: int, pool: ParallelPool, eventually: Any) -> list[Slice]:
     """Return what the only worker has in its two calls, once the first of them does not get beyond this item."""
     (worker,) = pool._engine.driver.scheduler.crew.workers.values()
@@ -102,11 +114,11 @@ def when_held_at(item: int, pool: ParallelPool, eventually: Any) -> list[Slice]:
 @pytest.mark.parametrize("make_pool", ["threads", "local"], indirect=True)
 @pytest.mark.parametrize("is_durable", [False, True])
 def test_what_waited_behind_a_call_was_not_cancelled(
-    make_pool: PoolMaker, is_durable: bool, gate: Any, eventually: Any, tmp_path: Path
+    patient_pool: ParallelPool, is_durable: bool, gate: Any, eventually: Any, tmp_path: Path
 ) -> None:
     """A worker has its next call before it has ended the one before."""
-    folder = tmp_path / "run" if is_durable else None
-    with make_pool(1) as pool, ThreadPoolExecutor(1) as executor:
+    pool, folder = patient_pool, tmp_path / "run" if is_durable else None
+    with ThreadPoolExecutor(1) as executor:
         loop = executor.submit(pool.parfor, lambda item: gate.wait() if item == 400 else item, 2000, run_dir=folder)
         at_400, behind = when_held_at(400, pool, eventually)
         (work,) = pool._engine.driver.works.values()
@@ -125,16 +137,18 @@ def test_what_waited_behind_a_call_was_not_cancelled(
 
 
 @pytest.mark.parametrize("make_pool", ["threads"], indirect=True)
-def test_what_waited_behind_a_call_that_ended_its_worker_has_no_time(make_pool: PoolMaker, gate: Any, eventually: Any) -> None:
+def test_what_waited_behind_a_call_that_ended_its_worker_has_no_time(
+    patient_pool: ParallelPool, gate: Any, eventually: Any
+) -> None:
     def end_once(item: int) -> int:
         if item == 400 and current_task().attempt == 1:
             gate.wait()
             sys.exit(3)
         return item
 
-    with make_pool(1, retries=1) as pool, ThreadPoolExecutor(1) as executor:
-        loop = executor.submit(pool.parfor, end_once, 2000)
-        at_400, behind = when_held_at(400, pool, eventually)
+    with ThreadPoolExecutor(1) as executor:
+        loop = executor.submit(patient_pool.parfor, end_once, 2000)
+        at_400, behind = when_held_at(400, patient_pool, eventually)
         gate.open()
         results = loop.result(60)
 
