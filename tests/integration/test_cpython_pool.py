@@ -37,7 +37,7 @@ class TestInThreads(Named, unittest.TestCase):
 ON_RAY = functools.partial(Pool, resources=WorkerResources(gpus=0))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("ray_session")
 class TestOnRay(Named, unittest.TestCase):
     """With workers that are processes."""
@@ -63,7 +63,7 @@ class TestErrors(theirs._TestPoolWorkerErrors, unittest.TestCase):
     def test_unpickleable_result(self) -> None: ...
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("ours")
 class TestLifetime(theirs._TestPoolWorkerLifetime, unittest.TestCase):
     """Workers whose processes are replaced after some tasks."""

@@ -66,7 +66,7 @@ def on_cluster(
     return run
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_runs_on_a_machine_that_is_taken_back_saves_and_goes_on_elsewhere(on_cluster: Any, tmp_path: Path) -> None:
     """Two that look at `should_stop`, and two that have a function called: each is at most once where it was, at no charge."""
     facts, words = on_cluster(f"""

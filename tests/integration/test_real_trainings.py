@@ -76,6 +76,7 @@ def final_state(result: Any) -> Any:
     return torch.load(Path(result.checkpoint.path, "state.pt"), weights_only=True)
 
 
+@pytest.mark.long
 def test_a_ray_train_loop_reads_digits(pool: ParallelPool, load: Load, tmp_path: Path) -> None:
     """On two workers as well as on one."""
     example = load("train_digits")

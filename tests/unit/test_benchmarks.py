@@ -382,15 +382,8 @@ def test_ranks_wait_until_they_are_asked(benchmark_of: Any) -> None:
         assert [len(answer) for answer in ask("reduce", 1000, 2)] == [1, 1]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "launcher",
-    [
-        "raypool",
-        "torchrun",
-        *(pytest.param(name, marks=pytest.mark.long) for name in ("TorchTrainer", "Accelerate", "Lightning Fabric")),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("launcher", ["raypool", "torchrun", "TorchTrainer", "Accelerate", "Lightning Fabric"])
 def test_each_launcher_trains_as_a_plain_loop_does(benchmark_of: Any, launcher: str) -> None:
     bench = benchmark_of("bench_launchers")
     if launcher not in bench.there():
