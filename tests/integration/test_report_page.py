@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,9 +67,10 @@ def open_page(browser: Any, path: Path) -> None:
 
 
 @pytest.fixture
-def page(browser: Any, results: Results, tmp_path: Path) -> Any:
+def page(browser: Any, results: Results, tmp_path: Path) -> Iterator[Any]:
     open_page(browser, results.report(tmp_path / "sweep.html", title=HOSTILE))
-    return browser
+    yield browser
+    assert complaints(browser) == []
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +155,6 @@ def test_numbers_sort_as_numbers(page: Any) -> None:
     assert eventually(lambda: cells(page, "lr") == ["0.1", "0.1", "0.2", "0.2", "0.3", "0.3", "10", "10"])
     heading.click()
     assert eventually(lambda: cells(page, "lr") == ["10", "10", "0.3", "0.3", "0.2", "0.2", "0.1", "0.1"])
-    assert complaints(page) == []
 
 
 def curves_drawn(page: Any) -> int:
@@ -169,16 +169,26 @@ def test_the_search_filters_the_table_and_the_charts(page: Any) -> None:
     page.find_element(By.CSS_SELECTOR, "div.dt-search input").send_keys("mlp")
     assert eventually(lambda: cells(page, "network") == ["mlp"] * 4)
     assert eventually(lambda: curves_drawn(page) == 4)
-    assert complaints(page) == []
+
+
+def coordinates_drawn(page: Any) -> int:
+    count: int = page.execute_script("return document.querySelectorAll('#coordinates canvas').length")
+    return count
 
 
 def test_a_column_can_be_filtered(page: Any) -> None:
     from selenium.webdriver.common.by import By
+    from selenium.webdriver.common.keys import Keys
 
     at = headings(page).index("status")
     fields = page.find_elements(By.CSS_SELECTOR, "div.dt-scroll-head thead tr:nth-child(2) :is(th, td)")[at]
-    fields.find_element(By.CSS_SELECTOR, "input").send_keys("failed")
+    field = fields.find_element(By.CSS_SELECTOR, "input")
+    field.send_keys("failed")
     assert eventually(lambda: cells(page, "status") == ["failed"] * 2)
+    assert eventually(lambda: not coordinates_drawn(page)), "none of these has an accuracy"
+    assert page.execute_script("return document.getElementById('coordinates-note').innerText").startswith("No item")
+    field.send_keys(Keys.BACKSPACE * len("failed"))
+    assert eventually(lambda: coordinates_drawn(page) > 0)
 
 
 def test_another_metric_can_be_chosen(page: Any) -> None:
@@ -192,7 +202,6 @@ def test_another_metric_can_be_chosen(page: Any) -> None:
     labels = page.execute_script("return document.getElementById('coordinates').data[0].dimensions.map((axis) => axis.label)")
     assert labels[0] == "lr"
     assert labels[-1] == "duration_s"
-    assert complaints(page) == []
 
 
 def test_values_that_are_too_close_to_be_written_beside_each_other_have_round_ticks_instead(page: Any) -> None:

@@ -160,7 +160,8 @@ function drawCoordinates() {
   const trace = { type: "parcoords", line, dimensions, labelfont: { size: 13 }, tickfont: { color: style.getPropertyValue("--text") },
     rangefont: { color: "rgba(0,0,0,0)" }, unselected: { line: { color: style.getPropertyValue("--line"), opacity: 0.4 } } };
   byId("coordinates").style.minWidth = `${110 * dimensions.length + 120}px`;
-  draw("coordinates", items.length ? [trace] : [], { height: 400, margin: { l: 70, r: 40, t: 60, b: 30 } });
+  if (items.length) draw("coordinates", [trace], { height: 400, margin: { l: 70, r: 40, t: 60, b: 30 } });
+  else Plotly.purge("coordinates"); // a chart without a line has axes that are nowhere
 }
 
 function drawAll() {
