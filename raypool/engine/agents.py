@@ -39,6 +39,9 @@ FINISH_TIMEOUT_S = 5.0
 ANSWER_S = 3.0
 """What is known of a node's GPUs is waited for so long [s]."""
 
+END_TIMEOUT_S = 60.0
+"""An agent that has not ended a worker by then answers nobody any more, and is replaced [s]: far above what an end may take."""
+
 Chore = Callable[[], object]
 
 
@@ -333,11 +336,13 @@ class Agents:
             ray.kill(actor)
             then()
         else:
-            self._answered(agent.end.remote(watched, worker_id), functools.partial(self._ended, actor, then))
+            self.within(END_TIMEOUT_S, agent.end.remote(watched, worker_id), functools.partial(self._ended, agent, actor, then))
 
-    def _ended(self, actor: Any, then: Chore, answer: Any) -> None:
-        if isinstance(answer, BaseException) and ray.is_initialized():  # the agent has gone itself
-            ray.kill(actor)
+    def _ended(self, agent: Any, actor: Any, then: Chore, answer: Any) -> None:
+        if isinstance(answer, BaseException) and ray.is_initialized():
+            if isinstance(answer, TimeoutError):
+                ray.kill(agent)  # another takes its place
+            ray.kill(actor)  # the agent has gone itself
         then()
 
     def within(self, timeout_s: float, ref: Any, take: Callable[[Any], object]) -> None:

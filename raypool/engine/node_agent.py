@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import fcntl
 import os
 import signal
@@ -153,6 +154,9 @@ class NodeAgent:
     def __init__(self, driver: tuple[int, float] | None, inventory: Inventory) -> None:
         with contextlib.suppress(PermissionError):  # it is the head of a group already
             os.setpgid(0, 0)  # Ctrl-C in the driver's terminal is not for this process
+        # SIGTERM ends it, as any process: Ray would take no more calls then, and end it when those that there are have returned,
+        # which `take` never does. `signal.signal` is for main threads; SIG_DFL is a null pointer.
+        ctypes.CDLL(None).signal(signal.SIGTERM, None)
         self._driver = driver
         self._telemetry = Telemetry(inventory)
         self._watched: dict[int, Watched | None] = {}  # by worker id; None: it had gone before

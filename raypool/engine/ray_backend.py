@@ -47,6 +47,8 @@ CLOSE_TIMEOUT_S = 5.0
 WIND_UP_TIMEOUT_S = 10.0
 """What workers end with may take so long [s]."""
 
+WOUND_UP_LATE = "What worker %d ends with (teardown, cleanup of constants) had not ended after %g s; it is killed."
+
 logger = logging.getLogger("raypool")
 
 WATCH_S = 1.0
@@ -80,7 +82,7 @@ class RayBackend:
             self._cards = Cards(self._seating, self.take_in, post, None if profile.mps else self._ask_usage)
         self._teardown = packing.pack(profile.teardown, "the teardown") if profile.teardown is not None else None
         self._leaky: set[str] = set()  # functions of which it was said that they leave too much on a GPU
-        self._retiring = 0  # workers that have not quite ended
+        self._retiring: dict[int, tuple[Any, Chore]] = {}  # workers that have not quite ended, and what is to be done then
         self._retired = threading.Condition()
         self._nodes.start()
         self._joined = connection()
@@ -167,24 +169,19 @@ class RayBackend:
         if actor is None or not ray.is_initialized():
             then()
             return
-        with self._retired:
-            self._retiring += 1
+        self._retiring[worker_id] = actor, then
 
         def finish() -> None:
             then()
             with self._retired:
-                self._retiring -= 1
+                self._retiring.pop(worker_id, None)
                 self._retired.notify_all()
 
         def end(words: Any = None) -> None:
             if isinstance(words, str):
                 logger.warning("What worker %d ends with has failed:\n%s", seat.place, words)
             elif isinstance(words, TimeoutError):
-                logger.warning(
-                    "What worker %d ends with (teardown, cleanup of constants) had not ended after %g s; it is killed.",
-                    seat.place,
-                    WIND_UP_TIMEOUT_S,
-                )
+                logger.warning(WOUND_UP_LATE, seat.place, WIND_UP_TIMEOUT_S)
             self._agents.end(worker_id, actor, finish)
 
         if is_free and self._agents.knows(worker_id):
@@ -386,8 +383,11 @@ class RayBackend:
             for place in list(self._seats):
                 self.vacate(place)
             with self._retired:
-                self._retired.wait_for(lambda: self._retiring == 0, WIND_UP_TIMEOUT_S + CLOSE_TIMEOUT_S)
+                self._retired.wait_for(lambda: not self._retiring, WIND_UP_TIMEOUT_S + CLOSE_TIMEOUT_S)
             if ray.is_initialized():
+                for actor, then in list(self._retiring.values()):  # their node's agent answers nobody
+                    ray.kill(actor)
+                    then()
                 self._seating.close(CLOSE_TIMEOUT_S)
         finally:
             self._nodes.close()
