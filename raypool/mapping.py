@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -52,11 +53,11 @@ class MapResults(Iterator[T], Generic[T]):
 
     def _hand_in(self) -> bool:
         """Hand in the next call; return whether there was one."""
-        future = next(self._calls, None)
-        if future is None:
+        count = len(self._futures)
+        self._futures.extend(itertools.islice(self._calls, 1))  # no Ctrl-C can come between: a call that is not in here is lost
+        if len(self._futures) == count:
             self._calls = iter(())
             return False
-        self._futures.append(future)
         return True
 
     def __next__(self) -> T:

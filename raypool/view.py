@@ -267,11 +267,17 @@ class PoolView(LoopVerbs, TrainingVerbs, concurrent.futures.Executor):
             self._begin_with(functools.partial(fn, *args, **kwargs))  # first: a worker that starts now gets both, and makes one
         # Bound to the place, not to the worker that is there now: one that replaces it will do as well.
         options = replace(self._options, worker=None, name=name, checkpoints=None)
-        futures = [
-            PoolView(engine, options, self, (number,)).parfeval(fn, *args, **kwargs)
-            for number in (self._numbers() if engine is self._engine else [0])
-        ]
-        return gather(futures, name)
+        futures: list[Future[T]] = []
+        try:
+            futures.extend(
+                PoolView(engine, options, self, (number,)).parfeval(fn, *args, **kwargs)
+                for number in (self._numbers() if engine is self._engine else [0])
+            )
+            return gather(futures, name)
+        except BaseException:  # Ctrl-C: nobody could cancel those that were handed in
+            for future in futures:
+                future.cancel()
+            raise
 
     def _begin_with(self, fn: Callable[[], object]) -> Callable[[], None]:
         """Let every worker that comes later call a function before anything else; return what takes that back."""

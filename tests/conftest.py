@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -159,6 +160,34 @@ def marks(tmp_path: Path) -> Marks:
     folder = tmp_path / "marks"
     folder.mkdir()
     return Marks(folder)
+
+
+@pytest.fixture
+def press_ctrl_c() -> Iterator[Callable[[], None]]:
+    """Give what lets Ctrl-C reach the main thread, from another one.
+
+    Pressed in the instant in which the main thread begins to wait, Python hears of it only when that ends; other signals wake it.
+    """
+    main = threading.main_thread().ident
+    assert main is not None
+    is_over = threading.Event()
+
+    def wake() -> None:
+        while not is_over.wait(0.05):
+            signal.pthread_kill(main, signal.SIGURG)
+
+    waker = threading.Thread(target=wake)
+
+    def press() -> None:
+        signal.pthread_kill(main, signal.SIGINT)
+        waker.start()
+
+    before = signal.signal(signal.SIGURG, lambda *_: None)
+    yield press
+    is_over.set()
+    if waker.ident is not None:
+        waker.join()
+    signal.signal(signal.SIGURG, before)
 
 
 def overlap(frame: Any) -> int:

@@ -6,6 +6,7 @@ worker, and only this thread touches the scheduler.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 from collections.abc import Callable, Sequence
@@ -28,6 +29,8 @@ from raypool.engine.verdicts import Tell
 from raypool.engine.work import GangWork, Work
 from raypool.errors import LossReason, PoolBrokenError, PoolClosedError
 from raypool.futures import Future
+
+CLOSED = "The pool is closed. Open another with parpool()."
 
 
 class Driver:
@@ -85,17 +88,26 @@ class Driver:
             self._drain()
 
     def submit(self, work: Work, make_spec: Callable[[int], TaskSpec]) -> int:
-        """Hand in a task; return its number."""
-        with self._submit_lock:  # numbers arrive in order, and none arrives at a driver that has gone
-            if self.closed.is_set():
-                raise (self.crash_error() if self.crash else PoolClosedError("The pool is closed. Open another with parpool()."))
-            task_id = next(self._task_ids)
-            self._inbox.put((m.TaskSubmitted(make_spec(task_id)), work))
-        if self._inbox.is_threaded:
-            self._inbox.give_way()
-        else:
-            self._drain()
+        """Hand in a task; return its number. If that is interrupted (Ctrl-C) the task is cancelled: nobody else knows of it."""
+        task_id = -1
+        try:
+            with self._submit_lock:  # numbers arrive in order, and none arrives at a driver that has gone
+                if self.closed.is_set():
+                    raise self.crash_error() if self.crash else PoolClosedError(CLOSED)
+                task_id = next(self._task_ids)
+                self._inbox.put((m.TaskSubmitted(make_spec(task_id)), work))
+            if self._inbox.is_threaded:
+                self._inbox.give_way()
+            else:
+                self._drain()
+        except BaseException:
+            self.do(functools.partial(self._withdraw, task_id))
+            raise
         return task_id
+
+    def _withdraw(self, task_id: int) -> None:
+        if task_id in self.works:  # it did come in
+            self._cancel(task_id)
 
     @property
     def is_own_thread(self) -> bool:

@@ -140,9 +140,10 @@ class Pool:
                 undo.callback(self._own.shutdown, cancel_futures=True)
             forget = self._view._begin_with(begin)
             undo.callback(forget)
-            calls = self._view.options(name=function_name(initializer)).parfeval_on_all(begin)
-            undo.callback(calls.cancel)  # also what runs
-            calls.result()
+            calls: list[Future[Any]] = []
+            undo.callback(cancel, calls)  # also what runs
+            calls.append(self._view.options(name=function_name(initializer)).parfeval_on_all(begin))
+            calls[0].result()
             undo.pop_all()
         return forget
 

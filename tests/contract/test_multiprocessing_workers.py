@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import gc
 import os
-import signal
 import sys
 import threading
 import warnings
@@ -224,13 +223,13 @@ def test_results_keep_their_pool_and_no_longer(make_mp: Maker, eventually: Any) 
 @beside_each_other
 @pytest.mark.parametrize(("verb", "num_calls"), [("map", 3), ("starmap", 2), ("apply", 1)])
 def test_ctrl_c_stops_what_runs(
-    pool: ParallelPool, gate: Any, eventually: Any, check_pool: Any, verb: str, num_calls: int
+    pool: ParallelPool, gate: Any, eventually: Any, check_pool: Any, press_ctrl_c: Any, verb: str, num_calls: int
 ) -> None:
     def interrupt() -> None:
         if not eventually(lambda: pool.statistics().running == num_calls and not pool.statistics().queued):
             gate.open()  # so that it fails instead of waiting
         else:
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # type: ignore[arg-type]
+            press_ctrl_c()
 
     mp = Pool(pool=pool)
     presser = threading.Thread(target=interrupt)
@@ -271,7 +270,14 @@ def test_so_does_ctrl_c_before_it_waits(
 @beside_each_other
 @pytest.mark.parametrize("is_lent", [True, False])
 def test_ctrl_c_ends_an_initializer(
-    make_mp: Maker, pool: ParallelPool, gate: Any, marks: Any, eventually: Any, check_pool: Any, is_lent: bool
+    make_mp: Maker,
+    pool: ParallelPool,
+    gate: Any,
+    marks: Any,
+    eventually: Any,
+    check_pool: Any,
+    press_ctrl_c: Any,
+    is_lent: bool,
 ) -> None:
     def hang() -> None:
         marks.add("hangs")
@@ -280,7 +286,7 @@ def test_ctrl_c_ends_an_initializer(
 
     def interrupt() -> None:
         if eventually(lambda: marks.count("hangs")):
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # type: ignore[arg-type]
+            press_ctrl_c()
         gate_opens.wait(20)
         gate.open()  # so that it fails instead of waiting
 

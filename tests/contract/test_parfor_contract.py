@@ -7,7 +7,6 @@ import math
 import operator
 import os
 import random
-import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -204,7 +203,7 @@ def test_a_slow_generator_is_not_waited_for(pool: ParallelPool, marks: Any, even
 
 @beside_each_other
 def test_an_interrupted_loop_gives_back_what_it_has(
-    pool: ParallelPool, gate: Any, marks: Any, eventually: Any, check_pool: Any
+    pool: ParallelPool, gate: Any, marks: Any, eventually: Any, check_pool: Any, press_ctrl_c: Any
 ) -> None:
     def begin(item: int) -> int:
         marks.add(item)
@@ -214,7 +213,7 @@ def test_an_interrupted_loop_gives_back_what_it_has(
 
     def interrupt() -> None:
         eventually(lambda: len(marks.all()) == pool.num_workers + 1)  # the first is done, all workers are busy
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        press_ctrl_c()
 
     with ThreadPoolExecutor(1) as thread:
         thread.submit(interrupt)
