@@ -40,7 +40,8 @@ ANSWER_S = 3.0
 """What is known of a node's GPUs is waited for so long [s]."""
 
 END_TIMEOUT_S = 60.0
-"""An agent that has not ended a worker by then answers nobody any more, and is replaced [s]: far above what an end may take."""
+"""An agent that has not ended a worker by then, or a task that was cancelled, answers nobody any more [s]: far above what it
+may take."""
 
 Chore = Callable[[], object]
 
@@ -316,11 +317,12 @@ class Agents:
         agent, watched = self._by_worker[worker_id]
 
         def take(is_stuck: Any) -> None:
-            # If the agent has gone, nobody can interrupt the worker any more.
+            # If the agent has gone, or does not answer, nobody can interrupt the worker any more.
             if is_stuck is True or (isinstance(is_stuck, BaseException) and wish is Signal.CANCEL):
                 on_stuck()
 
-        self._answered(agent.signal.remote(watched, worker_id, attempt_id, task_id, wish, self._cancel_grace_s), take)
+        told = agent.signal.remote(watched, worker_id, attempt_id, task_id, wish, self._cancel_grace_s)
+        self.within(self._cancel_grace_s + END_TIMEOUT_S, told, take)
 
     def end(self, worker_id: int, actor: Any, then: Chore) -> None:
         """Kill what is left of a worker, its children too; `then` is called, in some thread, when nothing is left."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import psutil
@@ -53,6 +54,20 @@ def test_one_that_answers_nobody_is_replaced(
         assert pool.parfeval(abs, -1).result(60) == 1
         assert eventually(lambda: not before.is_running())
         assert the_agent() != before
+
+
+def test_what_it_is_to_cancel_ends_without_it(
+    the_agent: Callable[[], psutil.Process], eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agents, "END_TIMEOUT_S", 1.0)
+    with parpool(1, cancel_grace_s=0.1, quiet=True) as pool:
+        future = pool.submit(time.sleep, 600)
+        assert eventually(lambda: pool.busy)
+        before = the_agent()
+        before.suspend()
+        assert future.cancel()
+        assert pool.parfeval(abs, -1).result(60) == 1
+        assert eventually(lambda: not before.is_running())
 
 
 def test_what_it_does_not_end_is_ended_with_the_pool(
