@@ -18,6 +18,7 @@ from raypool.engine.early import Early
 from raypool.engine.guard import NOW, Guard
 from raypool.engine.open_call import OpenCall, RawResult
 from raypool.engine.sharing import Turns
+from raypool.engine.torch_modes import torch_modes
 from raypool.engine.upkeep import Upkeep, note_shortage
 from raypool.errors import TaskCancelled
 from raypool.task import Folders, Running, Say, is_retired, item_seed, running, unbroken
@@ -138,7 +139,7 @@ def _run_part(part: Part, here: Surroundings, result: RawResult) -> None:
         home, names = part.checkpoints
         note.checkpoints = home, dict(zip(_numbers(part), names, strict=True))
         fn = _with_folders(fn, note, here.folders)
-    token = running.set(note)
+    token, modes = running.set(note), torch_modes()
     try:
         with _generators_kept() if part.seed is not None else contextlib.nullcontext():
             try:
@@ -154,6 +155,8 @@ def _run_part(part: Part, here: Surroundings, result: RawResult) -> None:
         result.discard()
     finally:
         running.reset(token)
+        if result.is_cancelled:
+            modes.put_back()
 
 
 def _as_calls(fn: Callable[..., Any]) -> Callable[[Any], Any]:
