@@ -121,16 +121,17 @@ def running(options: Mapping[str, Any], environment: Mapping[str, str] | None = 
         "temp-dir": folder,
     }
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--include-dashboard=true"]
-    ray = subprocess.Popen(
-        [*command, "--disable-usage-stats", *(f"--{name}={value}" for name, value in options.items())],
-        env=env,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+    with (folder / "start.log").open("w") as log:
+        ray = subprocess.Popen(
+            [*command, "--disable-usage-stats", *(f"--{name}={value}" for name, value in options.items())],
+            env=env,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
     head = Head(f"http://127.0.0.1:{dashboard}", f"ray://127.0.0.1:{client}", f"127.0.0.1:{port}", token_file, folder)
     try:
-        wait_until_up(head)
+        wait_until_up(head, ray)
         yield head
     finally:
         kill_all(mark)
@@ -197,7 +198,7 @@ def free_ports(number: int) -> list[int]:
     return ports
 
 
-def wait_until_up(head: Head, timeout_s: float = 60.0) -> None:
+def wait_until_up(head: Head, ray: subprocess.Popen[bytes], timeout_s: float = 120.0) -> None:
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -205,6 +206,7 @@ def wait_until_up(head: Head, timeout_s: float = 60.0) -> None:
                 socket.create_connection(host_and_port(head.client)).close()
                 return
         except (CloudError, ConnectionRefusedError):
-            if time.monotonic() > deadline:
-                raise
+            said = (head.folder / "start.log").read_text()
+            assert ray.poll() is None, f"`ray start` has ended with {ray.returncode}: {said}"
+            assert time.monotonic() < deadline, f"not up in {timeout_s:g} s: {said}"
         time.sleep(0.1)
