@@ -43,6 +43,9 @@ END_TIMEOUT_S = 60.0
 """An agent that has not ended a worker by then, or a task that was cancelled, answers nobody any more [s]: far above what it
 may take."""
 
+NODE_NEWS_S = 5.0
+"""After an agent has gone, what runs on its node has so long to tell that the node has gone too [s]; Ray takes about 1 s."""
+
 Chore = Callable[[], object]
 
 
@@ -114,6 +117,11 @@ class Agents:
     def later(self, chore: Chore) -> None:
         """Do something in the agents' thread: in Ray's own threads nothing may be asked of Ray."""
         self._chores.put(chore)
+
+    def _later_by(self, delay_s: float, chore: Chore) -> None:
+        timer = threading.Timer(delay_s, self.later, [chore])
+        timer.daemon = True
+        timer.start()
 
     def _work(self) -> None:
         while (chore := self._chores.get()) is not None:
@@ -295,9 +303,7 @@ class Agents:
             for node_id in nodes:
                 del self._agents[node_id]
         for node_id in nodes:  # whether the node goes too, the next looks at the nodes will show
-            timer = threading.Timer(2 * LOOK_S, self.later, [functools.partial(self._attach_again, node_id)])
-            timer.daemon = True
-            timer.start()
+            self._later_by(2 * LOOK_S, functools.partial(self._attach_again, node_id))
 
     def _attach_again(self, node_id: str) -> None:
         """Let workers have another agent, unless the node has gone with it, or is about to go, where no actor can start."""
@@ -317,9 +323,12 @@ class Agents:
         agent, watched = self._by_worker[worker_id]
 
         def take(is_stuck: Any) -> None:
-            # If the agent has gone, or does not answer, nobody can interrupt the worker any more.
-            if is_stuck is True or (isinstance(is_stuck, BaseException) and wish is Signal.CANCEL):
+            # If the agent does not answer, or has gone, nobody can interrupt the worker any more. But it goes with its node most
+            # often, and then the call itself tells what has become of the worker: that is what counts, and is not to be hidden.
+            if is_stuck is True or (isinstance(is_stuck, TimeoutError) and wish is Signal.CANCEL):
                 on_stuck()
+            elif isinstance(is_stuck, BaseException) and wish is Signal.CANCEL:
+                self._later_by(NODE_NEWS_S, on_stuck)
 
         told = agent.signal.remote(watched, worker_id, attempt_id, task_id, wish, self._cancel_grace_s)
         self.within(self._cancel_grace_s + END_TIMEOUT_S, told, take)

@@ -260,10 +260,10 @@ class RayBackend:
         words = f"it used {used / 1e9:.2f} GB of memory, and its memory_bytes allows {limit / 1e9:.2f} GB"
         self._lose(worker_id, LossReason.OUT_OF_MEMORY, words)
 
-    def _lose(self, worker_id: int, reason: LossReason, words: str, was_idle: bool = False) -> None:
-        """Tell the driver that a worker is lost, once, when nothing is left of it; from any thread."""
+    def _lose(self, worker_id: int, reason: LossReason, words: str, was_idle: bool = False, during: int | None = None) -> None:
+        """End a worker, unless it has ended the attempt `during`, and tell the driver, once, when nothing is left; any thread."""
         seat = self._by_worker.get(worker_id)
-        if seat is None or seat.is_ending:
+        if seat is None or seat.is_ending or (during is not None and during not in seat.calls):
             return
         seat.is_ending = True
         tell = functools.partial(self._nodes.tell_lost, WorkerLost(worker_id, reason, was_idle), words, seat.claim.node_id)
@@ -307,8 +307,8 @@ class RayBackend:
 
     def signal(self, worker_id: int, attempt_id: int, task_id: int, wish: Signal) -> None:
         """Let the agent of the worker's node interrupt it; if that has not helped in time, the worker is killed."""
-        on_stuck = functools.partial(self._lose, worker_id, LossReason.STOPPED, "a task that was cancelled did not stop")
-        self._agents.signal(worker_id, attempt_id, task_id, wish, on_stuck)
+        stopped = functools.partial(self._lose, worker_id, LossReason.STOPPED, "a cancelled task did not stop", during=attempt_id)
+        self._agents.signal(worker_id, attempt_id, task_id, wish, stopped)
 
     def _watch(self) -> None:
         """Report workers that die while nothing runs in them, and an end of Ray: no call comes back to tell of these."""

@@ -28,6 +28,9 @@ LOOPBACK_ONLY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 GIVE_UP_S = 5.0
 """How long to try to fetch what is in a Ray that is beyond help [s]."""
 
+CLIENT_TRIES = 3
+"""So often a server of Ray Client is asked for."""
+
 ENVIRONMENT = {
     # A stranger on this machine or network can't use the cluster: it asks for a token, and listens on the loopback only.
     "RAY_AUTH_MODE": "token",
@@ -253,13 +256,14 @@ def _hush(ray: Any) -> None:
 
 
 def _init_at(ray: Any, address: str, options: dict[str, Any]) -> None:
-    """Connect to a Ray; on a head that was just started the first server of Ray Client may die as it is forked (Ray 2.60)."""
-    try:
-        ray.init(address=address, **options)
-    except ConnectionError as error:
-        if "Starting Ray client server failed" not in str(error):
-            raise
-        ray.init(address=address, **options)
+    """Connect to a Ray; on a head that was just started servers of Ray Client may die as they are forked (Ray 2.60)."""
+    for tries_left in reversed(range(CLIENT_TRIES)):
+        try:
+            ray.init(address=address, **options)
+            return
+        except ConnectionError as error:
+            if not tries_left or "Starting Ray client server failed" not in str(error):
+                raise
 
 
 def _connect(ray: Any, address: str | None, inventory: Inventory | None, shipped: dict[str, Any]) -> None:

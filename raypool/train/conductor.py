@@ -98,7 +98,7 @@ class Conductor:
         self._first_start: str | None = None
         self._failed: SpmdError | None = None  # the last attempt, which is to be made again
         self._spent_s = 0.0  # of the time limit, by attempts that have ended
-        self._num_forgiven = 0  # attempts that have ended with the machines that they were on, with notice
+        self._num_forgiven = 0  # attempts that have ended with the machines that they were on, with notice, or had not begun
 
     @property
     def has_named_folder(self) -> bool:
@@ -124,8 +124,7 @@ class Conductor:
         run = self._run
         try:
             while not self._has_ended_well(attempt):
-                if _reasons(self._failed) & {LossReason.NODE, LossReason.PREEMPTED}:
-                    self._crew.await_others(self._kept.min_workers)
+                self._await_machines()
                 if run.cancelled():
                     return
                 attempt = self.begin()
@@ -163,8 +162,10 @@ class Conductor:
         try:
             self._ends = list(attempt.result())
         except ResourceError:
-            if self._crew.now(self._kept.min_workers).size == self._crew.size:
+            is_whole = self._await_machines()
+            if not is_whole and self._crew.now(self._kept.min_workers).size == self._crew.size:
                 raise
+            self._num_forgiven += 1  # it had not begun
             return False
         except SpmdError as error:
             if not self._is_worth_another(error):
@@ -175,6 +176,16 @@ class Conductor:
             if attempt.started_at is not None:
                 self._spent_s += (datetime.now(UTC) - attempt.started_at).total_seconds()
         return True
+
+    def _await_machines(self) -> bool:
+        """Wait for others in the place of machines that an attempt was lost with; return whether there is a worker for each rank.
+
+        A loss is often known before that of its machine is: then the next attempt waits for workers that will never come.
+        """
+        if not _reasons(self._failed) & {LossReason.NODE, LossReason.PREEMPTED}:
+            return False
+        self._crew.await_others(self._kept.min_workers)
+        return len(self._crew.left) >= self._crew.size
 
     def _plan(self, number: int) -> Plan:
         kept, folder = self._kept, self._run.path

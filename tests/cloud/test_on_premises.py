@@ -136,6 +136,9 @@ def loop():
 
 with parpool(4, address=os.environ["HEAD"], quiet=True, start_timeout_s=60) as pool:
     run = pool.options(retries=1).train(loop, options=RunOptions(run_dir=marks / "run"))
+    while len(run.metrics) < 3 and not run.done():
+        time.sleep(0.05)
+    (marks / "heard").touch()  # what has not travelled yet goes with the machine
     result = run.result(150)
     facts = {"starts": result.values, "steps": result.metrics_frame["step"].tolist()}
     print(json.dumps({**facts, "hosts": [worker.host for worker in pool.workers]}))
@@ -189,7 +192,7 @@ def train_and_strike(lab: Lab, marks: Path, eventually: Any) -> tuple[dict[str, 
     """Train on four of the six GPUs, and switch a machine off in the midst of it; return the facts, and which machine."""
     head = f"{lab['head'].address}:6379"
     driver = lab.python("head", TRAINING, MARKS=str(marks), HEAD=head, PYTHONWARNINGS="ignore", RAY_AUTH_MODE="token")
-    if not eventually(lambda: len(list(marks.glob("at three on *"))) >= 2, 90):
+    if not eventually(lambda: (marks / "heard").exists() and len(list(marks.glob("at three on *"))) >= 2, 90):
         pytest.fail(lab.end(driver))
     struck = next(name for name in ("right", "left") if (marks / f"at three on {name}").exists())
     lab.kill(struck)

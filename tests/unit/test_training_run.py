@@ -191,6 +191,23 @@ def test_workers_on_machines_that_are_gone_are_waited_for(tmp_path: Path, reason
     assert there == [0, 7]
 
 
+def test_an_attempt_that_waits_for_workers_on_a_machine_that_is_gone(tmp_path: Path) -> None:
+    """That the machine is gone is known after the loss: such an attempt ends before it begins, and costs nothing."""
+    there = [0, 1]
+    gone = ResourceError("Requested 2, available 1.", requested=2, available=1, holders=())
+    lane = ScriptedLane(lost(reason=LossReason.NODE), "waits in the queue", ENDS)
+    run = train(lane, tmp_path, Options(retries=1), numbers=lambda: tuple(there))
+    assert lane.begun.acquire(timeout=WAIT_S)
+    assert lane.begun.acquire(timeout=WAIT_S)
+    there.remove(1)
+    lane.attempts[1].start()
+    lane.attempts[1].set_exception(gone)
+    threading.Timer(0.3, there.append, [7]).start()
+    assert run.result(WAIT_S).values == ["zero", "one"]
+    assert there == [0, 7]
+    assert lane.options[-1].retries == 2
+
+
 def test_they_are_not_waited_for_where_others_are_enough(tmp_path: Path) -> None:
     lane = ScriptedLane(lost(reason=LossReason.PREEMPTED), ENDS)
     train(lane, tmp_path, numbers=lambda: (0, 1) if len(lane.plans) == 0 else (0,), min_workers=1).result(5)
