@@ -36,10 +36,16 @@ RAY_FAILURES: dict[type[BaseException], LossReason] = {
 exception means that something else than the user's function has failed."""
 
 
+NODE_HAS_DIED = "its node has died"
+"""In what Ray says of an actor whose node its control store has given up; the exception is that of an actor that has died."""
+
+
 def loss_reason(error: BaseException) -> LossReason:
     """Return what an exception of Ray's means for the worker."""
     if getattr(error, "preempted", False):
         return LossReason.PREEMPTED
+    if isinstance(error, rx.ActorDiedError) and NODE_HAS_DIED in getattr(error, "error_msg", ""):
+        return LossReason.NODE
     return next((RAY_FAILURES[cls] for cls in type(error).__mro__ if cls in RAY_FAILURES), LossReason.UNKNOWN)
 
 
@@ -47,6 +53,8 @@ def loss_text(error: BaseException) -> str:
     """Return in a few words what Ray says of a lost worker."""
     cause = getattr(error, "cause", None)  # of a RayTaskError: what a worker has raised itself
     text = f"{type(cause).__name__}: {cause}" if isinstance(cause, BaseException) else str(error)
+    if NODE_HAS_DIED in text:
+        return NODE_HAS_DIED
     code = re.search(r"exit code (\d+)", text)
     if code:
         return f"its process ended with exit code {code[1]}"

@@ -58,9 +58,21 @@ def test_a_preempted_node_is_told_apart() -> None:
     assert loss_reason(error) is LossReason.PREEMPTED
 
 
+def test_an_actor_that_has_died_with_its_node() -> None:
+    words = (
+        "The actor died unexpectedly before finishing this task.\n\tpid: 7\nThe actor died because its node has died. Node Id: 7e"
+    )
+    assert loss_reason(exceptions.RayActorError("7", words)) is LossReason.EXIT
+    error = bare(exceptions.ActorDiedError)
+    error.error_msg = words  # type: ignore[attr-defined]
+    assert str(error) == words
+    assert loss_reason(error) is LossReason.NODE
+
+
 @pytest.mark.parametrize(
     ("said", "meant"),
     [
+        ("The actor died ... \nThe actor died because its node has died. Node Id: 7e", "its node has died"),
         ("... Worker exits with an exit code 3.", "its process ended with exit code 3"),
         ("... connection error code 2. End of file. ...", "its process was killed or crashed"),
         ("Something else.\nMore.", "Something else"),

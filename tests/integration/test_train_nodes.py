@@ -36,18 +36,23 @@ def loop():
     return start
 
 def lose(node):
-    "Let all on a machine be gone, and its raylet say nothing of it; Ray knows of the agent's death, which comes first."
+    "Let a machine be lost, of which its raylet says nothing; return what is left of it."
     on = lambda actor: actor["Address"]["NodeID"] == node.node_id and actor["ActorClassName"] == "NodeAgent"
     [agent] = [actor for actor in state.actors().values() if on(actor)]
-    os.kill(agent["Pid"], signal.SIGKILL)
-    eventually(lambda: state.actors(agent["ActorID"])["State"] == "DEAD")
+    [worker] = [int(path.name.split()[0]) for path in folder.glob(f"* at three on {node.node_id}")]
     raylets = [raylet.process.pid for raylet in node.all_processes["raylet"]]
+    if HOW == "its processes end":  # Ray hears of the agent's end first
+        os.kill(agent["Pid"], signal.SIGKILL)
+        eventually(lambda: state.actors(agent["ActorID"])["State"] == "DEAD")
     for pid in raylets:
         os.kill(pid, signal.SIGSTOP)
-    [worker] = [int(path.name.split()[0]) for path in folder.glob(f"* at three on {node.node_id}")]
-    os.kill(worker, signal.SIGKILL)
-    mark("struck")
-    return raylets
+    if HOW == "its processes end":
+        os.kill(worker, signal.SIGKILL)
+        return raylets
+    silent = [worker, agent["Pid"]]
+    for pid in silent:
+        os.kill(pid, signal.SIGSTOP)
+    return raylets + silent
 
 node = add(num_cpus=1)
 with parpool(2, address=cluster.address, quiet=True) as pool:
@@ -55,14 +60,15 @@ with parpool(2, address=cluster.address, quiet=True) as pool:
     eventually(lambda: len(list(folder.glob("* at three on *"))) == 2)
     eventually(lambda: len(run.metrics) == 3)  # what has not travelled yet goes with the machine
     watched(2)
-    raylets = lose(node)
+    rest = lose(node)
+    mark("struck")
     eventually(lambda: pool.num_workers == 1)
     new = add(num_cpus=1)
     result = run.result(100)
     facts["starts"], facts["steps"] = result.values, result.metrics_frame["step"].tolist()
     sizes(pool, 2)
     facts["on"] = sorted(pool.parfeval_on_all(node_of).result(60)) == sorted([node_of(), new.node_id])
-    for pid in raylets:
+    for pid in rest:
         os.kill(pid, signal.SIGKILL)
 end()
 """
@@ -70,10 +76,13 @@ end()
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_a_machine_is_lost_and_the_training_goes_on_with_another(run_python: Callable[..., Any], tmp_path: Path) -> None:
-    """The ranks beside it see their connections break before anybody knows why; the next attempt is made before, too."""
+@pytest.mark.parametrize("how", ["its processes end", "it falls silent"])
+def test_a_machine_is_lost_and_the_training_goes_on_with_another(
+    run_python: Callable[..., Any], tmp_path: Path, how: str
+) -> None:
+    """Ranks beside it may see connections break before anybody knows why; the next attempt may be made before, too."""
     (folder := tmp_path / "marks").mkdir()
-    code = CLUSTER.replace("FOLDER", repr(str(folder))).replace("CORES", "1") + LOST
+    code = CLUSTER.replace("FOLDER", repr(str(folder))).replace("CORES", "1") + f"HOW = {how!r}\n" + LOST
     done = run_python(code, timeout_s=220, PYTHONWARNINGS="ignore", **HEALTH)
     facts = [line for line in done.stdout.splitlines() if line.startswith("{")]
     assert facts, done.stdout + done.stderr
