@@ -31,6 +31,9 @@ GIVE_UP_S = 5.0
 CLIENT_TRIES = 3
 """So often a server of Ray Client is asked for."""
 
+DIED_AT_ONCE = ("Starting Ray client server failed", "ZombieProcess", "NoSuchProcess")
+"""What Ray's proxy says of a server that died as it was started: which of them depends on the instant in which it looks."""
+
 ENVIRONMENT = {
     # A stranger on this machine or network can't use the cluster: it asks for a token, and listens on the loopback only.
     "RAY_AUTH_MODE": "token",
@@ -262,7 +265,7 @@ def _init_at(ray: Any, address: str, options: dict[str, Any]) -> None:
             ray.init(address=address, **options)
             return
         except ConnectionError as error:
-            if not tries_left or "Starting Ray client server failed" not in str(error):
+            if not tries_left or not any(words in str(error) for words in DIED_AT_ONCE):
                 raise
 
 

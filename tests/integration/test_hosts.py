@@ -122,8 +122,8 @@ def drive(lab: Lab, marks: Marks) -> Iterator[Callable[[str], Callable[[], dict[
 
 def rays_on(lab: Lab, name: str) -> list[str]:
     """Return which of Ray's processes a host has."""
-    listing = "import psutil; print(*[process.name() for process in psutil.process_iter() if 'ray' in process.name()])"
-    return lab.run(name, sys.executable, "-c", listing).split()
+    listing = "import psutil; print(*[process.info['name'] for process in psutil.process_iter(['name'])])"
+    return [word for word in lab.run(name, sys.executable, "-c", listing).split() if "ray" in word]
 
 
 def test_a_cable_is_cut_under_a_loop_and_put_back(lab: Lab, drive: Any, marks: Marks, eventually: Any) -> None:
