@@ -24,7 +24,7 @@ class Head:
             raise ConnectionAbortedError(self.refusals.pop(0))
 
 
-@pytest.mark.parametrize("words", [FAILED, ZOMBIE, GONE])
+@pytest.mark.parametrize("words", [FAILED, ZOMBIE, GONE], ids=["failed", "zombie", "gone"])
 def test_a_server_that_died_as_it_was_started_is_asked_for_again(words: str) -> None:
     head = Head(words, words)
     _init_at(head, "ray://head:10001", {})
