@@ -1,11 +1,11 @@
-"""A future of the results of several futures, its parts."""
+"""Several futures as one: a future of their results, and an end for all of them."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Reversible, Sequence
 from concurrent.futures import CancelledError, InvalidStateError
 from datetime import UTC, datetime
 from typing import Any
@@ -53,6 +53,12 @@ def _first_error(futures: Sequence[Future[Any]]) -> BaseException | None:
     return None
 
 
+def cancel_each(futures: Reversible[Future[Any]]) -> None:
+    """Cancel those that have not ended, the last first: a worker that becomes free would begin with the next that waits."""
+    for future in reversed(futures):
+        future.cancel()
+
+
 def gather(futures: Sequence[Future[Any]], name: str) -> Future[list[Any]]:
     """Return a future of all their results, in this order; it fails with the first of their errors when all have ended.
 
@@ -60,10 +66,12 @@ def gather(futures: Sequence[Future[Any]], name: str) -> Future[list[Any]]:
     """
 
     def ask_parts(whole: Future[list[Any]]) -> None:
-        for future in futures:
-            future.cancel() if whole.cancelled() else future.request_stop()
         if whole.cancelled():
+            cancel_each(futures)
             whole.notify_cancelled()
+        else:
+            for future in futures:
+                future.request_stop()
 
     whole = _Whole(name, on_ask=ask_parts)
     whole.parts = futures

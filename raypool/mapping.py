@@ -79,14 +79,14 @@ class MapResults(Iterator[T], Generic[T]):
         except TimeoutError as error:
             if error is future.error:  # the call's own
                 raise
-            future.cancel()
+            self._futures.appendleft(future)
             self.close()
             raise TimeoutError(
                 f"A result of map had not come {self._timeout:g} s after the call of map. What was left is cancelled."
             ) from None
         except BaseException:
             if not future.done():  # Ctrl-C
-                future.cancel()
+                self._futures.appendleft(future)
                 self.close()
             raise
         finally:
@@ -103,7 +103,7 @@ class MapResults(Iterator[T], Generic[T]):
         """Cancel what is left; nothing more comes."""
         self._calls, self._why = iter(()), None
         while self._futures:
-            self._futures.popleft().cancel()
+            self._futures.pop().cancel()  # the last first, as `cancel_each` does; if Ctrl-C comes, the rest is still here
 
     def __del__(self) -> None:
         if self._has_begun:

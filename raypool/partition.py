@@ -169,7 +169,7 @@ class StaffedView(PoolView):
         Source:
             MATLAB R2025b, cancelAll.
         """
-        for task_id, work in self._works():
+        for task_id, work in reversed(self._works()):  # as `cancel_each` does
             self._cancel(task_id, work)
 
     def _cancel(self, task_id: int, work: Work) -> None:

@@ -15,7 +15,7 @@ from raypool.engine.engine import Engine, serial_engine
 from raypool.engine.overview import device_table, running
 from raypool.errors import InvalidTypeError, InvalidValueError, ResourceError
 from raypool.futures import Future
-from raypool.gathered import gather
+from raypool.gathered import cancel_each, gather
 from raypool.loop import is_serial
 from raypool.mapping import MapResults, check_sizes, unless_interrupted
 from raypool.options import Options, check_callable
@@ -275,8 +275,7 @@ class PoolView(LoopVerbs, TrainingVerbs, concurrent.futures.Executor):
             )
             return gather(futures, name)
         except BaseException:  # Ctrl-C: nobody could cancel those that were handed in
-            for future in futures:
-                future.cancel()
+            cancel_each(futures)
             raise
 
     def _begin_with(self, fn: Callable[[], object]) -> Callable[[], None]:

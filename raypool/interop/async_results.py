@@ -14,6 +14,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from raypool.errors import InvalidValueError, RemoteTraceback, SerializationError
 from raypool.futures import Future
+from raypool.gathered import cancel_each
 
 T = TypeVar("T")
 
@@ -204,8 +205,7 @@ class Gathering(Generic[T]):
 
     def cancel(self) -> None:
         """Cancel what has not ended."""
-        for future in self._futures:
-            future.cancel()
+        cancel_each(self._futures)
 
 
 class AsyncResult(Generic[T]):

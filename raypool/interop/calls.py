@@ -15,6 +15,7 @@ from raypool.engine.calls import submit_function
 from raypool.engine.engine import Engine
 from raypool.errors import InvalidTypeError, InvalidValueError, SerializationError
 from raypool.futures import Future
+from raypool.gathered import cancel_each
 from raypool.interop.async_results import AsyncResult
 from raypool.loop import is_serial
 from raypool.mapping import unless_interrupted
@@ -126,16 +127,10 @@ def waited_for(hand_in: Callable[..., AsyncResult[T]], *arguments: Any) -> T:
     try:
         return hand_in(futures, *arguments).get()
     except BaseException:
-        cancel(futures)
+        cancel_each(futures)
         raise
     finally:
         del futures  # the traceback of the error would hold them
-
-
-def cancel(futures: Iterable[Future[Any]]) -> None:
-    """Cancel those that have not ended."""
-    for future in futures:
-        future.cancel()
 
 
 def ready(view: PoolView, work: Work) -> Callable[..., Future[Any]]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Generic, NoReturn, TypeVar
 
 from raypool.futures import Future
+from raypool.gathered import cancel_each
 from raypool.interop.async_results import Collector, outcome_of
 
 T = TypeVar("T")
@@ -197,8 +198,7 @@ class Drawing(Generic[T]):
     def cancel(self) -> None:
         """Hand in nothing more, and cancel what has not ended."""
         self.stop()
-        for future in list(self._pending):
-            future.cancel()
+        cancel_each(list(self._pending))
 
     # --- for the iterator ---------------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from raypool.engine.backend import function_name
 from raypool.engine.runner import CALL_LIMIT_S
 from raypool.errors import SerializationError
 from raypool.futures import Future
+from raypool.gathered import cancel_each
 from raypool.interop.joblib_tasks import Manner, SharedArguments, Task, check_travels, run_tasks, unmapped
 from raypool.view import PoolView
 
@@ -77,7 +78,7 @@ class Batches:
         self._least_mapped = sys.maxsize if max_nbytes is None else max_nbytes
         self._manner = manner
         self._waiting: deque[Piece] = deque()
-        self._running: set[Future[Any]] = set()
+        self._running: dict[Future[Any], None] = {}  # in the order in which they were handed in
         self._num_begun = 0
         self._is_over = False
         self.newest_run_s = 0.0
@@ -107,7 +108,7 @@ class Batches:
             future = Future(name)
             future.set_exception(error)
         with self._lock:
-            self._running.add(future)
+            self._running[future] = None
         if self._is_over:
             future.cancel()
         future.add_done_callback(functools.partial(self._pass_on, piece))
@@ -145,7 +146,7 @@ class Batches:
 
     def _begin_next(self, ended: Future[Any]) -> None:
         with self._lock:
-            self._running.discard(ended)
+            self._running.pop(ended, None)
             next_one = self._waiting.popleft() if self._waiting else None
             if next_one is None:
                 self._num_begun -= 1
@@ -180,8 +181,7 @@ class Batches:
             self._is_over = True
             self._waiting.clear()
             running = list(self._running)
-        for future in running:
-            future.cancel()
+        cancel_each(running)
         self._end_thread()
         if self._shared is not None:
             self._shared.forget()

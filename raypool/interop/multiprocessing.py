@@ -18,6 +18,7 @@ from typing import Any, NoReturn, TypeVar
 from raypool.engine.backend import WorkerInfo, function_name
 from raypool.errors import InvalidTypeError, InvalidValueError
 from raypool.futures import Future
+from raypool.gathered import cancel_each
 from raypool.interop.async_results import AsyncResult, Callback, Collector, Gathering, joined, only
 from raypool.interop.calls import (
     UnpicklableError,
@@ -25,7 +26,6 @@ from raypool.interop.calls import (
     call,
     call_each,
     call_each_starred,
-    cancel,
     check_chunksize,
     check_context,
     chunks,
@@ -141,7 +141,7 @@ class Pool:
             forget = self._view._begin_with(begin)
             undo.callback(forget)
             calls: list[Future[Any]] = []
-            undo.callback(cancel, calls)  # also what runs
+            undo.callback(cancel_each, calls)  # also what runs
             calls.append(self._view.options(name=function_name(initializer)).parfeval_on_all(begin))
             calls[0].result()
             undo.pop_all()
@@ -255,7 +255,7 @@ class Pool:
         try:
             futures += (submit(chunk) for chunk in chunks(iter(items), chunksize))
         except BaseException:
-            cancel(futures)
+            cancel_each(futures)
             raise
         return AsyncResult(Gathering(self, self._collector, futures, joined, callback, error_callback))
 
@@ -328,7 +328,7 @@ class Pool:
         for job in jobs:
             job.stop()
         if self._own is None:
-            for job in jobs:
+            for job in reversed(jobs):  # as `cancel_each` does
                 job.cancel()
         elif not self._own.is_closed:
             self._own.cancel_all()

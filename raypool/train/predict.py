@@ -21,6 +21,7 @@ from raypool.engine.calls import Where, submit_call, submit_function
 from raypool.engine.engine import Engine
 from raypool.errors import InvalidTypeError, InvalidValueError, RaypoolError
 from raypool.futures import Future
+from raypool.gathered import cancel_each
 from raypool.options import Options, check_callable, check_count
 from raypool.train.predictor import Classes, Predictor, as_arrays, joined, let_go, still
 from raypool.train.samples import Elsewhere, Samples, samples_of
@@ -177,8 +178,9 @@ class _Run:
 
     def close(self) -> None:
         """Cancel what is left, and free the GPUs of the model, waiting for nobody."""
-        for future, _ in self._pending:
-            future.cancel()
+        futures = [future for future, _ in self._pending]
+        cancel_each(futures)
+        for future in futures:
             self._note(future)
         if self._engine.profile.backend != "ray":
             let_go(self._key)

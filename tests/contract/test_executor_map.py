@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from raypool import ParallelPool, PoolClosedError, SerializationError
+from raypool.interop import multiprocessing
 
 beside_each_other = pytest.mark.parametrize("make_pool", ["threads", "local"], indirect=True)
 
@@ -191,6 +192,42 @@ def test_what_nobody_wants_any_more_is_cancelled(pool: ParallelPool, gate: Any, 
     del results
     assert eventually(lambda: not pool.busy)
     assert marks.count("19") == 0
+
+
+def _leave_a_map(pool: ParallelPool, work: Callable[[int], None]) -> Callable[[], object]:
+    return pool.map(work, range(9)).close
+
+
+def _cancel_all(pool: ParallelPool, work: Callable[[int], None]) -> Callable[[], object]:
+    for number in range(9):
+        pool.parfeval(work, number)
+    return pool.cancel_all
+
+
+def _terminate(pool: ParallelPool, work: Callable[[int], None]) -> Callable[[], object]:
+    mp = multiprocessing.Pool(pool=pool)
+    for number in range(9):
+        mp.apply_async(work, (number,))
+    return mp.terminate
+
+
+@beside_each_other
+@pytest.mark.parametrize("begin", [_leave_a_map, _cancel_all, _terminate])
+def test_nothing_begins_while_all_is_cancelled(
+    pool: ParallelPool, gate: Any, marks: Any, eventually: Any, begin: Callable[..., Callable[[], object]]
+) -> None:
+    """However long each cancellation takes: what runs is cancelled last, as its worker takes what waits then."""
+
+    def work(number: int) -> None:
+        marks.add(number)
+        gate.wait()
+
+    end = begin(pool, work)
+    assert eventually(lambda: len(marks.all()) == 3)
+    pool.queue.queued[0].add_done_callback(lambda _: eventually(lambda: len(marks.all()) > 3, 0.5))
+    end()
+    assert eventually(lambda: not pool.busy)
+    assert len(marks.all()) == 3
 
 
 @beside_each_other

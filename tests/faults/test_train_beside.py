@@ -136,7 +136,7 @@ def test_two_trainings_on_two_parts(pool: ParallelPool, gate: Any, waits: Any, e
     assert rest.queue.running == [runs[1]]
     gate.open()
     assert [run.result(60).values for run in runs] == [[[1, 1, 0]], [[0, 0, 0], [2, 2, 1]]]
-    x, model = torch.ones(12, 1), torch.nn.Linear(1, 1)
+    x, model = torch.ones(12, 1).double(), torch.nn.Linear(1, 1).double()  # two ranks add in another order than one
     fits = [each.fit(model, (x, x), mse_loss, TrainingOptions(max_epochs=2)) for each in (part, rest)]
     assert [len(fit.result(60).values) for fit in fits] == [1, 2]
     torch.testing.assert_close(*[fit.result().metrics["loss"] for fit in fits])
