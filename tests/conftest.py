@@ -5,6 +5,7 @@ Nothing in the tests sleeps to let something happen: a task waits at a `Gate`, a
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import os
@@ -277,7 +278,8 @@ class Started:
     def clean_up(self) -> None:
         """Kill what is left of it."""
         for process in self.family():
-            process.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):  # Ray's processes end by themselves too
+                process.kill()
         for pipe in (self.process.stdout, self.process.stderr):
             if pipe is not None:
                 pipe.close()

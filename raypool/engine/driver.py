@@ -167,12 +167,17 @@ class Driver:
         return True
 
     def _next_message(self) -> Message | None:
-        """Return the timer that is due, or the next message; None if neither can come any more."""
-        while (until := self._timers.next_at()) is None or self._inbox.now() < until:
+        """Return the next message, or timer that is due; None if neither can come any more.
+
+        What has come in goes before: a driver that is late itself would take an answer that came in time for one that did not.
+        """
+        while True:
+            until = self._timers.next_at()
+            if until is not None and self._inbox.now() >= until:
+                self._inbox.put((self._timers.pop(), None))
             message = self._inbox.get(until)
             if message is not None or until is None:
                 return message
-        return self._timers.pop(), None
 
     def crash_error(self) -> PoolBrokenError:
         """Return the error for those who still want something of a driver that has failed."""

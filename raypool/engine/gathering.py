@@ -112,13 +112,16 @@ def _grown(needs: Sequence[Need], there: Sequence[int], growth: Growth) -> list[
 
 
 def _gather(gatherings: Sequence[Gathering], wanted: Wanted) -> None:
-    started = time.monotonic()
+    since, most = time.monotonic(), 0
     while True:
         for gathering in gatherings:
             gathering.go_on()
+        there = sum(len(gathering.good) for gathering in gatherings)
+        if there > most:
+            since, most = time.monotonic(), there  # where one came late, the next may be on its way
         if all(gathering.has_enough and gathering.is_complete for gathering in gatherings):
             return
-        has_settled = time.monotonic() - started > SETTLE_S and all(gathering.is_settled for gathering in gatherings)
+        has_settled = time.monotonic() - since > SETTLE_S and all(gathering.is_settled for gathering in gatherings)
         if wanted.is_over() or has_settled:
             return
         time.sleep(POLL_S)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from raypool.errors import InvalidValueError, RankInterrupted
+from raypool.task import note_here, unbroken
 from raypool.train.checkpoints import Partial, commit, copy_in, open_partial, prune
 from raypool.train.plan import Plan
 
@@ -86,7 +87,8 @@ class Keeper:
         except BaseException:
             # Rank 0 alone knows whether the folder has its name by now: what another deleted could be a checkpoint that counts.
             if partial is not None and self._rank == 0:
-                shutil.rmtree(partial.path, ignore_errors=True)
+                with unbroken(note_here()):  # where a rank has failed, the others are interrupted
+                    shutil.rmtree(partial.path, ignore_errors=True)
             raise
         if delivery is not None and delivery.is_deleted_after:
             _delete_local(delivery.checkpoint, path)

@@ -107,7 +107,6 @@ class Node:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Gce, "look_s", 0.01)
     monkeypatch.setattr(Ec2, "look_s", 0.01)
-    monkeypatch.setattr(preemption, "ANSWER_TIMEOUT_S", 0.2)
 
 
 def steps(metadata: FakeMetadata, *changes: Callable[[], None]) -> Callable[[], bool]:
@@ -143,14 +142,16 @@ def test_ray_is_told_once_and_again_if_it_ends_sooner(metadata: FakeMetadata) ->
 
 @pytest.mark.parametrize("cloud", [Gce, Ec2])
 def test_a_metadata_server_in_trouble_is_asked_on(
-    metadata: FakeMetadata, cloud: type[Gce | Ec2], caplog: pytest.LogCaptureFixture
+    metadata: FakeMetadata, cloud: type[Gce | Ec2], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that fails, is silent, or says what nobody understands; said once, not with every look."""
 
     def slow() -> None:
-        metadata.status, metadata.delay_s = None, 0.3
+        metadata.status, metadata.delay_s = None, 3
+        monkeypatch.setattr(preemption, "ANSWER_TIMEOUT_S", 0.2)
 
     def nonsense() -> None:
+        monkeypatch.setattr(preemption, "ANSWER_TIMEOUT_S", 60)
         metadata.delay_s, metadata.preempted, metadata.action, metadata.maintenance = 0, "<html>", "<html>", "<html>"
 
     def well() -> None:

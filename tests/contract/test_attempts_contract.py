@@ -18,7 +18,7 @@ import pytest
 
 from raypool import ParallelPool, Results, current_task, load_results
 from raypool.core.model import Slice
-from raypool.engine import early
+from raypool.engine import early, runner
 
 from .conftest import PoolMaker
 
@@ -93,9 +93,10 @@ def test_what_ran_when_the_loop_ended_was_cancelled(pool: ParallelPool, tmp_path
 @pytest.fixture
 def patient_pool(make_pool: PoolMaker, monkeypatch: pytest.MonkeyPatch) -> Iterator[ParallelPool]:
     """Give a pool whose only worker keeps what was sent to it however long a call lasts, on a busy machine too."""
-    monkeypatch.setattr(early, "LASTS_S", math.inf)
     with make_pool(1, retries=1) as pool:
-        pool.parfeval_on_all(setattr, early, "LASTS_S", math.inf).result(60)
+        for module, name in ((early, "LASTS_S"), (runner, "CALL_LIMIT_S")):
+            monkeypatch.setattr(module, name, math.inf)
+            pool.parfeval_on_all(setattr, module, name, math.inf).result(60)
         yield pool
 
 

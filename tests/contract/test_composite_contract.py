@@ -486,7 +486,7 @@ def test_of_a_pool_that_has_become_smaller_the_parts_are_lost_with_their_workers
 
 
 @with_threads
-def test_the_parts_end_with_workers_that_had_nothing_to_do(make_pool: Any, eventually: Any) -> None:
+def test_the_parts_end_with_workers_that_had_nothing_to_do(make_pool: Any, gate: Any, eventually: Any) -> None:
     with make_pool(2, idle_timeout_s=0.2) as pool:
         composite, forgotten = pool.spmd(make), pool.spmd(make)
         assert eventually(lambda: {worker.state for worker in pool.workers} == {"parked"})
@@ -498,8 +498,11 @@ def test_the_parts_end_with_workers_that_had_nothing_to_do(make_pool: Any, event
         gc.collect()
         pool._engine.driver.barrier()
         assert {worker.state for worker in pool.workers} == {"parked"}, "nobody is started to be told to forget"
+        busy = pool.options(worker=1).parfeval(gate.wait)  # so that nobody is sent away meanwhile
         composite[0] = "again"
         assert composite[0] == "again"
+        gate.open()
+        busy.result(60)
 
 
 def test_a_pool_of_one(make_pool: Any) -> None:

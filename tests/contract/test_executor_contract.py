@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import gc
+import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Executor
@@ -171,7 +172,7 @@ def test_what_was_cancelled_never_runs(make_pool: Any, gate: Any, marks: Any, ev
 
 @beside_each_other
 def test_cancel_all(make_pool: Any, gate: Any, eventually: Any, check_pool: Any) -> None:
-    with make_pool(1) as pool:
+    with make_pool(1, cancel_grace_s=60) as pool:
         blocker = pool.parfeval(gate.wait)
         assert eventually(blocker.running)
         futures = [pool.parfeval(add, number) for number in range(5)]
@@ -184,6 +185,25 @@ def test_cancel_all(make_pool: Any, gate: Any, eventually: Any, check_pool: Any)
         assert blocker.cancelled()
         assert eventually(lambda: blocker.worker_replaced is False)
         check_pool(pool)
+
+
+@beside_each_other
+def test_an_answer_that_came_in_time_counts_however_late_the_pool_is(make_pool: Any, make_gate: Any) -> None:
+    """A callback holds up the pool's thread until long after the time of a call is up that has ended meanwhile."""
+    begun, held_up = make_gate(), make_gate()
+
+    def work() -> int:
+        begun.open()
+        held_up.wait()
+        return 1
+
+    def hold_up(_: Any) -> None:
+        held_up.open()
+        threading.Event().wait(5)
+
+    with make_pool(2) as pool:
+        pool.parfeval(begun.wait).add_done_callback(hold_up)
+        assert pool.options(timeout_s=4).parfeval(work).result(60) == 1
 
 
 @beside_each_other

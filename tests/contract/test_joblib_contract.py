@@ -556,7 +556,7 @@ def _note(marks: Any, x: int) -> int:
 
 
 def test_joblib_says_how_far_it_is(config: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    Parallel(n_jobs=2, verbose=60, batch_size=1)(delayed(square)(x) for x in range(4))
+    Parallel(n_jobs=2, verbose=60, batch_size=1, pre_dispatch="all")(delayed(square)(x) for x in range(4))
     out = capsys.readouterr().out
     assert "Using backend RaypoolBackend with 2 concurrent workers" in out
     assert "Done   4 out of   4" in out

@@ -190,14 +190,14 @@ def test_an_argument_that_cannot_be_opened_by_the_worker(
 def test_a_function_that_hangs(ray_session: None, pool: ParallelPool, fn: Any) -> None:
     """It is interrupted; what cannot be is killed."""
     with parpool(1, quiet=True, cancel_grace_s=0.3, resources=WorkerResources(gpus=0)) as strict:
-        short = strict.options(timeout_s=0.3)
+        short = strict.options(timeout_s=2)  # those that do not hang need some of it on a busy machine
         late = short.parfeval(fn)
 
         results = short.parfor(lambda i: fn() if i == 1 else i, range(3), on_error="collect")
 
         for error in (late.exception(60), results.errors[1]):
             assert type(error) is TaskTimeoutError
-            assert "timeout_s=0.3" in str(error)
+            assert "timeout_s=2" in str(error)
             assert "stopped on worker 0" in str(error)
         assert results[:] == [0, None, 2]
         assert strict.parfeval(abs, -1).result(60) == 1

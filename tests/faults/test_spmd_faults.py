@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
 import signal
 import sys
@@ -196,16 +197,20 @@ def test_the_one_that_failed_is_named_however_often(pool: ParallelPool) -> None:
         assert set(error.failures) == {number % 3}, (number, str(error))
 
 
-def test_two_ranks_fail(pool: ParallelPool) -> None:
+def test_two_ranks_fail(pool: ParallelPool, gate: Any) -> None:
     """Each for itself: the first one is the cause, whatever its number, and the other one is counted."""
 
     def fn(context: Any) -> None:
         context.barrier()
         began = time.monotonic()
-        delay_s = {0: 0.3, 1: 60.0, 2: 0.1}[context.rank]
-        while time.monotonic() < began + delay_s:
+        ends_at = began + {0: math.inf, 1: 60.0, 2: 0.1}[context.rank]
+        while time.monotonic() < ends_at:
             with contextlib.suppress(BaseException):  # also that it is told to end
                 time.sleep(0.01)
+                if context.rank == 0 and gate.path.exists():
+                    ends_at = min(ends_at, time.monotonic() + 1)
+        if context.rank == 2:
+            gate.open()
         raise Broken(context.rank)
 
     error = fail(pool, fn)
@@ -293,7 +298,7 @@ def test_a_worker_that_dies_while_it_is_idle(pool: ParallelPool, eventually: Cal
     """The next call waits for the one that replaces it, and makes a new group."""
     before = pids(pool)
     os.kill(before[0], signal.SIGKILL)
-    assert eventually(lambda: pool.workers[0].state != "idle")
+    assert eventually(lambda: pool.workers[0].state != "idle" or pool.workers[0].pid != before[0])
     assert list(pool.spmd(lambda context: current_task().worker)) == [0, 1, 2]
     after = pids(pool)
     assert after[0] != before[0]
@@ -337,16 +342,20 @@ def test_a_rank_that_dies_at_the_very_beginning(pool: ParallelPool) -> None:
 
 
 @pytest.mark.parametrize("number", range(6))
-def test_a_worker_that_dies_at_some_moment(pool: ParallelPool, number: int) -> None:
+def test_a_worker_that_dies_at_some_moment(pool: ParallelPool, gate: Any, number: int) -> None:
     """While the ranks look for each other, meet, or end: groups are made anew all the time meanwhile."""
     culprit, before = number % 3, pool.workers
 
     def fall() -> None:
-        timer = threading.Timer(0.02 * (number + 1), os._exit, (6,))
-        timer.daemon = True
-        timer.start()
+        gate.wait()
+        time.sleep(0.02 * (number + 1))
+        os._exit(6)
 
-    pool.options(worker=culprit).parfeval(fall).result(60)
+    def begin() -> None:
+        threading.Thread(target=fall, daemon=True).start()
+
+    pool.options(worker=culprit).parfeval(begin).result(60)
+    gate.open()
     began, orders = time.monotonic(), itertools.cycle([[2, 1, 0], [0, 2, 1]])
     error = None
     while error is None and pool.workers[culprit].pid == before[culprit].pid:

@@ -104,8 +104,8 @@ def hang(context: Any, culprit: int, fn: Callable[[], None], way: str) -> None:
 def late(pool: ParallelPool, *args: Any) -> SpmdError:
     began = time.monotonic()
     with pytest.raises(SpmdError) as caught:
-        pool.options(timeout_s=1).spmd(hang, *args)
-    assert time.monotonic() - began < 1 + WITHIN_S
+        pool.options(timeout_s=4).spmd(hang, *args)
+    assert time.monotonic() - began < 4 + WITHIN_S
     return caught.value
 
 
@@ -125,7 +125,7 @@ def test_a_rank_that_does_not_come(pool: ParallelPool, fn: Any, way: str, culpri
     what = "barrier (the 1st operation of the call)" if way == "context" else "a collective of torch.distributed"
     assert f"ranks {others} waited in {what}" in str(error)
     assert error.first_rank == culprit
-    assert "hang had not ended after timeout_s=1: rank " in str(error)
+    assert "hang had not ended after timeout_s=4: rank " in str(error)
     assert f"rank {culprit} was at " in str(error)
     assert f"in {fn.__name__}" in str(error)
     assert isinstance(error.__cause__, TaskTimeoutError)
@@ -151,16 +151,16 @@ def test_a_rank_that_hangs_in_native_code(pool: ParallelPool, fn: Any, culprit: 
 def test_those_that_have_ended_are_not_late(pool: ParallelPool) -> None:
     """They wait for the last one at the end."""
     with pytest.raises(SpmdError, match=r"rank 1 was at .* in sleep_long; ranks 0 and 2 waited at the end of the call") as caught:
-        pool.options(timeout_s=0.5).spmd(lambda context: sleep_long() if context.rank == 1 else None)
+        pool.options(timeout_s=3).spmd(lambda context: sleep_long() if context.rank == 1 else None)
     assert set(caught.value.failures) == {1}
 
 
 @on_shared_pool
 def test_all_ranks_are_late(pool: ParallelPool) -> None:
     with pytest.raises(SpmdError, match=r"rank 0 was at .* in sleep_long; rank 1 was at") as caught:
-        pool.options(timeout_s=0.5, name="slow").spmd(lambda context: sleep_long())
+        pool.options(timeout_s=3, name="slow").spmd(lambda context: sleep_long())
     assert set(caught.value.failures) == {0, 1, 2}
-    assert str(caught.value).startswith("slow had not ended after timeout_s=0.5")
+    assert str(caught.value).startswith("slow had not ended after timeout_s=3")
 
 
 @on_shared_pool

@@ -203,12 +203,12 @@ def test_a_training_that_is_late(pool: ParallelPool, tmp_path: Path) -> None:
         if epoch == 3 and current_task().index == 1:
             time.sleep(120)
 
-    run = pool.options(timeout_s=2).train(add_up, {"epochs": 9, "hold": hold}, options=RunOptions(run_dir=tmp_path / "run"))
+    run = pool.options(timeout_s=15).train(add_up, {"epochs": 9, "hold": hold}, options=RunOptions(run_dir=tmp_path / "run"))
     began = time.monotonic()
     error = run.exception(60)
-    assert time.monotonic() - began < 2 + WITHIN_S
+    assert time.monotonic() - began < 15 + WITHIN_S
     assert type(error) is TaskTimeoutError
-    assert "add_up had not ended after timeout_s=2: rank 1 was at " in str(error)
+    assert "add_up had not ended after timeout_s=15: rank 1 was at " in str(error)
     assert "in hold" in str(error)
     assert Path(error.result.checkpoint.path).name == "checkpoint_000003"
     assert error.result.metrics == {"epoch": 2, "total": 3.0}
@@ -220,7 +220,7 @@ def test_fit_that_is_late(pool: ParallelPool, tmp_path: Path) -> None:
     x = torch.ones(8, 1)
     options = TrainingOptions(max_epochs=10**6, checkpoint_every=1)
     kept = RunOptions(run_dir=tmp_path / "run", keep_checkpoints=1)
-    run = pool.options(timeout_s=3).fit(torch.nn.Linear(1, 1), (x, x), torch.nn.functional.mse_loss, options, run_options=kept)
+    run = pool.options(timeout_s=10).fit(torch.nn.Linear(1, 1), (x, x), torch.nn.functional.mse_loss, options, run_options=kept)
     error = run.exception(60)
     assert type(error) is TaskTimeoutError
     assert error.result.checkpoint is not None

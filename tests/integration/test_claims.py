@@ -81,7 +81,7 @@ def test_a_pool_that_is_shut_down_while_it_waits_for_gpus_keeps_none(
 def test_a_pool_that_cannot_grow_says_in_time_who_holds_the_rest(
     ray_session: None, by_value: None, resources: WorkerResources, scarce: str
 ) -> None:
-    timeout_s = 6.0  # also for workers to come up
+    timeout_s = 20.0  # also for workers to come up
     others = 2 if scarce == "1 GPU" else 1
     with (
         parpool(1, resources=resources, start_timeout_s=timeout_s, quiet=True) as pool,

@@ -26,7 +26,7 @@ def gpus(tmp_path_factory: pytest.TempPathFactory) -> SimulatedGpus:
 @pytest.fixture(scope="module")
 def pool(ray_session: None, gpus: SimulatedGpus, by_value: None) -> Iterator[ParallelPool]:
     """Give a pool of one worker, whose card has 16 GiB: so 1.6 GiB may be left over."""
-    with parpool(1, inventory=gpus, cancel_grace_s=0.3, quiet=True) as pool:
+    with parpool(1, inventory=gpus, cancel_grace_s=3, quiet=True) as pool:
         yield pool
 
 
@@ -207,9 +207,9 @@ def test_memory_is_back_before_the_next_task(pool: ParallelPool, gpus: Simulated
 
     def hold() -> None:
         held = gpus.allocate(4000 * MIB)
-        gate.open()
         while True:
             try:
+                gate.open()
                 time.sleep(60)
             except BaseException:
                 if not is_stubborn:

@@ -289,7 +289,7 @@ def test_what_is_in_the_way_is_said_within_seconds(laptop: Laptop, head: Any) ->
     }
     for name, words in expected.items():
         assert words in said[name][0], name
-        assert said[name][1] < 10, (name, said[name])
+        assert said[name][1] < 60, (name, said[name])
     assert said["in the end"][0] == 1  # a process whose token was wrong can mend it
 
 

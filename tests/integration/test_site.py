@@ -102,6 +102,7 @@ def test_every_public_name_has_its_place(pages: dict[Path, Page], site: Path) ->
 
 def test_a_browser_shows_it(site: Path, browser: Any, serve: Callable[[Path], str]) -> None:  # noqa: F811
     """Each kind of page loads without a complaint, and without asking anybody else; what is looked for is found."""
+    from selenium.common.exceptions import NoSuchElementException, StaleElementReferenceException
     from selenium.webdriver.common.by import By
     from selenium.webdriver.support.ui import WebDriverWait
 
@@ -118,12 +119,12 @@ def test_a_browser_shows_it(site: Path, browser: Any, serve: Callable[[Path], st
         assert browser.find_element(By.TAG_NAME, "h1").text.startswith(title)
         assert complaints(browser) == []
     browser.get(f"{root}/index.html")
-    wait = WebDriverWait(browser, 30)
+    torn = [NoSuchElementException, StaleElementReferenceException]  # it searches anew with each letter
+    wait = WebDriverWait(browser, 30, ignored_exceptions=torn)
     wait.until(lambda _: browser.find_element(By.CSS_SELECTOR, "[data-md-component=search-query]").is_displayed())
     browser.find_element(By.CSS_SELECTOR, "[data-md-component=search-query]").send_keys("parfeval_on_all")
     selector = ".md-search-result__link[href*='ParallelPool.parfeval_on_all']"
-    wait.until(lambda _: browser.find_elements(By.CSS_SELECTOR, selector))
-    browser.get(browser.find_element(By.CSS_SELECTOR, selector).get_attribute("href"))
+    browser.get(wait.until(lambda _: browser.find_element(By.CSS_SELECTOR, selector).get_attribute("href")))
     heading = browser.find_element(By.ID, "raypool.ParallelPool.parfeval_on_all")
     signature = heading.find_element(By.XPATH, "following-sibling::div[1]")
     assert "fn: Callable" in signature.text

@@ -293,7 +293,7 @@ def test_calls_from_several_threads(pool: ParallelPool) -> None:
         assert list(threads.map(call, range(4))) == [[value] * 5 for value in expected]
 
 
-def test_a_call_from_the_callback_of_a_future(pool: ParallelPool, eventually: Callable[..., bool]) -> None:
+def test_a_call_from_the_callback_of_a_future(pool: ParallelPool, gate: Any, eventually: Callable[..., bool]) -> None:
     """It can be handed in there, but not waited for."""
     jobs: list[Any] = []
     problems: list[BaseException] = []
@@ -305,7 +305,8 @@ def test_a_call_from_the_callback_of_a_future(pool: ParallelPool, eventually: Ca
         except InvalidValueError as error:
             problems.append(error)
 
-    pool.parfeval(abs, -1).add_done_callback(follow)
+    pool.parfeval(gate.wait).add_done_callback(follow)
+    gate.open()
     assert eventually(lambda: problems)
     assert "spmd_async" in str(problems[0])
     assert list(jobs[0].result(60)) == [21] * 6

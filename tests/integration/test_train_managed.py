@@ -289,7 +289,7 @@ def test_cancelled_at_any_moment(
     begun = time.monotonic()
     assert run.cancel()
     assert run.cancel()
-    assert time.monotonic() - begun < 1
+    assert time.monotonic() - begun < 10, "it has waited for the guests"
     assert is_free(pool)
     pids = [int(mark.split()[1]) for mark in marks.all() if mark.startswith("pid")]
     assert eventually(lambda: not any(map(psutil.pid_exists, pids)), 60)

@@ -345,7 +345,7 @@ def test_a_disk_that_is_full_on_one_rank(pool: ParallelPool, tmp_path: Path) -> 
 
     run_dir = tmp_path / "run"
     error = failure(pool, loop, run_dir=run_dir)
-    assert set(error.failures) == {0, 1}
+    assert error.failures  # the one that is told first may end the other
     for each in error.failures.values():
         assert isinstance(each, OSError)
         assert each.errno == errno.EFBIG
