@@ -126,10 +126,18 @@ def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     assert poll(lambda: Inventory.take().has_nothing_beyond(before)), f"left behind: {Inventory.take()}, before: {before}"
 
 
+def name_of(process: psutil.Process) -> str | None:
+    """Return what a process is called; None if it has ended."""
+    try:
+        return process.name()
+    except psutil.NoSuchProcess:
+        return None
+
+
 def strays() -> set[int]:
     """Return what was started here, by whomever, and is neither Ray's own nor a worker: children of tasks, and their orphans."""
     me = psutil.Process()
-    raylets = {child.pid for child in me.children() if child.name() == "raylet"}  # their children are workers, and Ray's own
+    raylets = {child.pid for child in me.children() if name_of(child) == "raylet"}  # their children are workers, and Ray's own
     found = set()
     for process in psutil.process_iter():
         try:

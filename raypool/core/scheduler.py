@@ -200,6 +200,8 @@ class Scheduler:
         if worker.state is not WorkerState.STARTING:
             self._impossible(event, worker_id=event.worker_id)
         self.crew.places[worker.place].failed_starts = 0
+        if self._idleness is not None:
+            self._idleness.end()  # the time runs from where it could have done something
         self.crew.squads.enlist(worker, event.kind, self.crew.workers, self.crew.idle)
         if worker.attempts:  # it was started for this one
             self._out += self._dispatcher.begin(worker, self._now)

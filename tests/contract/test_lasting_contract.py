@@ -115,7 +115,7 @@ def test_in_a_loop_too(pool: ParallelPool, gate: Any, marks: Any, tmp_path: Path
     assert sorted(map(int, marks.all())) == list(range(100))
     table = results.to_frame()
     assert set(table["attempts"]) == {1}
-    assert table["duration_s"].idxmax() == LASTS
+    assert table["duration_s"][LASTS] > table["duration_s"].median()
 
 
 @pytest.mark.parametrize("chunk_size", [100, 25])

@@ -66,7 +66,7 @@ def test_a_setup_that_fails(make_pool: Any, marks: Any, caplog: pytest.LogCaptur
 
     with pytest.raises(StartupError, match=rf"(?s)1 of 1 workers did not start; worker 0: its setup failed.*{words}") as caught:
         make_pool(1, setup=fail, teardown=lambda: marks.add("teardown"))
-    assert 1 <= marks.count("tried") <= (3 if make_pool.profile == "inline" else 2), "the second may have begun"
+    assert 1 <= marks.count("tried") <= 3, "the next may have begun"
     assert marks.count("teardown") == 0
     assert "/tmp/ray" not in str(caught.value)
     assert caplog.text == ""
@@ -158,7 +158,7 @@ def test_idle_workers_end_and_are_started_again(make_pool: Any, marks: Any, even
         assert pool.parfeval_on_all(where).result(60) == [0, 1]
         pids = [worker.pid for worker in pool.workers]
         assert eventually(lambda: states_of(pool) == {"parked"})
-        assert eventually(lambda: marks.count("teardown") == 2)
+        assert eventually(lambda: marks.count("teardown") == marks.count("setup"))
         if make_pool.is_in_processes:
             assert eventually(lambda: not any(psutil.pid_exists(pid) for pid in pids))
         assert (pool.num_workers, pool.idle_workers, pool.busy, pool.is_closed) == (2, 0, False, False)
@@ -166,9 +166,9 @@ def test_idle_workers_end_and_are_started_again(make_pool: Any, marks: Any, even
         assert set(pool.parfor(where, 20)) <= {0, 1}
         assert pool.parfeval(where).result(60) in (0, 1)
         assert pool.parfeval_on_all(where).result(60) == [0, 1]
-        assert marks.count("setup") == 4
+        assert marks.count("setup") >= 4, "as often as it was held up between two calls"
         assert pool.num_workers == 2
-    assert marks.count("teardown") == 4
+    assert marks.count("teardown") == marks.count("setup")
     assert capfd.readouterr().out == "", "quiet=True"
 
 
@@ -188,6 +188,7 @@ def test_a_line_says_so_once(make_pool: Any, eventually: Any, capsys: pytest.Cap
 def test_what_runs_long_is_no_idling(make_pool: Any, gate: Any, eventually: Any) -> None:
     with make_pool(2, idle_timeout_s=IDLE_S) as pool:
         future = pool.parfeval(gate.wait)
+        assert eventually(future.running)
         assert not eventually(lambda: "parked" in states_of(pool), 4 * IDLE_S)
         gate.open()
         future.result(60)

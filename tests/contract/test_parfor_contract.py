@@ -212,7 +212,8 @@ def test_an_interrupted_loop_gives_back_what_it_has(
         return item
 
     def interrupt() -> None:
-        eventually(lambda: len(marks.all()) == pool.num_workers + 1)  # the first is done, all workers are busy
+        assert eventually(lambda: len(marks.all()) == pool.num_workers + 1)  # the first is done, all workers are busy
+        pool._engine.driver.barrier()  # and the pool has its result
         press_ctrl_c()
 
     with ThreadPoolExecutor(1) as thread:

@@ -406,7 +406,7 @@ def test_ranks_stop_together(pool: ParallelPool, size: int, tmp_path: Path) -> N
     def loop() -> tuple[int, bool]:
         import ray.train
 
-        for step in range(100_000):
+        for step in range(10**9):
             before = current_task().should_stop
             ray.train.report({"step": step})
             if current_task().should_stop:

@@ -168,7 +168,7 @@ def test_the_folder_of_a_driver_that_was_killed_is_free(
         with parpool(2, profile="threads", quiet=True) as pool:
             pool.parfor(work, range(4), run_dir={str(tmp_path / "run")!r}, chunk_size=1)
     """)
-    assert eventually(lambda: num_finished(tmp_path / "run") == 3)
+    assert eventually(lambda: num_finished(tmp_path / "run") == 3, 90)
     with parpool(2, profile="threads", quiet=True) as pool:
         with pytest.raises(JournalError, match=rf"in use by process {started.pid} on .*, since 2"):
             pool.parfor(abs, range(4), run_dir=tmp_path / "run")
@@ -184,7 +184,9 @@ def test_the_folder_of_a_driver_that_was_killed_is_free(
 
 
 @pytest.mark.parametrize("profile", ["inline", "threads", pytest.param("local", marks=pytest.mark.long)])
-def test_ctrl_c_leaves_what_was_done_and_says_so(profile: str, tmp_path: Path, make_gate: Any, start_python: Any) -> None:
+def test_ctrl_c_leaves_what_was_done_and_says_so(
+    profile: str, tmp_path: Path, make_gate: Any, start_python: Any, eventually: Any
+) -> None:
     ready = make_gate()
     started = start_python(f"""
         import time
@@ -205,6 +207,7 @@ def test_ctrl_c_leaves_what_was_done_and_says_so(profile: str, tmp_path: Path, m
             print(list(pool.parfor(work, range(6), run_dir={str(tmp_path / "run")!r})))
     """)
     ready.wait(90)
+    assert eventually(lambda: num_finished(tmp_path / "run") == 3, 60)
 
     os.killpg(started.pid, signal.SIGINT)
 

@@ -211,8 +211,8 @@ def test_data_loaders_go_with_their_task(pool: ParallelPool, make_gate: Any, tmp
         for _ in loader:
             children = [child.pid for child in psutil.Process().children(recursive=True)]
             (tmp_path / name).write_text(" ".join(map(str, children)))
-            running.open()
             try:
+                running.open()
                 time.sleep(60)
             except BaseException:
                 if is_stubborn:

@@ -225,8 +225,9 @@ with parpool(4, address="10.88.0.1:6379", quiet=True, retries=1, cancel_grace_s=
 LISTENERS = """
 import json, psutil
 found = [each for each in psutil.net_connections("inet") if each.status == "LISTEN"]
+names = {process.pid: process.info["name"] for process in psutil.process_iter(["name"])}
 print(json.dumps({
-    each.laddr.port: psutil.Process(each.pid).name()
+    each.laddr.port: names.get(each.pid, "one that has ended")
     for each in found if each.laddr.ip.removeprefix("::ffff:") != "127.0.0.1" and each.pid
 }))
 """

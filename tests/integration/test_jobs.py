@@ -60,6 +60,15 @@ def in_cluster(head: Any) -> list[psutil.Process]:
     return found
 
 
+def command_lines(processes: list[psutil.Process]) -> list[str]:
+    """Return those of the processes that have not ended meanwhile."""
+    lines = []
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            lines.append(" ".join(process.cmdline()))
+    return lines
+
+
 # --- from the command line ----------------------------------------------------------------------------------------------
 
 WORDS = ["--lr", "0.1", "a b", "it's", "--", "--follow", "$HOME", "*"]
@@ -129,7 +138,7 @@ def test_the_log_comes_as_it_is_written_and_a_stop_lets_the_command_tidy_up(
     assert jobs.look(job_id).state == "running"
     assert not jobs.wait(job_id, timeout_s=0.1).has_ended
     token = head.token_file.read_text()
-    assert not [process for process in in_cluster(head) if token in " ".join(process.cmdline())]
+    assert not [line for line in command_lines(in_cluster(head)) if token in line]
     assert job_command("stop", job_id).stdout == f"{job_id}: cancelled\n"
     assert tidied.exists()
     assert "tidied" in "".join(log)

@@ -6,6 +6,7 @@ Each cluster is Ray's own for tests; the metadata server is one of ours, the wat
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import textwrap
 from collections.abc import Callable, Iterator
@@ -121,10 +122,10 @@ def test_what_runs_on_a_machine_that_is_taken_back_saves_and_goes_on_elsewhere(o
         first = next(index for index, place in enumerate(done) if place != gone)
         assert first > 0
         assert gone not in done[first:]
-    assert facts["seconds"] < 20, "within the half minute that Compute Engine gives"
+    assert facts["seconds"] < 30, "within the half minute that Compute Engine gives"
     assert facts["watcher"] == 0
-    assert "Compute Engine takes this spot machine back, in 2" in facts["said"]
-    assert "is about to go, in 2" in words
+    assert re.search(r"Compute Engine takes this spot machine back, in [12]\d s", facts["said"])
+    assert re.search(r"is about to go, in [12]\d s", words)
 
 
 FIT = """

@@ -85,6 +85,18 @@ def test_a_worker_that_is_starting_then_is_waited_for(pool):
     assert pool.fire("idle") == [ParkWorker(0), ParkWorker(1)]
 
 
+def test_the_time_runs_from_where_the_last_worker_was_ready(pool_of):
+    """Who opens a pool finds it at work, however long its workers took to come up."""
+    pool = pool_of(0, idle_timeout_s=IDLE_S)
+    pool.resize(add=[0])
+    pool.now = 90.0
+    assert pool.ready(0) == []
+    pool.now = IDLE_S
+    assert pool.fire("idle") == [timer(190.0)]
+    pool.now = 190.0
+    assert pool.fire("idle") == [ParkWorker(0)]
+
+
 def test_a_worker_that_has_not_come_back_from_a_cancelled_task_is_waited_for(pool):
     pool.submit(0)
     pool.cancel(0)
