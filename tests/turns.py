@@ -18,8 +18,11 @@ TAKE_TURNS = {
     "tests/cloud/test_launcher.py",  # machines by SSH
     "tests/cloud/test_on_premises.py",
     "tests/integration/test_at_home.py",
+    "tests/integration/test_client.py",  # Ray Client, whose proxies on one machine all give out ports from 23000 on
     "tests/integration/test_growth.py",  # hosts that are namespaces
+    "tests/integration/test_guides.py",
     "tests/integration/test_hosts.py",
+    "tests/integration/test_jobs.py",
     "tests/integration/test_live_view.py",
     "tests/integration/test_nodes.py",  # clusters of several nodes
     "tests/integration/test_preemption.py",

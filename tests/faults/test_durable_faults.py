@@ -207,7 +207,8 @@ def test_ctrl_c_leaves_what_was_done_and_says_so(
             print(list(pool.parfor(work, range(6), run_dir={str(tmp_path / "run")!r})))
     """)
     ready.wait(90)
-    assert eventually(lambda: num_finished(tmp_path / "run") == 3, 60)
+    # What a worker has done is known a moment later; "inline" has nobody who could write it down meanwhile.
+    assert profile == "inline" or eventually(lambda: num_finished(tmp_path / "run") == 3, 60)
 
     os.killpg(started.pid, signal.SIGINT)
 
