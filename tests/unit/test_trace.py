@@ -43,9 +43,9 @@ def path(tmp_path):
     trace = TraceWriter(path, start_timeout_s=60.0, idle_timeout_s=10.0)
     trace(0.0, m.ResizeRequested(add=(0,)))
     trace(1.0, m.WorkerReady(0))
-    trace(10.0, m.TimerFired("idle", -1))
-    trace(11.0, m.TaskSubmitted(TaskSpec(0, 0)))
-    trace(12.0, m.WorkerReady(1))
+    trace(11.0, m.TimerFired("idle", -1))
+    trace(12.0, m.TaskSubmitted(TaskSpec(0, 0)))
+    trace(13.0, m.WorkerReady(1))
     trace.close()
     return path
 
