@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import time
@@ -12,6 +13,7 @@ import pytest
 
 from raypool.core.messages import Signal
 from raypool.engine import early as early_module
+from raypool.engine import runner
 from raypool.engine.backend import Part, WorkerInfo
 from raypool.engine.early import Early, Watch
 from raypool.engine.guard import Guard, ThreadGuard
@@ -41,6 +43,7 @@ def told() -> Told:
 def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
     monkeypatch.setattr(early_module, "LASTS_S", 0.05)
     monkeypatch.setattr(early_module, "LOOK_S", 0.01)
+    monkeypatch.setattr(runner, "CALL_LIMIT_S", math.inf)  # a call takes all its items, however late the watch is
     watch = Watch()
     yield watch
     watch.close()

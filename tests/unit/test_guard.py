@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from raypool.core.messages import Signal
+from raypool.engine import runner
 from raypool.engine.backend import Part, WorkerInfo
 from raypool.engine.guard import AT_HAND, NOTHING, SIGNALS, STOP_SIGNAL, WISH, Guard, ProcessGuard, ThreadGuard
 from raypool.engine.open_call import RawResult
@@ -38,6 +40,12 @@ def run(guard: Guard, *functions: Callable[[], Any], attempt_id: int = 7) -> lis
     """Run tasks, numbered from 0, in one call."""
     here = Surroundings(HERE, functions.__getitem__, lambda items: items, guard, say_nothing)
     return run_parts(attempt_id, calls(*functions), here)
+
+
+@pytest.fixture(autouse=True)
+def no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call takes all its items, however long one waits to be interrupted."""
+    monkeypatch.setattr(runner, "CALL_LIMIT_S", math.inf)
 
 
 @pytest.fixture

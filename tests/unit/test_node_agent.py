@@ -21,7 +21,8 @@ def each(read: Callable[[], int | None]) -> Callable[[], Awaitable[int | None]]:
     return wait
 
 
-def test_memory_that_comes_back_bit_by_bit() -> None:
+def test_memory_that_comes_back_bit_by_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_agent, "STEADY_S", 60.0)
     falling = iter([900, 500, 500, 120, 100])
     asyncio.run(memory_back(each(lambda: next(falling)), 100))
     assert list(falling) == []

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from raypool import Future, InvalidTypeError, InvalidValueError, after_all, after_each, fetch_next, fetch_outputs, wait
+from raypool import Future, InvalidTypeError, InvalidValueError, after_all, after_each, fetch_next, fetch_outputs, wait, waiting
 from raypool.futures import Deferred, Missing
+from tests.conftest import poll
 
 
 def ended(value: Any) -> Future[Any]:
@@ -118,6 +119,7 @@ def test_without_a_thread_the_call_is_made_all_the_same(monkeypatch: pytest.Monk
         return after_each([ended(value)], lambda x: x + 1)[0]
 
     assert wait(after_each([ended(0)], str), 60)
+    assert poll(lambda: waiting._dispatcher._thread is None)
     monkeypatch.setattr(threading.Thread, "start", refuse)
     (follower,) = after_each([ended(1)], nest)
     assert follower.result(0).result(0) == 2
