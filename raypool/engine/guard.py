@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import _weakrefset
 import ctypes
+import inspect
+import itertools
 import mmap
 import os
 import signal
 import struct
+import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from types import FrameType
-from typing import Protocol
+from typing import Any, Protocol
 
 from raypool.core.messages import Signal
 from raypool.errors import TaskCancelled
@@ -41,6 +45,11 @@ IMPORT_MACHINERY = "<frozen importlib._bootstrap>"
 SWALLOWERS = frozenset({weakref.__file__, _weakrefset.__file__})
 """Code that is called when something is collected: what is raised there goes nowhere."""
 
+THREAD_START = inspect.unwrap(threading.Thread.start).__code__
+"""Whoever runs this must not always be interrupted: see `_raise_in`."""
+
+THREAD_START_S = 10.0
+"""A thread that a task begins should have begun after so long [s]."""
 
 NOW = 0.0
 """A deadline that has passed."""
@@ -248,8 +257,15 @@ class ThreadGuard(Guard):
         """Pass on a wish, from any thread."""
         with self._lock:
             if self.take(wish, attempt_id, task_id):
-                self._is_coming = True
-                _raise_in(self._thread_id, TaskCancelled)
+                self._is_coming = self._interrupt()
+
+    def _interrupt(self) -> bool:
+        """Raise TaskCancelled in the thread as soon as it is not making another; return whether that was possible in time."""
+        give_up = time.monotonic() + THREAD_START_S
+        while (made := _raise_in(self._thread_id, TaskCancelled)) is not None:
+            if not made._started.wait(give_up - time.monotonic()):
+                return False
+        return True
 
     @property
     def is_free(self) -> bool:
@@ -261,9 +277,28 @@ class ThreadGuard(Guard):
         return self._at_hand == (attempt_id, task_id)
 
 
-def _raise_in(thread_id: int, kind: type[BaseException]) -> None:
-    """Raise an exception in a thread when it runs Python code again."""
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), ctypes.py_object(kind))
+_set_async_exc = ctypes.pythonapi.PyThreadState_SetAsyncExc
+_set_async_exc.argtypes = [ctypes.c_ulong, ctypes.py_object]
+
+
+def _raise_in(thread_id: int, kind: type[BaseException]) -> Any:
+    """Raise an exception in a thread when it runs Python code again, unless it is making another; return that, or None.
+
+    Up to Python 3.11 a thread that is being made goes by its maker's id until it runs. It would get the exception in its maker's
+    place and die of it, and its maker would wait for ever for it to begin.
+    """
+    if sys.version_info < (3, 12):
+        [frames] = itertools.starmap(sys._current_frames, [()])  # until it has been raised, nothing here lets another thread run
+        a: Any = frames[thread_id]  # the innermost: `start` calls `Event.wait`, and that `Condition.wait`, and that its helpers
+        b = a.f_back
+        c = b.f_back
+        d = c.f_back
+        code = THREAD_START
+        start = a if a.f_code is code else b if b.f_code is code else c if c.f_code is code else d if d.f_code is code else None
+        if start is not None and not start.f_locals["self"]._started._flag:
+            return start.f_locals["self"]
+    _set_async_exc(thread_id, kind)
+    return None
 
 
 def _let_arrive() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from raypool.core.messages import Signal
+from raypool.engine import guard as guard_module
 from raypool.engine import runner
 from raypool.engine.backend import Part, WorkerInfo
 from raypool.engine.guard import AT_HAND, NOTHING, SIGNALS, STOP_SIGNAL, WISH, Guard, ProcessGuard, ThreadGuard
@@ -333,6 +335,53 @@ def test_a_thread_is_interrupted(eventually: Any) -> None:
     thread.join(20)
     assert [result.done for result in results] == [0, 1]
     assert guard.is_free
+
+
+def test_a_thread_that_begins_others_is_interrupted_and_they_are_not() -> None:
+    """Python 3.11 interrupts the one that is just being made, for which its maker then waits for ever."""
+    for attempt_id in range(100):
+        guard = ThreadGuard()
+        running = threading.Event()
+        results: list[RawResult] = []
+
+        def task(running: threading.Event = running) -> None:
+            while True:
+                threading.Thread(target=running.set).start()
+
+        def work(guard: Guard = guard, attempt_id: int = attempt_id, results: list[RawResult] = results) -> None:
+            results.extend(run(guard, task, attempt_id=attempt_id))
+
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        assert running.wait(20)
+        guard.request(Signal.CANCEL, attempt_id, 0)
+        thread.join(20)
+        assert [result.done for result in results] == [0], f"attempt {attempt_id}"
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="There it is interrupted at once.")
+def test_a_thread_that_never_has_begun_another_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard_module, "THREAD_START_S", 0.1)
+    guard = ThreadGuard()
+    begins, goes_on = threading.Event(), threading.Event()
+    results: list[RawResult] = []
+
+    class Slow(threading.Thread):
+        def _bootstrap(self) -> None:
+            begins.set()
+            goes_on.wait(20)
+            super()._bootstrap()  # type: ignore[misc]
+
+    def task() -> None:
+        Slow(target=bool).start()
+
+    thread = threading.Thread(target=lambda: results.extend(run(guard, task, lambda: "a value")))
+    thread.start()
+    assert begins.wait(20)
+    guard.request(Signal.CANCEL, 7, 0)
+    goes_on.set()
+    thread.join(20)
+    assert [result.is_cancelled for result in results] == [True, False], "it ends by itself, and nobody wants what it returns"
 
 
 def test_what_has_not_reached_a_thread_does_not_hit_what_comes_next() -> None:
