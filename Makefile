@@ -7,16 +7,21 @@ PEERS := $(VENV)/.peers
 
 PROCESSES ?= 2
 
-.PHONY: demo test test-long test-gpu chaos check bench bench-full bench-gpu format clean
+.PHONY: demo test test-ci test-all test-gpu chaos check bench bench-full bench-gpu format clean
 
 demo: $(INSTALLED)  ## install, then train a dozen models at once on real data
 	$(BIN)/raypool demo
 
-test: $(INSTALLED)  ## install, then run the tests, in PROCESSES=2 processes; plain pytest uses its own only, for a debugger
+test: $(INSTALLED)  ## install, then run the quick tests, in PROCESSES=2 processes; plain pytest runs them in its own, for a debugger
 	$(BIN)/pytest -n $(PROCESSES)
 
-test-long: $(INSTALLED)  ## the tests that take minutes: faults and corners; LIMIT=600 begins none after 600 s
-	$(BIN)/pytest -n $(PROCESSES) -m long $(if $(LIMIT),--time-limit $(LIMIT))
+test-ci: $(INSTALLED)  ## what .ci/run tests besides: threads, processes, faults, documents
+	$(BIN)/pytest -n $(PROCESSES) -m "ci and not long"
+	$(BIN)/pytest tests/chaos -m "" --seeds 3
+
+test-all: $(INSTALLED)  ## everything: all of the above, 200 chaos seeds, notebooks, whole grids: hours
+	$(BIN)/pytest -n $(PROCESSES) -m ""
+	$(MAKE) chaos
 
 test-gpu: $(INSTALLED)  ## the tests that need a GPU, recorded under benchmarks/results; without one: says so, and fails
 	$(BIN)/python -m benchmarks.gpu_tests

@@ -13,12 +13,10 @@ memory as they would with real ones (see docs/gpus.md).
 
 from __future__ import annotations
 
-import platform
 from array import array
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from dataclasses import replace
 from heapq import heappop, heappush
 from math import inf
 from pathlib import Path
@@ -29,18 +27,16 @@ from raypool.core.invariants import check_invariants
 from raypool.core.scheduler import Scheduler
 from raypool.devices.gpus import GpuDevice
 from raypool.devices.simulated import SimulatedGpus
-from raypool.engine.backend import Failure, Function, LocalValues, Part, SliceResult, WorkerInfo, nothing_done
+from raypool.engine.backend import Function, NodeDevices, Part, WorkerInfo, nothing_done
 from raypool.engine.engine import Engine
-from raypool.engine.exchange import LocalExchange
-from raypool.engine.guard import Guard
 from raypool.engine.inbox import Message
-from raypool.engine.runner import Surroundings, run_parts
+from raypool.engine.inline import InlineBackend
 from raypool.engine.trace import read_settings, read_trace
 from raypool.errors import LossReason
 from raypool.pool import ParallelPool
 from raypool.profiles import Profile
 from raypool.simulation import Course, Dice, FaultPlan, SimReport, simulate
-from raypool.task import Say, Way
+from raypool.task import Say
 
 __all__ = [
     "FaultPlan",
@@ -108,19 +104,25 @@ class _Call(NamedTuple):
     dies_first: bool
 
 
-class SimBackend:
-    """A backend whose workers exist in simulated time only."""
+class SimBackend(InlineBackend):
+    """The backend "inline", with workers that come up, answer and die in simulated time.
 
-    sizing, devices = nullcontext, list  # nobody else changes its size, and it has no cards
+    Functions run at once. What becomes of them is held back until their worker, by the plan, has come up, is done or has died.
+    """
 
-    def __init__(self, clock: VirtualClock, plan: FaultPlan, say: Say) -> None:
+    def __init__(self, profile: Profile, clock: VirtualClock, plan: FaultPlan, say: Say) -> None:
+        super().__init__(profile, self._hold_back, say)
         self._clock = clock
-        self._say = say
         self._dice = Dice(plan)
-        self._next_place = 0
-        self._infos: dict[int, WorkerInfo] = {}
-        self._exchange = LocalExchange()
-        self._ranks: dict[int, list[_Call]] = {}  # of gangs whose first rank has not come, by task
+        self._answers: dict[int, Message] = {}  # by worker
+        self._gangs: dict[int, list[_Call]] = {}  # of which the first rank has not come, by task
+
+    def _hold_back(self, event: m.Event, what: Any) -> None:
+        """Take what the workers tell the driver, in whichever thread; what Ctrl-C tells it arrives at once."""
+        if isinstance(event, (m.WorkerReady, m.WorkerLost, m.AttemptFinished)):
+            self._answers[event.worker_id] = event, what
+        else:
+            self._clock.put((event, what))
 
     def claim(self, least: int | None, most: int | None) -> list[int]:
         """Claim as many places as wanted (one, if any number will do)."""
@@ -129,83 +131,60 @@ class SimBackend:
         self._next_place += count
         return places
 
+    def devices(self) -> list[NodeDevices]:
+        """Return none: the GPUs of simulated workers are numbers."""
+        return []
+
     def start_worker(self, worker_id: int, place: int, setups: Sequence[Function]) -> None:
         """Let a worker come up after a while, or not."""
-        name = f"simulated GPU {self._dice.plan.kind(place)}"
-        info = self._infos[worker_id] = WorkerInfo(place, platform.node(), worker_id, gpus=(place,), gpu_name=name)
-        message: Message = (m.WorkerReady(worker_id), info)
         if self._dice.happens(self._dice.plan.p_failed_start):
-            message = (m.WorkerLost(worker_id, LossReason.START), "it was planned that it would not start")
-        self._clock.put_later(self._dice.plan.start_s, message)
+            self._hold_back(m.WorkerLost(worker_id, LossReason.START), "it was planned that it would not start")
+        else:
+            super().start_worker(worker_id, place, setups)
+        self._clock.put_later(self._dice.plan.start_s, self._answers.pop(worker_id))
 
-    def vacate(self, place: int, *, keep: bool = False) -> None:
-        """Nothing has to be given back."""
-
-    def gpu_memory(self, take: object) -> None:
-        """Say nothing: it has no cards."""
-
-    def find_way(self) -> Way:
-        """Return the way to the exchange, which is a real one."""
-        return self._exchange
-
-    def pack(self, value: Any, what: str, *, is_trial: bool = False) -> Any:
-        """Return the value: it does not travel."""
-        return value
+    def _note(self, worker_id: int, place: int) -> WorkerInfo:
+        info = replace(super()._note(worker_id, place), gpus=(place,), gpu_name=f"simulated GPU {self._dice.plan.kind(place)}")
+        self._workers[worker_id] = info
+        return info
 
     def run(
         self, worker_id: int, attempt_id: int, parts: Sequence[Part], functions: Sequence[Function], behind: int | None
     ) -> None:
         """Run a call now; its answer, or the loss of its worker, arrives later. Ranks run when the first has come, the last."""
+        item_s = self._dice.item_s() / self._dice.plan.speed(self._workers[worker_id].index)
         is_lost = self._dice.happens(self._dice.plan.p_loss)
-        call = _Call(
-            worker_id, attempt_id, parts, functions, self._item_s(worker_id), is_lost, is_lost and self._dice.happens(0.5)
-        )
-        if not parts[0].is_rank:
-            self._finish(call, None if call.dies_first else self._run(call))
-            return
-        self._dice.note(worker_id, Course(attempt_id, inf, len(parts)))
-        self._ranks.setdefault(parts[0].task_id, []).append(call)
-        if parts[0].start == 0:
-            self._run_gang(self._ranks.pop(parts[0].task_id))
+        call = _Call(worker_id, attempt_id, parts, functions, item_s, is_lost, is_lost and self._dice.happens(0.5))
+        if parts[0].is_rank:
+            self._dice.note(worker_id, Course(attempt_id, inf, len(parts)))
+            self._gangs.setdefault(parts[0].task_id, []).append(call)
+            if parts[0].start == 0:
+                self._run_all(self._gangs.pop(parts[0].task_id))
+        else:
+            self._run_all([call])
 
-    def _item_s(self, worker_id: int) -> float:
-        return self._dice.item_s() / self._dice.plan.speed(self._infos[worker_id].index)
+    def _run_all(self, calls: list[_Call]) -> None:
+        """Run a call, or all ranks of a gang; none if one is to die first, as the others would wait for it until they are stopped."""
+        dying = [call for call in calls if call.dies_first]
+        for call in [] if dying else calls:
+            super().run(call.worker_id, call.attempt_id, call.parts, call.functions, None)
+        for call in dying or calls:
+            self._finish(call)
 
-    def _run_gang(self, gang: list[_Call]) -> None:
-        """Run all ranks at once, in threads. If one is to die first, none runs: the others wait for it until they are stopped."""
-        dying = [call for call in gang if call.dies_first]
-        with ThreadPoolExecutor(len(gang)) as threads:
-            answers = threads.map(self._run, [] if dying else gang)
-            for call, answer in zip(dying or gang, [None] * len(dying) or answers, strict=True):
-                self._finish(call, answer)
-
-    def _run(self, call: _Call) -> Message:
-        """Call the functions; return what the worker answers, if it lives."""
-        find = {function.fn_id: function.packed for function in call.functions}.__getitem__
-        info = self._infos[call.worker_id]
-        here = Surroundings(info, find, lambda items: items, Guard(), self._say, find_way=self.find_way)
-        try:
-            raw = run_parts(call.attempt_id, call.parts, here)
-        except SystemExit as error:
-            return m.WorkerLost(call.worker_id, LossReason.EXIT), f"the function called sys.exit({error.code!r})"
-        results = []
-        for part in raw:
-            durations_s = array("d", [call.seconds] * part.done)
-            failures = {index: Failure(error, None) for index, error in part.errors.items()}
-            values = LocalValues(part.values)
-            results.append(SliceResult(part.start, part.done, values, 0, failures, durations_s, self._clock.now()))
-        return m.AttemptFinished(call.worker_id, call.attempt_id, ()), results
-
-    def _finish(self, call: _Call, answer: Message | None) -> None:
-        """Let a call end: with what the worker answers (None: it has died before it could begin), or with its death."""
+    def _finish(self, call: _Call) -> None:
+        """Let a call end: with what the worker answers, or with its death."""
         ends_at = self._clock.now() + call.seconds * sum(part.num_items for part in call.parts)
         self._dice.note(call.worker_id, Course(call.attempt_id, ends_at, len(call.parts)))
-        is_answer = answer is not None and isinstance(answer[0], m.AttemptFinished)
-        seconds = call.seconds * (sum(result.done for result in answer[1]) if answer is not None and is_answer else 1)
+        event, what = self._answers.pop(call.worker_id, (None, None))
+        num_done = 1
+        if isinstance(event, m.AttemptFinished):
+            num_done = sum(result.done for result in what)
+            for result in what:
+                result.durations_s = array("d", [call.seconds] * result.done)
+                result.started_at = self._clock.now()
         if call.is_lost:
-            answer = (m.WorkerLost(call.worker_id, LossReason.EXIT), "it was planned that it would die")
-        assert answer is not None
-        self._clock.put_later(seconds, answer)
+            event, what = m.WorkerLost(call.worker_id, LossReason.EXIT), "it was planned that it would die"
+        self._clock.put_later(call.seconds * num_done, (event, what))
 
     def signal(self, worker_id: int, attempt_id: int, task_id: int, wish: m.Signal) -> None:
         """Let a call that is told to end come back soon, or lose its worker. The function has run already."""
@@ -214,16 +193,12 @@ class SimBackend:
             is_lost = isinstance(event, m.WorkerLost)
             self._clock.put_later(seconds, (event, "it was planned that it would not end" if is_lost else [nothing_done()]))
 
-    def close(self) -> None:
-        """End the exchange; nothing else is left."""
-        self._exchange.close()
-
 
 def sim_pool(num_workers: int, plan: FaultPlan | None = None, **changes: Any) -> ParallelPool:
     """Return a pool of simulated workers; `changes` are fields of its profile."""
     clock = VirtualClock()
     profile = Profile(backend="inline", **changes)
-    engine = Engine(profile, clock, lambda _, hub, __: SimBackend(clock, plan or FaultPlan(), hub.say))
+    engine = Engine(profile, clock, lambda _, hub, __: SimBackend(profile, clock, plan or FaultPlan(), hub.say))
     engine.add_workers(num_workers, num_workers)
     return ParallelPool(engine)
 

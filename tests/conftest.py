@@ -14,7 +14,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,8 +24,10 @@ import psutil
 import pytest
 from hypothesis import HealthCheck, settings
 
+from raypool import ParallelPool
 from raypool.engine.ray_session import ENVIRONMENT, make_token
 from tests.leaks import GRACE_S, MARK, no_process_or_file_is_left, nothing_is_left, poll  # noqa: F401 - fixtures
+from tests.shared_pool import shared
 from tests.time_limits import pytest_exception_interact, pytest_timeout_set_timer  # noqa: F401 - hooks
 
 os.environ.update(ENVIRONMENT)  # before anything imports Ray, which reads its settings then
@@ -38,20 +39,10 @@ settings.load_profile("busy")
 # A shell that runs the tests in the background lets them, and what they start, ignore Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-BEGAN_AT = time.monotonic()
+HERE = Path(__file__).parent
 
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--time-limit", type=float, help="skip what has not begun after so many seconds")
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Leave out, and say so, what there is no time for any more."""
-    limit_s = item.config.getoption("--time-limit")
-    began_at = getattr(item.config, "workerinput", {}).get("began_at", BEGAN_AT)  # of all of xdist's processes
-    if limit_s is not None and time.monotonic() - began_at > limit_s:
-        pytest.skip(f"no time left: it would begin more than {limit_s:g} s after the tests")
+CI_FOLDERS = {HERE / "integration": "ci", HERE / "faults": "ci", HERE / "chaos": "long"}
+"""Folders whose tests are not in the quick lane unless a mark says so."""
 
 
 def pytest_collection_finish() -> None:
@@ -60,13 +51,7 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-# --- with pytest-xdist ------------------------------------------------------------------------------------------------
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_configure_node(node: Any) -> None:
-    """Let the time limit count from one moment on for all processes, be they started later in place of one that has died."""
-    node.workerinput["began_at"] = BEGAN_AT
+# --- lanes and processes ------------------------------------------------------------------------------------------------
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -75,6 +60,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     config.option.loadscopereorder = False  # by the number of tests: how long they take is another matter
     return Turns(config, log)
+
+
+@pytest.hookimpl(tryfirst=True)  # before a lane leaves out what is not its own
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Put a test into its lane: see docs/internals/testing.md."""
+    if not any(item.get_closest_marker(lane) for lane in ("quick", "ci", "long")):
+        item.add_marker(CI_FOLDERS.get(item.path.parent, "quick"))
 
 
 @pytest.hookimpl(trylast=True)
@@ -227,7 +219,21 @@ def ray_session() -> Iterator[None]:
         logging_level="ERROR",
     )
     yield
+    shared.close()
     ray.shutdown()
+
+
+@pytest.fixture
+def shared_pool(request: pytest.FixtureRequest, ray_session: None, by_value: None) -> Iterator[ParallelPool]:
+    """Lend the pool that tests on Ray share. A test may kill its workers, but has to leave three, with nothing to do."""
+    pool = shared.open()
+    before = pool.num_workers
+    failed = request.session.testsfailed
+    yield pool
+    is_well = poll(shared.is_at_rest) and pool.num_workers == before
+    if request.session.testsfailed != failed or not is_well:
+        shared.close()
+    assert is_well, f"left behind in the shared pool: {pool.statistics()}, {pool.workers}"
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -22,6 +22,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.shared_pool import shared
+
 MARK = "RAYPOOL_TEST_PROCESS"
 """Environment variable by which a test knows what it has started, and what that has started."""
 
@@ -116,11 +118,16 @@ class Inventory:
 @pytest.fixture(autouse=True)
 def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     """Make sure that a test leaves no actor, placement group or thread behind, and no resource taken."""
+    names = request.fixturenames
     parameters = request.node.callspec.params.values() if hasattr(request.node, "callspec") else ()
-    is_on_ray = "ray_session" in request.fixturenames or any(isinstance(value, str) and value == "local" for value in parameters)
-    if not is_on_ray and "make_pool" not in request.fixturenames:
+    is_on_ray = "ray_session" in names or any(isinstance(value, str) and value in ("local", "ray") for value in parameters)
+    if not is_on_ray and "make_pool" not in names:
         yield
         return
+    if "shared_pool" in names or (is_on_ray and "make_pool" in names and "pool" in names):
+        request.getfixturevalue("shared_pool")  # it stays
+    elif is_on_ray and "make_pool" not in names:
+        shared.close()  # the test wants the GPUs
     before = Inventory.take()
     yield
     assert poll(lambda: Inventory.take().has_nothing_beyond(before)), f"left behind: {Inventory.take()}, before: {before}"
@@ -174,11 +181,11 @@ def is_helper(process: psutil.Process) -> bool:
 @pytest.fixture(scope="module", autouse=True)
 def no_process_or_file_is_left() -> Iterator[None]:
     """Make sure that the tests of a file leave no process, be it a worker's child, no claim and no temporary file."""
-    before, groups = strays(), groups_left()
+    before, groups = strays(), groups_left() - shared.size
     yield
     if "raypool.folders" in sys.modules:  # what ran outside a pool has a folder as long as this process
         sys.modules["raypool.folders"]._of_process.remove()
     gc.collect()  # pools that were made for one call go with it, and their folders
     assert poll(lambda: not strays() - before), [psutil.Process(pid).cmdline() for pid in strays() - before]
-    assert poll(lambda: groups_left() <= groups)
+    assert poll(lambda: groups_left() - shared.size <= groups)
     assert poll(lambda: not files_left()), files_left()

@@ -17,7 +17,7 @@ import pytest
 from raypool import JournalError, load_results, parpool
 from raypool.task import current_task
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.timeout(300)]
 
 SWEEP = """
 import os, random, signal, threading, uuid

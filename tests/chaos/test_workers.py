@@ -13,7 +13,7 @@ import pytest
 
 from raypool import ParallelPool, Results, current_task, parpool, report
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.timeout(180)]
 
 MANY = 200
 FEW = 60

@@ -106,7 +106,6 @@ def policies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOTO_IAM_LOAD_MANAGED_POLICIES", "true")
 
 
-@pytest.mark.slow
 def test_ray_makes_the_cluster_that_was_planned(
     policies: None, ec2: Any, security_group: Any, shell: Any, tmp_path: Path
 ) -> None:
@@ -168,7 +167,6 @@ def test_ray_finds_no_other_resources_than_we_write(ec2: Any, security_group: An
         assert shape.gpu is None or found[group.name][f"accelerator_type:{shape.gpu}"] == 1
 
 
-@pytest.mark.slow
 def test_without_a_group_ray_would_open_ssh_to_everybody(ec2: Any) -> None:
     """Why a file without SecurityGroupIds is refused: also where it gives Ray a narrower rule."""
     content = with_a_role(filled_in(aws.write(a_plan()), image=an_image(ec2)))

@@ -38,7 +38,6 @@ def gce(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, providers: None) -> Fak
     return fake_gce.install(monkeypatch, tmp_path)
 
 
-@pytest.mark.slow
 def test_ray_makes_the_head_and_starts_it_with_a_token(gce: FakeGce, shell: Any, tmp_path: Path) -> None:
     file = tmp_path / "cluster.yaml"
     file.write_text(yaml.safe_dump(gcp.write(PLAN)))
@@ -54,7 +53,6 @@ def test_ray_makes_the_head_and_starts_it_with_a_token(gce: FakeGce, shell: Any,
     assert any(nodes.default_packages()[1] in line for line in shell.commands)
 
 
-@pytest.mark.slow
 def test_the_autoscaler_makes_workers_loses_one_and_gives_the_rest_back(gce: FakeGce) -> None:
     cluster = Cluster(gcp.write(PLAN))
     cluster.add_workers("worker", 3)
@@ -68,7 +66,6 @@ def test_the_autoscaler_makes_workers_loses_one_and_gives_the_rest_back(gce: Fak
     assert not gce.instances
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("machine", "gpu", "gpus", "spot"),
     [
@@ -89,7 +86,6 @@ def test_all_kinds_of_workers_are_taken(gce: FakeGce, machine: str, gpu: str | N
     assert gce.machine_types() == [machine]
 
 
-@pytest.mark.slow
 def test_the_longest_name_that_we_take_is_taken(gce: FakeGce) -> None:
     name = "a" * gcp_checks.NAME_LIMIT
     cluster = Cluster(gcp.write(replace(PLAN, name=name)))
@@ -122,7 +118,6 @@ def restarts(instance: dict[str, Any]) -> None:
     instance["scheduling"]["automaticRestart"] = True
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("spoil", [no_termination, as_ray_writes_it, misspelt, unknown_model, other_zone, restarts])
 def test_what_google_refuses_we_refuse_first(gce: FakeGce, spoil: Any) -> None:
     content = copy.deepcopy(gcp.write(PLAN))

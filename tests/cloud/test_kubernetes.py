@@ -209,7 +209,6 @@ def test_the_settings_of_pods_are_those_of_kubernetes(kind: str, schema: dict[st
     assert set(schema["properties"]) == api(kind)
 
 
-@pytest.mark.slow
 def test_the_parameters_of_ray_are_those_of_ray() -> None:
     code = "from ray.scripts.scripts import start; print(*(name for each in start.params for name in each.opts))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)

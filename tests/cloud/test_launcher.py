@@ -95,7 +95,6 @@ def test_an_end_that_reaches_nobody_has_failed(file: Path) -> None:
     assert "could not be stopped on 192.0.2.1, 192.0.2.2, and may run on there" in done.output
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")  # Ray leaves files open
 def test_a_cluster_in_a_cloud_is_there_when_its_head_is(
     home: Path, monkeypatch: pytest.MonkeyPatch, shell: object, providers: None
@@ -149,7 +148,6 @@ def test_a_head_on_which_no_ray_runs(file: Path, home: Path, command: str) -> No
 
 
 @with_sshd
-@pytest.mark.slow
 def test_whom_an_end_has_not_reached_is_said(file: Path, home: Path) -> None:
     """Nothing on this machine says that the cluster was ever started: the addresses are those in the file."""
     done = CliRunner().invoke(main, ["cluster", "down", "--yes", str(machine(file, home))])

@@ -61,7 +61,6 @@ def submit(*words: str) -> Result:
 # --- the cluster's file -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_the_documented_job_gets_thirteen_machines_with_forty_gpus(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shell: Any, providers: None
 ) -> None:
@@ -353,7 +352,6 @@ LAUNCHER = """
 """Ray's launcher would rent machines; the lab's are there."""
 
 
-@pytest.mark.slow
 def test_a_cluster_is_made_for_a_job_whose_script_waits_for_all_machines_and_goes_with_it(
     on_lab: list[str], lab: Profile
 ) -> None:

@@ -1,77 +1,94 @@
-"""One fixture opens the pools: every test in this folder holds for each kind of pool."""
+"""Pools for tests that hold on several backends. The mark nearest to a test says which.
+
+- `arguments`: what a call rejects, before anything runs. Inline.
+- `semantics`: order, errors, retries, options, futures. In simulated time, and inline.
+- `threads`: what only threads of this process show.
+- `concurrent`: several tasks at once. In threads, and on Ray.
+- `processes`: pickling, killing, memory, signals. On Ray.
+- `everywhere`: the promises that hold the four backends together.
+"""
 
 from __future__ import annotations
 
 import queue
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from raypool import Future, ParallelPool, WorkerResources, parpool
 from raypool.interop.multiprocessing import Pool
+from raypool.testing import sim_pool
 
-PROFILES = ("inline", "threads", "local")
-
-WITH_A_POOL_OF_THEIR_OWN = {"black_hole", "composite", "constants", "corners", "life", "partition", "queues"}
-"""Of these files (test_..._contract.py) the tests that open another pool on Ray, a second or more each, are `long`: the same
-tests run with "threads" and "inline", and other files open and end pools on Ray."""
-
-BUT_NOT = {
-    "test_setup_runs_once_in_each_worker_before_anything_else",
-    "test_a_worker_that_replaces_another_is_set_up_too",
-    "test_teardown_runs_once_in_each_worker_at_its_end",
-    "test_idle_workers_end_and_are_started_again",
+BACKENDS = {
+    "arguments": ("inline",),
+    "semantics": ("simulated", "inline"),
+    "threads": ("threads",),
+    "concurrent": ("threads", "ray"),
+    "processes": ("ray",),
+    "everywhere": ("simulated", "inline", "threads", "ray"),
 }
-"""What only a process of its own can show."""
 
 
-@pytest.hookimpl(tryfirst=True)  # before what is not asked for is left out
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what takes long on Ray only."""
-    for item in items:
-        name = item.path.stem.removeprefix("test_").removesuffix("_contract")
-        if item.path.parent != Path(__file__).parent or name not in WITH_A_POOL_OF_THEIR_OWN:
-            continue
-        assert isinstance(item, pytest.Function)
-        parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
-        direct = item._fixtureinfo.argnames
-        is_on_ray = any(isinstance(value, str) and value == "local" for value in parameters)
-        if is_on_ray and "make_pool" in direct and "pool" not in direct and item.originalname not in BUT_NOT:
-            item.add_marker(pytest.mark.long)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "make_pool" not in metafunc.fixturenames:
+        return
+    for node in reversed(metafunc.definition.listchain()):
+        marks = {mark.name for mark in node.own_markers} & BACKENDS.keys()
+        if marks:
+            break
+    else:
+        pytest.fail(f"{metafunc.definition.nodeid} needs one of the marks {', '.join(BACKENDS)}.", pytrace=False)
+    lanes = {"threads": [pytest.mark.ci], "ray": [] if "everywhere" in marks else [pytest.mark.ci]}
+    backends = [backend for name, backends in BACKENDS.items() if name in marks for backend in backends]
+    parameters = [pytest.param(backend, marks=lanes.get(backend, [])) for backend in dict.fromkeys(backends)]
+    metafunc.parametrize("make_pool", parameters, indirect=True)
 
 
 @dataclass(frozen=True)
 class PoolMaker:
-    """Opens pools of one kind. Those on Ray have workers without a GPU: the GPUs belong to the pool that the tests share."""
+    """Opens pools on one backend. Those on Ray have workers without a GPU: the GPUs belong to the pool that the tests share."""
 
-    profile: str
+    backend: str
 
     def __call__(self, num_workers: int = 2, **changes: Any) -> ParallelPool:
-        if self.profile == "local":
+        if self.backend == "simulated":
+            return sim_pool(num_workers, **changes)
+        if self.backend == "ray":
             changes.setdefault("resources", WorkerResources(gpus=0))
         return parpool(num_workers, profile=self.profile, quiet=True, **changes)
 
     @property
+    def profile(self) -> str:
+        """The profile of `parpool` that stands for this backend."""
+        return {"ray": "local", "simulated": "inline"}.get(self.backend, self.backend)
+
+    @property
     def is_in_processes(self) -> bool:
-        return self.profile == "local"
+        return self.backend == "ray"
+
+    @property
+    def is_concurrent(self) -> bool:
+        """Whether tasks run beside the test that has handed them in."""
+        return self.backend in ("threads", "ray")
 
 
-@pytest.fixture(scope="module", params=PROFILES)
+@pytest.fixture
 def make_pool(request: pytest.FixtureRequest) -> PoolMaker:
-    """Give the one that opens pools; tests that need tasks to run beside each other name the kinds that can."""
-    if request.param == "local":
+    """Open pools on the backend of this test."""
+    if request.param == "ray":
         request.getfixturevalue("ray_session")
     return PoolMaker(request.param)
 
 
-@pytest.fixture(scope="module")
-def pool(make_pool: PoolMaker, by_value: None) -> Iterator[ParallelPool]:
-    """Give a pool of three workers, which the tests of a file share."""
-    changes: dict[str, Any] = {"resources": WorkerResources()} if make_pool.is_in_processes else {}
-    with make_pool(3, **changes) as pool:
+@pytest.fixture
+def pool(request: pytest.FixtureRequest, make_pool: PoolMaker) -> Iterator[ParallelPool]:
+    """Give a pool of three workers: on Ray the one that all tests share, elsewhere a new one."""
+    if make_pool.backend == "ray":
+        yield request.getfixturevalue("shared_pool")
+        return
+    with make_pool(3) as pool:
         yield pool
 
 

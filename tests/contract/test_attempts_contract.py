@@ -22,6 +22,8 @@ from raypool.engine import early, runner
 
 from .conftest import PoolMaker
 
+pytestmark = pytest.mark.semantics
+
 
 def flaky(item: int) -> int:
     if item == 1 and current_task().attempt == 1:
@@ -80,7 +82,7 @@ def wait_or_fail(folder: str, item: int) -> None:
     raise ArithmeticError("the other one runs")
 
 
-@pytest.mark.parametrize("make_pool", ["threads", "local"], indirect=True)
+@pytest.mark.concurrent
 def test_what_ran_when_the_loop_ended_was_cancelled(pool: ParallelPool, tmp_path: Path) -> None:
     with pytest.raises(ArithmeticError) as caught:
         pool.parfor(lambda item: wait_or_fail(str(tmp_path), item), 2)
@@ -112,7 +114,7 @@ def when_held_at(item: int, pool: ParallelPool, eventually: Any) -> list[Slice]:
     return pieces()
 
 
-@pytest.mark.parametrize("make_pool", ["threads", "local"], indirect=True)
+@pytest.mark.concurrent
 @pytest.mark.parametrize("is_durable", [False, True])
 def test_what_waited_behind_a_call_was_not_cancelled(
     patient_pool: ParallelPool, is_durable: bool, gate: Any, eventually: Any, tmp_path: Path
@@ -137,7 +139,7 @@ def test_what_waited_behind_a_call_was_not_cancelled(
     assert (cancelled["started_at"] >= finished["started_at"].max()).all(), "its clock runs from when it began"
 
 
-@pytest.mark.parametrize("make_pool", ["threads"], indirect=True)
+@pytest.mark.threads
 def test_what_waited_behind_a_call_that_ended_its_worker_has_no_time(
     patient_pool: ParallelPool, gate: Any, eventually: Any
 ) -> None:
@@ -168,8 +170,7 @@ def die_once(item: int) -> int:
     return item
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("make_pool", ["local"], indirect=True)
+@pytest.mark.processes
 def test_attempts_that_were_lost_with_their_worker(make_pool: PoolMaker, tmp_path: Path) -> None:
     with make_pool(2, retries=1) as pool:
         results = pool.parfor(die_once, 3, on_error="collect", chunk_size=1, run_dir=tmp_path / "run")

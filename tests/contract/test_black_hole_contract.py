@@ -11,12 +11,10 @@ import pytest
 
 from raypool import InvalidTypeError, InvalidValueError, ParallelPool, current_task
 
-pytestmark = pytest.mark.timeout(120)
-
-BESIDE = pytest.mark.parametrize("make_pool", ["threads", "local"], indirect=True)
+pytestmark = [pytest.mark.semantics, pytest.mark.timeout(120)]
 
 
-@BESIDE
+@pytest.mark.concurrent
 def test_a_worker_that_fails_every_item_is_taken_out_and_said_by_name(make_pool: Any, caplog: pytest.LogCaptureFixture) -> None:
     def fn(item: int) -> int:
         if current_task().worker == 1:
@@ -34,7 +32,7 @@ def test_a_worker_that_fails_every_item_is_taken_out_and_said_by_name(make_pool:
         assert pool.parfor(abs, range(5)) == list(range(5))
 
 
-@BESIDE
+@pytest.mark.concurrent
 def test_a_function_that_fails_everywhere_takes_out_nobody(make_pool: Any) -> None:
     with make_pool(3) as pool:
         assert len(pool.parfor(lambda x: 1 // 0, range(200), on_error="collect").errors) == 200
@@ -58,7 +56,7 @@ def test_an_item_waits_before_it_runs_again(make_pool: Any, tmp_path: Path) -> N
 
 
 def test_a_call_that_waits_can_be_cancelled(make_pool: Any, eventually: Any) -> None:
-    if make_pool.profile == "inline":
+    if not make_pool.is_concurrent:
         pytest.skip("there the caller waits")
 
     def fail() -> None:

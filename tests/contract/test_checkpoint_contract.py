@@ -12,6 +12,8 @@ import torch
 
 from raypool import InvalidTypeError, InvalidValueError, ParallelPool, current_task, load_checkpoint, save_checkpoint
 
+pytestmark = pytest.mark.semantics
+
 
 class NotYetError(Exception):
     """Raised to run again."""

@@ -29,12 +29,11 @@ from raypool import (
 from raypool.spmd import parts
 from raypool.spmd.composite import Entry
 
+pytestmark = pytest.mark.semantics
+
 LARGE = 1_000_000
 ON_TOP = 6_000
 """What a call costs besides its values, at most [bytes]."""
-
-in_processes = pytest.mark.parametrize("make_pool", ["local"], indirect=True)
-with_threads = pytest.mark.parametrize("make_pool", ["threads", "local"], indirect=True)
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +110,7 @@ def test_a_read_brings_what_the_part_is_now(pool: ParallelPool) -> None:
     assert [part["calls"] for part in composite] == [1, 1, 1]
 
 
-@in_processes
+@pytest.mark.processes
 def test_small_values_that_cannot_change_cost_nothing_to_read(pool: ParallelPool) -> None:
     composite = pool.spmd(lambda context: (None, context.rank, "x" * 500)[context.rank])
     with pool.transfer_bytes() as moved:
@@ -119,7 +118,7 @@ def test_small_values_that_cannot_change_cost_nothing_to_read(pool: ParallelPool
     assert moved.total == (0, 0)
 
 
-@in_processes
+@pytest.mark.processes
 def test_a_value_that_cannot_travel_says_so_when_it_is_read(pool: ParallelPool) -> None:
     composite = pool.spmd(lambda context: threading.Lock())
     assert "lock" in repr(composite)
@@ -177,7 +176,7 @@ def test_tensors_and_models_are_named_with_their_size(pool: ParallelPool) -> Non
     assert lines == ["<Composite of 2 ranks>", "  0: Tensor (3, 4) float32", "  1: Linear, 20 parameters"]
 
 
-@pytest.mark.parametrize("make_pool", ["threads"], indirect=True)
+@pytest.mark.threads
 def test_of_many_ranks_the_first_have_a_line(make_pool: Any) -> None:
     with make_pool(18) as pool:
         workers = pool._engine.driver.scheduler.crew.places
@@ -221,7 +220,7 @@ def test_a_call_with_a_composite_runs_on_its_workers(pool: ParallelPool) -> None
     assert list(pool.spmd(bump, composite, workers=[1])) == [2], "of two ranks the first"
 
 
-@in_processes
+@pytest.mark.processes
 def test_reading_moves_a_value_and_passing_it_back_does_not(pool: ParallelPool) -> None:
     with pool.transfer_bytes() as moved:
         composite = pool.spmd(large)
@@ -294,7 +293,7 @@ def test_a_part_that_was_deleted_is_missing_until_it_is_assigned(pool: ParallelP
     assert list(pool.spmd(bump, composite)) == [1, 6, 1]
 
 
-@in_processes
+@pytest.mark.processes
 def test_what_cannot_be_sent_changes_nothing(pool: ParallelPool) -> None:
     composite = pool.spmd(make)
     with pytest.raises(SerializationError):
@@ -350,7 +349,7 @@ def test_nothing_stays_of_a_call_that_failed(pool: ParallelPool, eventually: Any
     assert eventually(lambda: set().union(*pool.parfeval_on_all(list_of_kept).result(60)) <= keys)
 
 
-@in_processes
+@pytest.mark.processes
 def test_who_cancels_everything_does_not_keep_the_parts(pool: ParallelPool, gate: Any, eventually: Any) -> None:
     composite = pool.spmd(large)
     key = composite._key
@@ -394,7 +393,7 @@ def test_after_the_end_of_the_pool(make_pool: Any) -> None:
         other.spmd(bump, composite)
 
 
-@with_threads
+@pytest.mark.concurrent
 def test_a_reader_is_told_when_the_pool_ends_meanwhile(make_pool: Any, make_gate: Any) -> None:
     started, gate = make_gate(), make_gate()
     with make_pool(1) as pool:
@@ -420,7 +419,7 @@ def test_a_reader_is_told_when_the_pool_ends_meanwhile(make_pool: Any, make_gate
     assert [type(error) for error in errors] == [PoolClosedError]
 
 
-@in_processes
+@pytest.mark.processes
 def test_the_part_of_a_killed_worker_is_lost_and_the_others_live(
     pool: ParallelPool, eventually: Any, marks: Any, check_pool: Callable[[ParallelPool], None]
 ) -> None:
@@ -458,7 +457,7 @@ def test_the_part_of_a_killed_worker_is_lost_and_the_others_live(
     check_pool(pool)
 
 
-@in_processes
+@pytest.mark.processes
 def test_a_part_is_lost_where_its_worker_dies_while_it_is_read(pool: ParallelPool) -> None:
     class Deadly:
         def __reduce__(self) -> Any:
@@ -471,7 +470,7 @@ def test_a_part_is_lost_where_its_worker_dies_while_it_is_read(pool: ParallelPoo
     assert composite[0] is None
 
 
-@with_threads
+@pytest.mark.concurrent
 def test_of_a_pool_that_has_become_smaller_the_parts_are_lost_with_their_workers(make_pool: Any, marks: Any) -> None:
     with make_pool(2) as pool:
         composite = pool.spmd(make)
@@ -485,7 +484,7 @@ def test_of_a_pool_that_has_become_smaller_the_parts_are_lost_with_their_workers
     assert marks.all() == []
 
 
-@with_threads
+@pytest.mark.concurrent
 def test_the_parts_end_with_workers_that_had_nothing_to_do(make_pool: Any, gate: Any, eventually: Any) -> None:
     with make_pool(2, idle_timeout_s=0.2) as pool:
         composite, forgotten = pool.spmd(make), pool.spmd(make)
@@ -555,7 +554,7 @@ def test_without_workers_it_is_in_this_process(pool: ParallelPool) -> None:
         pool.spmd(bump, composite)
 
 
-@with_threads
+@pytest.mark.concurrent
 def test_a_callback_cannot_wait_for_it(pool: ParallelPool, gate: Any) -> None:
     composite = pool.spmd(make)
     errors: list[BaseException] = []
@@ -577,7 +576,7 @@ def test_a_callback_cannot_wait_for_it(pool: ParallelPool, gate: Any) -> None:
     assert composite[0] == {"rank": 0, "calls": 0}
 
 
-@with_threads
+@pytest.mark.concurrent
 def test_several_threads_read_at_once(pool: ParallelPool) -> None:
     composite = pool.spmd(large)
     sums: list[int] = []

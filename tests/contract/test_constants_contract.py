@@ -11,6 +11,8 @@ import pytest
 
 from raypool import InvalidTypeError, ParallelPool, PoolClosedError, SerializationError
 
+pytestmark = pytest.mark.semantics
+
 
 class Traced:
     """A large thing that notes down whenever it is packed."""
@@ -74,7 +76,7 @@ def test_a_builder_that_fails_is_tried_again(pool: ParallelPool, marks: Any) -> 
     assert pool.parfeval(lambda: table.value).result(60) == 7
 
 
-@pytest.mark.parametrize("make_pool", ["local"], indirect=True)
+@pytest.mark.processes
 def test_a_worker_that_replaces_another_builds_it_anew(make_pool: Any) -> None:
     with make_pool(1) as pool:
         table = pool.constant(os.getpid)
@@ -84,7 +86,7 @@ def test_a_worker_that_replaces_another_builds_it_anew(make_pool: Any) -> None:
         assert second[0] == second[1] != first
 
 
-@pytest.mark.parametrize("make_pool", ["local"], indirect=True)
+@pytest.mark.processes
 def test_a_worker_that_a_smaller_pool_gives_back_cleans_up(make_pool: Any, marks: Any, eventually: Any) -> None:
     with make_pool(2) as pool:
         table = pool.constant(os.getpid, cleanup=lambda pid: marks.add(f"cleaned by {os.getpid()}, made by {pid}"))

@@ -14,6 +14,8 @@ import pytest
 
 from raypool import ParallelPool, WorkerLostError, current_task, report
 
+pytestmark = pytest.mark.semantics
+
 COSTS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
 LONGEST_FIRST = [5, 11, 7, 4, 8, 10, 2, 0, 9, 6, 1, 3]
 

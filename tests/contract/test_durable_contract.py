@@ -20,6 +20,8 @@ import pytest
 from raypool import InvalidTypeError, InvalidValueError, JournalError, ParallelPool, SerializationError, current_task, report
 from raypool.journal.reading import load_results
 
+pytestmark = pytest.mark.semantics
+
 
 class Unlucky(ValueError):
     """An exception of a user's, with a field of its own."""
@@ -105,7 +107,7 @@ def test_a_generator_goes_on_where_it_was(pool: ParallelPool, noted: Callable[..
     assert sum(counts) - len(counts) <= 190 - num_ran, "what was in .results has run again"
 
 
-@pytest.mark.parametrize("make_pool", ["inline"], indirect=True)
+@pytest.mark.semantics
 def test_items_that_had_another_number_are_pointed_out_where_there_is_a_seed(
     make_pool: Any, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -137,7 +139,7 @@ def test_a_list_of_which_nothing_is_known_is_pointed_out(
     assert "None of the 3 items of abs is among the 2" in caplog.text
 
 
-@pytest.mark.parametrize("make_pool", ["inline", "threads", pytest.param("local", marks=pytest.mark.long)], indirect=True)
+@pytest.mark.everywhere
 def test_an_outcome_is_in_the_journal_before_anybody_hears_of_it(make_pool: Any, folder: Path) -> None:
     """The next item of a generator is drawn when an earlier one counts: by then that one has to be on the disk."""
     missed: list[str] = []
@@ -172,7 +174,7 @@ def test_reduce_takes_what_was_there(pool: ParallelPool, folder: Path) -> None:
     assert pool.parfor(str, range(4), run_dir=folder, reduce=operator.add) == "0123"
 
 
-@pytest.mark.parametrize("make_pool", ["threads", pytest.param("local", marks=pytest.mark.long)], indirect=True)
+@pytest.mark.concurrent
 def test_seeds_are_those_of_a_run_in_one_go(pool: ParallelPool, tmp_path: Path, marks: Any) -> None:
     def draw(marks: Any, item: int) -> float:
         if item == 2 and not marks.all():
@@ -345,7 +347,7 @@ def test_each_item_has_its_own_files_for_its_owner_only(pool: ParallelPool, fold
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
 
 
-@pytest.mark.parametrize("make_pool", ["threads", "local"], indirect=True)
+@pytest.mark.concurrent
 def test_what_an_item_says_is_in_its_files_while_it_runs(
     make_pool: Any, folder: Path, gate: Any, eventually: Callable[..., bool]
 ) -> None:
@@ -386,7 +388,7 @@ def test_a_folder_is_of_one_function_and_one_seed(pool: ParallelPool, folder: Pa
     assert list(pool.parfor(say, [1], run_dir=folder, seed=1)) == [1]
 
 
-@pytest.mark.parametrize("make_pool", ["threads"], indirect=True)
+@pytest.mark.threads
 def test_a_folder_is_of_one_loop_at_a_time(make_pool: Any, folder: Path, gate: Any, eventually: Callable[..., bool]) -> None:
     def wait(gate: Any, item: int) -> int:
         gate.wait()

@@ -16,7 +16,7 @@ import pytest
 import raypool
 from raypool import Future, ParallelPool, PoolClosedError, WorkerLostError, current_task, gcp
 
-beside_each_other = pytest.mark.parametrize("make_pool", ["threads", "local"], indirect=True)
+pytestmark = pytest.mark.semantics
 
 
 class Refused(Exception):
@@ -57,7 +57,7 @@ def test_map_is_the_standard_map(pool: ParallelPool) -> None:
         next(results)
 
 
-@pytest.mark.parametrize("make_pool", ["local"], indirect=True)  # in one process, arguments are not copied
+@pytest.mark.processes  # in one process, arguments are not copied
 def test_what_is_sent_is_what_the_arguments_are_now(pool: ParallelPool) -> None:
     numbers = [1, 2, 3]
     future = pool.parfeval(sum, numbers)
@@ -124,7 +124,7 @@ def test_a_future_tells_its_story(pool: ParallelPool) -> None:
     assert pool.parfeval(add, 1).name == "add"
 
 
-@beside_each_other
+@pytest.mark.concurrent
 def test_the_states_of_futures(make_pool: Any, make_gate: Callable[[], Any], eventually: Any) -> None:
     """Scenario 18, the part that needs no cancelling of running work; for that see `test_cancel.py`."""
     gates = [make_gate() for _ in range(5)]
@@ -159,7 +159,7 @@ def test_the_states_of_futures(make_pool: Any, make_gate: Callable[[], Any], eve
         assert pool.statistics().cancelled == 1
 
 
-@beside_each_other
+@pytest.mark.concurrent
 def test_what_was_cancelled_never_runs(make_pool: Any, gate: Any, marks: Any, eventually: Any) -> None:
     with make_pool(1) as pool:
         blocker = pool.parfeval(gate.wait)
@@ -170,7 +170,7 @@ def test_what_was_cancelled_never_runs(make_pool: Any, gate: Any, marks: Any, ev
         assert marks.all() == sorted(map(str, range(1, 20, 2)))
 
 
-@beside_each_other
+@pytest.mark.concurrent
 def test_cancel_all(make_pool: Any, gate: Any, eventually: Any, check_pool: Any) -> None:
     with make_pool(1, cancel_grace_s=60) as pool:
         blocker = pool.parfeval(gate.wait)
@@ -187,7 +187,7 @@ def test_cancel_all(make_pool: Any, gate: Any, eventually: Any, check_pool: Any)
         check_pool(pool)
 
 
-@beside_each_other
+@pytest.mark.concurrent
 def test_an_answer_that_came_in_time_counts_however_late_the_pool_is(make_pool: Any, make_gate: Any) -> None:
     """A callback holds up the pool's thread until long after the time of a call is up that has ended meanwhile."""
     begun, held_up = make_gate(), make_gate()
@@ -206,7 +206,7 @@ def test_an_answer_that_came_in_time_counts_however_late_the_pool_is(make_pool: 
         assert pool.options(timeout_s=4).parfeval(work).result(60) == 1
 
 
-@beside_each_other
+@pytest.mark.concurrent
 def test_higher_priority_goes_first(make_pool: Any, gate: Any, eventually: Any) -> None:
     order: list[str] = []
     with make_pool(1) as pool:
@@ -278,7 +278,7 @@ def test_a_done_callback_that_raises_harms_nothing(pool: ParallelPool, check_poo
     check_pool(pool)
 
 
-@beside_each_other
+@pytest.mark.concurrent
 def test_waiting_has_a_limit(pool: ParallelPool, gate: Any) -> None:
     future = pool.submit(gate.wait)
     with pytest.raises(TimeoutError):
@@ -303,7 +303,7 @@ def test_parfeval_on_all_runs_once_on_every_worker(pool: ParallelPool) -> None:
         pool.parfeval_on_all(refuse, "no").result(60)
 
 
-@beside_each_other
+@pytest.mark.concurrent
 def test_parfeval_on_all_waits_for_busy_workers(make_pool: Any, gate: Any, eventually: Any) -> None:
     with make_pool(2) as pool:
         blocker = pool.submit(gate.wait)
@@ -316,7 +316,7 @@ def test_parfeval_on_all_waits_for_busy_workers(make_pool: Any, gate: Any, event
         assert future.result(60) == [0, 1]
 
 
-@beside_each_other
+@pytest.mark.concurrent
 def test_work_for_a_certain_worker_waits_for_it(pool: ParallelPool) -> None:
     for index in (2, 0, 1):
         futures = [pool.options(worker=index).submit(lambda: current_task().worker) for _ in range(5)]
@@ -367,7 +367,7 @@ def test_shutdown_waits_for_what_is_queued(make_pool: Any) -> None:
     check_is_closed(pool)
 
 
-@beside_each_other
+@pytest.mark.concurrent
 def test_shutdown_that_does_not_wait(make_pool: Any, gate: Any, eventually: Any) -> None:
     pool = make_pool(1)
     blocker = pool.submit(gate.wait)
@@ -389,7 +389,7 @@ def test_shutdown_that_does_not_wait(make_pool: Any, gate: Any, eventually: Any)
     check_is_closed(pool)
 
 
-@beside_each_other
+@pytest.mark.concurrent
 def test_shutdown_that_cancels(make_pool: Any, gate: Any, eventually: Any) -> None:
     pool = make_pool(1)
     blocker = pool.submit(lambda: gate.wait() or "done")
@@ -413,7 +413,7 @@ def test_a_with_block_ends_the_pool(make_pool: Any) -> None:
     check_is_closed(pool)
 
 
-@beside_each_other
+@pytest.mark.concurrent
 def test_a_with_block_that_is_left_by_an_error_cancels_what_is_queued(make_pool: Any, gate: Any, eventually: Any) -> None:
     with pytest.raises(Refused, match="enough"), make_pool(1) as pool:  # noqa: PT012 - the block is what is tested
         blocker = pool.submit(gate.wait)
@@ -501,7 +501,7 @@ def test_a_pool_grows_and_shrinks(make_pool: Any, check_pool: Any) -> None:
         check_pool(pool)
 
 
-@beside_each_other
+@pytest.mark.concurrent
 def test_a_busy_worker_ends_after_what_it_is_running(make_pool: Any, make_gate: Any, eventually: Any, check_pool: Any) -> None:
     gates = [make_gate(), make_gate()]
     with make_pool(2) as pool:

@@ -9,7 +9,7 @@ import pytest
 
 pytestmark = pytest.mark.timeout(120)
 
-on_ray = pytest.param("local", marks=[pytest.mark.slow, pytest.mark.long])  # a Ray of its own for each
+on_ray = pytest.param("local", marks=[pytest.mark.long])  # a Ray of its own for each
 
 BEGIN = """
 import time

@@ -10,6 +10,8 @@ import pytest
 
 from raypool import InvalidTypeError, InvalidValueError, Profile, StartupError, current_task, parpool
 
+pytestmark = pytest.mark.semantics
+
 
 def test_it_runs_once_in_each_worker_with_its_arguments(make_pool: Any, marks: Any) -> None:
     def begin(name: str, number: int) -> None:

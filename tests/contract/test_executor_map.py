@@ -11,7 +11,7 @@ import pytest
 from raypool import ParallelPool, PoolClosedError, SerializationError
 from raypool.interop import multiprocessing
 
-beside_each_other = pytest.mark.parametrize("make_pool", ["threads", "local"], indirect=True)
+pytestmark = pytest.mark.semantics
 
 
 def test_iterables_are_taken_together_and_the_shortest_counts(pool: ParallelPool) -> None:
@@ -54,7 +54,7 @@ def test_a_timeout_of_the_calls_own_is_an_error_like_any_other(pool: ParallelPoo
     assert list(results) == [2]
 
 
-@beside_each_other
+@pytest.mark.concurrent
 def test_when_the_time_is_up_what_is_left_is_cancelled(pool: ParallelPool, gate: Any, eventually: Any) -> None:
     results = pool.map(lambda number: number or gate.wait(), [1, 0, 0, 0, 0], timeout=8)
 
@@ -112,7 +112,7 @@ def failing(*values: int) -> Iterator[int]:
     raise LookupError("the file ends in the midst of a row")
 
 
-@beside_each_other
+@pytest.mark.concurrent
 def test_an_iterable_that_fails_at_once_leaves_no_call_behind(pool: ParallelPool, gate: Any, eventually: Any) -> None:
     with pytest.raises(LookupError):
         pool.map(lambda _: gate.wait(), failing(1, 2))
@@ -160,7 +160,7 @@ def test_an_iterable_that_fails_later_gives_what_came_before(pool: ParallelPool)
     assert list(results) == []
 
 
-@pytest.mark.parametrize("make_pool", ["local"], indirect=True)  # in one process nothing is pickled
+@pytest.mark.processes  # in one process nothing is pickled
 @pytest.mark.parametrize("buffersize", [None, 2])
 def test_what_cannot_be_sent_is_named(pool: ParallelPool, buffersize: int | None) -> None:
     import threading
@@ -175,7 +175,7 @@ def test_what_cannot_be_sent_is_named(pool: ParallelPool, buffersize: int | None
 # --- the end ----------------------------------------------------------------------------------------------------------
 
 
-@beside_each_other
+@pytest.mark.concurrent
 @pytest.mark.parametrize("end", ["close", "drop"])
 def test_what_nobody_wants_any_more_is_cancelled(pool: ParallelPool, gate: Any, marks: Any, eventually: Any, end: str) -> None:
     def work(number: int) -> int:
@@ -211,7 +211,7 @@ def _terminate(pool: ParallelPool, work: Callable[[int], None]) -> Callable[[], 
     return mp.terminate
 
 
-@beside_each_other
+@pytest.mark.concurrent
 @pytest.mark.parametrize("begin", [_leave_a_map, _cancel_all, _terminate])
 def test_nothing_begins_while_all_is_cancelled(
     pool: ParallelPool, gate: Any, marks: Any, eventually: Any, begin: Callable[..., Callable[[], object]]
@@ -230,7 +230,7 @@ def test_nothing_begins_while_all_is_cancelled(
     assert len(marks.all()) == 3
 
 
-@beside_each_other
+@pytest.mark.concurrent
 def test_an_error_that_ends_the_loop_over_the_results_cancels_what_is_left(
     pool: ParallelPool, gate: Any, eventually: Any
 ) -> None:

@@ -13,6 +13,8 @@ import pytest
 
 from raypool import ParallelPool
 
+pytestmark = pytest.mark.semantics
+
 
 class Thing:
     """Something that can be watched."""
@@ -58,7 +60,7 @@ def test_the_function_and_its_arguments(pool: ParallelPool, eventually: Any, no_
     assert eventually(lambda: watched() is None)
 
 
-@pytest.mark.parametrize("make_pool", ["local"], indirect=True)
+@pytest.mark.processes
 def test_arguments_on_the_worker(pool: ParallelPool, marks: Any, eventually: Any) -> None:
     class Told:
         def __init__(self, marks: Any) -> None:
@@ -106,7 +108,7 @@ def test_a_result_is_the_same_for_all_who_ask_at_once(pool: ParallelPool) -> Non
         assert len(set(map(id, found))) == 1
 
 
-@pytest.mark.parametrize("make_pool", ["threads", "local"], indirect=True)  # inline, the traceback reaches up to the caller
+@pytest.mark.concurrent  # inline, the traceback reaches up to the caller
 def test_errors(pool: ParallelPool, eventually: Any, no_collector: None) -> None:
     """Their tracebacks hold the frames through which they were raised, here and in the worker's thread."""
     future = pool.submit(fail)
@@ -118,7 +120,7 @@ def test_errors(pool: ParallelPool, eventually: Any, no_collector: None) -> None
     assert eventually(lambda: watched() is None)
 
 
-@pytest.mark.parametrize("make_pool", ["threads", "local"], indirect=True)
+@pytest.mark.concurrent
 def test_errors_of_map(pool: ParallelPool, eventually: Any, no_collector: None) -> None:
     results = pool.map(fail, range(3))
     for _ in range(3):
@@ -147,10 +149,10 @@ def test_an_error_that_is_false_is_an_error(pool: ParallelPool) -> None:
     assert [type(error) for error in results.errors.values()] == [Hollow, Hollow]
 
 
-@pytest.mark.parametrize(("make_pool", "most"), [("threads", 1_536), ("local", 1_024)], indirect=["make_pool"])
-def test_calls_that_wait_take_little(pool: ParallelPool, most: int, make_gate: Any) -> None:
+@pytest.mark.concurrent
+def test_calls_that_wait_take_little(pool: ParallelPool, make_pool: Any, make_gate: Any) -> None:
     """A hundred thousand of them are to stand in a queue; in this process each has a function of its own, too [bytes]."""
-    count, gate = 2_000, make_gate()
+    count, gate, most = 2_000, make_gate(), 1_024 if make_pool.is_in_processes else 1_536
     busy = [pool.submit(gate.wait) for _ in range(pool.num_workers)]
     first = [pool.submit(abs, -1) for _ in range(10)]
     pool._engine.driver.barrier()

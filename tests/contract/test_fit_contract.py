@@ -20,6 +20,8 @@ from raypool.errors import InvalidTypeError, InvalidValueError, ResourceError, T
 from raypool.train.options import TrainingOptions
 from raypool.train.runs import RunOptions
 
+pytestmark = pytest.mark.semantics
+
 WAIT_S = 100.0
 """The first training in a worker imports torch and Ray Train, which takes long where much else runs."""
 

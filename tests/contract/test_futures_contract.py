@@ -12,7 +12,7 @@ import pytest
 
 from raypool import Future, InvalidValueError, ParallelPool, after_all, after_each, fetch_next, fetch_outputs, parpool, wait
 
-beside_each_other = pytest.mark.parametrize("make_pool", ["threads", "local"], indirect=True)
+pytestmark = pytest.mark.semantics
 
 
 def fail_on_2(x: int) -> int:
@@ -42,7 +42,7 @@ def test_fetch_next_delivers_each_once(pool: ParallelPool) -> None:
         fetch_next([])
 
 
-@beside_each_other
+@pytest.mark.concurrent
 def test_fetch_next_follows_the_order_in_which_they_end(pool: ParallelPool, make_gate: Any) -> None:
     gates = [make_gate() for _ in range(3)]
     futures = [pool.parfeval(lambda gate=gate, x=x: gate.wait() or x) for x, gate in enumerate(gates)]
@@ -67,7 +67,7 @@ def test_fetch_next_delivers_what_ended_first_first(pool: ParallelPool) -> None:
     assert [fetch_next(futures)[0] for _ in range(8)] == ended
 
 
-@beside_each_other
+@pytest.mark.concurrent
 def test_a_cancelled_future_counts_as_read_once_it_was_met(pool: ParallelPool, gate: Any) -> None:
     blockers = [pool.parfeval(gate.wait) for _ in range(3)]
     future = pool.parfeval(abs, 1)
@@ -111,7 +111,7 @@ def test_fetch_outputs_raises_the_first_error(pool: ParallelPool) -> None:
         fetch_outputs([pool.parfeval(fail_on_2, x) for x in range(4)])
 
 
-@beside_each_other
+@pytest.mark.concurrent
 def test_wait_never_raises(pool: ParallelPool, gate: Any) -> None:
     """Scenario 21: one failed, one slow: False, no exception."""
     failed, slow = pool.parfeval(fail_on_2, 2), pool.parfeval(gate.wait)
@@ -141,7 +141,7 @@ def test_a_future_stays_where_it_is(pool: ParallelPool) -> None:
 # --- in a callback, which is in the pool's own thread -----------------------------------------------------------------
 
 
-@beside_each_other
+@pytest.mark.concurrent
 @pytest.mark.parametrize(
     "wait_in_vain",
     [
@@ -166,7 +166,7 @@ def test_a_callback_is_told_that_its_pool_would_wait_for_itself(
     assert pool.submit(abs, -2).result(60) == 2, "the pool goes on"
 
 
-@beside_each_other
+@pytest.mark.concurrent
 def test_a_callback_may_read_what_has_ended_and_wait_for_other_pools(pool: ParallelPool, call_back: Any) -> None:
     later: list[Future[int]] = []
 
@@ -182,7 +182,7 @@ def test_a_callback_may_read_what_has_ended_and_wait_for_other_pools(pool: Paral
     assert later[0].result(60) == 7
 
 
-@beside_each_other
+@pytest.mark.concurrent
 @pytest.mark.parametrize("error", [asyncio.CancelledError, SystemExit, KeyboardInterrupt, GeneratorExit, pytest.fail.Exception])
 def test_whatever_a_callback_raises_harms_nothing(
     pool: ParallelPool, gate: Any, check_pool: Any, eventually: Any, caplog: Any, error: type[BaseException]
@@ -199,7 +199,7 @@ def test_whatever_a_callback_raises_harms_nothing(
     future.add_done_callback(fail)  # now it is called here
 
 
-@beside_each_other
+@pytest.mark.concurrent
 def test_nor_does_the_error_of_a_task_that_is_no_exception(pool: ParallelPool, gate: Any, check_pool: Any) -> None:
     async def give_up() -> None:
         gate.wait()
@@ -212,7 +212,7 @@ def test_nor_does_the_error_of_a_task_that_is_no_exception(pool: ParallelPool, g
     check_pool(pool)
 
 
-@beside_each_other
+@pytest.mark.concurrent
 def test_a_callback_knows_when_a_cancelled_future_has_ended(pool: ParallelPool, gate: Any, eventually: Any) -> None:
     running = [pool.submit(gate.wait) for _ in range(pool.num_workers)]
     assert eventually(lambda: all(future.running() for future in running))

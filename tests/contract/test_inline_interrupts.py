@@ -14,6 +14,8 @@ from raypool import ParallelPool, parpool
 from raypool.engine.inline import KEPT_INTERRUPTS
 from raypool.interop.multiprocessing import Pool
 
+pytestmark = pytest.mark.semantics
+
 INTERRUPTED = 2
 
 HOWS = [{}, {"chunk_size": 1}, {"chunk_size": 4}, {"on_error": "collect"}, {"on_error": "collect", "chunk_size": 1}]

@@ -12,7 +12,7 @@ from raypool import ParallelPool
 from raypool.core.messages import TaskSubmitted
 from raypool.interop.multiprocessing import Pool
 
-pytestmark = pytest.mark.parametrize("make_pool", ["threads", "local"], indirect=True)
+pytestmark = pytest.mark.concurrent
 
 Hang = Callable[..., Any]
 

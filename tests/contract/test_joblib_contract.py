@@ -30,8 +30,7 @@ from raypool import (
     register_joblib,
 )
 
-beside_each_other = pytest.mark.parametrize("make_pool", ["threads", "local"], indirect=True)
-in_processes = pytest.mark.parametrize("make_pool", ["local"], indirect=True)
+pytestmark = pytest.mark.semantics
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -95,7 +94,7 @@ def test_results_come_as_a_generator(config: Any) -> None:
     assert sorted(unordered) == [x * x for x in range(10)]
 
 
-@beside_each_other
+@pytest.mark.concurrent
 def test_an_unordered_generator_does_not_wait_for_the_slowest(config: Any, gate: Any) -> None:
     results = Parallel(return_as="generator_unordered", batch_size=1)(delayed(pass_gate)(gate, index) for index in range(6))
     assert sorted(next(results) for _ in range(5)) == [1, 2, 3, 4, 5]
@@ -103,7 +102,7 @@ def test_an_unordered_generator_does_not_wait_for_the_slowest(config: Any, gate:
     assert next(results) == 0
 
 
-@beside_each_other
+@pytest.mark.concurrent
 def test_two_generators_of_one_block_do_not_disturb_each_other(config: Any, gate: Any) -> None:
     first = Parallel(return_as="generator", batch_size=1)(delayed(pass_gate)(gate, index) for index in range(12))
     assert Parallel()(delayed(square)(x) for x in range(30)) == [x * x for x in range(30)]
@@ -117,7 +116,7 @@ def test_a_managed_parallel_is_called_again_and_again(config: Any) -> None:
             assert parallel(delayed(pow)(number, x) for x in range(5)) == [number**x for x in range(5)]
 
 
-@beside_each_other
+@pytest.mark.concurrent
 def test_the_generator_of_tasks_is_drawn_from_as_tasks_end(config: Any, gate: Any, eventually: Any) -> None:
     drawn = []
 
@@ -168,7 +167,7 @@ def test_parallel_backend_and_parallel_take_a_pool_too(pool: ParallelPool) -> No
     assert before < between < pool.statistics().finished
 
 
-@beside_each_other
+@pytest.mark.concurrent
 def test_a_part_of_a_pool_is_used_alone(pool: ParallelPool) -> None:
     part, _ = pool.partition(workers=[1, 2])
     with parallel_config("raypool", pool=part):
@@ -176,7 +175,7 @@ def test_a_part_of_a_pool_is_used_alone(pool: ParallelPool) -> None:
         assert set(Parallel(batch_size=1)(delayed(worker_of)() for _ in range(10))) <= {1, 2}
 
 
-@beside_each_other
+@pytest.mark.concurrent
 def test_fewer_jobs_than_workers_run_at_once(config: Any, make_gate: Any, marks: Any, eventually: Any) -> None:
     gate = make_gate()
 
@@ -207,7 +206,7 @@ def test_a_single_job_runs_here(config: Any) -> None:
     assert Parallel(n_jobs=1)(delayed(threading.get_ident)() for _ in range(2)) == [threading.get_ident()] * 2
 
 
-@beside_each_other
+@pytest.mark.concurrent
 def test_a_single_worker_is_used(make_pool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SET_UP_BY", "nobody")  # which threads would leave behind
     with make_pool(1, setup=lambda: os.environ.update(SET_UP_BY="joblib_contract")) as pool, parallel_config("raypool"):
@@ -235,14 +234,14 @@ def load_model() -> None:
     model = "loaded"
 
 
-@in_processes
+@pytest.mark.processes
 def test_what_a_setup_leaves_in_global_variables_is_there(make_pool: Any, by_value: None) -> None:
     with make_pool(1, setup=load_model), parallel_config("raypool"):
         assert Parallel()(delayed(lambda x: (model, x))(x) for x in range(3)) == [("loaded", x) for x in range(3)]
     assert model is None
 
 
-@beside_each_other
+@pytest.mark.concurrent
 def test_all_workers_but_one_may_be_a_single_one(make_pool: Any, make_gate: Any, marks: Any, eventually: Any) -> None:
     gate = make_gate()
 
@@ -259,7 +258,7 @@ def test_all_workers_but_one_may_be_a_single_one(make_pool: Any, make_gate: Any,
         assert [index for index, _ in results] == list(range(4))
 
 
-@in_processes
+@pytest.mark.processes
 def test_a_single_worker_that_dies_is_replaced(make_pool: Any, marks: Any) -> None:
     def die_once(index: int) -> int:
         if index == 2 and not marks.count("died"):
@@ -315,14 +314,14 @@ def test_an_error_is_raised_as_itself(config: Any, pool: ParallelPool, return_as
     check_pool(pool)
 
 
-@in_processes
+@pytest.mark.processes
 def test_the_traceback_of_the_worker_is_the_cause(config: Any) -> None:
     with pytest.raises(Refused) as caught:
         Parallel(batch_size=1)(delayed(refuse)("no") for _ in range(3))
     assert "in refuse" in str(caught.value.__cause__)
 
 
-@beside_each_other
+@pytest.mark.concurrent
 def test_an_error_stops_what_runs(config: Any, pool: ParallelPool, marks: Any, check_pool: Any) -> None:
     def spin() -> None:
         marks.add("spinning")
@@ -339,7 +338,7 @@ def test_an_error_stops_what_runs(config: Any, pool: ParallelPool, marks: Any, c
     check_pool(pool)
 
 
-@beside_each_other
+@pytest.mark.concurrent
 @pytest.mark.parametrize("return_as", ["list", "generator", "generator_unordered"])
 def test_a_time_out_stops_what_runs(config: Any, pool: ParallelPool, return_as: str, check_pool: Any) -> None:
     def spin() -> None:
@@ -351,7 +350,7 @@ def test_a_time_out_stops_what_runs(config: Any, pool: ParallelPool, return_as: 
     check_pool(pool)
 
 
-@beside_each_other
+@pytest.mark.concurrent
 def test_a_generator_of_results_that_is_given_up_stops_what_runs(config: Any, pool: ParallelPool, check_pool: Any) -> None:
     def spin(index: int) -> int:
         while index > 0:
@@ -376,7 +375,7 @@ def test_an_error_in_the_generator_of_tasks_is_raised(config: Any, error: type[B
         Parallel(batch_size=1)(tasks())
 
 
-@in_processes
+@pytest.mark.processes
 @pytest.mark.parametrize("position", [0, 200])
 def test_what_cannot_be_sent_is_named(config: Any, pool: ParallelPool, position: int, check_pool: Any) -> None:
     arguments: list[Any] = [1] * 300
@@ -389,13 +388,13 @@ def test_what_cannot_be_sent_is_named(config: Any, pool: ParallelPool, position:
     check_pool(pool)
 
 
-@in_processes
+@pytest.mark.processes
 def test_a_value_that_cannot_come_back_is_an_error(config: Any) -> None:
     with pytest.raises(SerializationError, match="lock"):
         Parallel()(delayed(threading.Lock)() for _ in range(4))
 
 
-@in_processes
+@pytest.mark.processes
 def test_tasks_run_again_when_their_worker_dies(config: Any, pool: ParallelPool, marks: Any, check_pool: Any) -> None:
     def die_once(index: int) -> int:
         if index == 3 and not marks.count("died"):
@@ -407,7 +406,7 @@ def test_tasks_run_again_when_their_worker_dies(config: Any, pool: ParallelPool,
     check_pool(pool)
 
 
-@in_processes
+@pytest.mark.processes
 def test_tasks_that_kill_their_workers_fail(config: Any, pool: ParallelPool, check_pool: Any) -> None:
     with parallel_config("raypool", pool=pool.options(retries=0)), pytest.raises(WorkerLostError):
         Parallel(batch_size=1)(delayed(os.kill)(0, signal.SIGKILL) if x == 1 else delayed(square)(x) for x in range(4))
@@ -444,7 +443,7 @@ def test_parallel_in_a_loop_of_the_pools_runs_in_turn(pool: ParallelPool) -> Non
     assert list(pool.parfor(inner, range(4))) == [[], [0], [0, 1], [0, 1, 4]]
 
 
-@beside_each_other
+@pytest.mark.concurrent
 def test_parallel_in_the_callback_of_a_future_is_refused(pool: ParallelPool, gate: Any, eventually: Any) -> None:
     errors: list[BaseException] = []
 
@@ -476,7 +475,7 @@ class Large:
         return Large, ([],)
 
 
-@in_processes
+@pytest.mark.processes
 def test_a_large_argument_travels_once_for_all_tasks(config: Any) -> None:
     times: list[int] = []
     large = Large(times)
@@ -488,7 +487,7 @@ def test_a_large_argument_travels_once_for_all_tasks(config: Any) -> None:
     assert len(times) == 5
 
 
-@in_processes
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("max_nbytes", "is_writable"), [(None, [True, True]), ("8M", [True, True]), ("3M", [True, False]), ("1M", [False, False])]
 )
@@ -504,7 +503,7 @@ def _are_writable(*values: Any) -> list[bool]:
     return [bool(array.flags.writeable) for array in arrays]
 
 
-@in_processes
+@pytest.mark.processes
 def test_what_cannot_be_sent_is_named_without_max_nbytes_too(config: Any) -> None:
     with pytest.raises(SerializationError, match=r"Cannot send argument 0 of id to a worker.*lock"):
         Parallel(max_nbytes=None)(delayed(id)(threading.Lock()) for _ in range(3))
@@ -529,7 +528,7 @@ def _total(values: Any, more: float) -> float:
     return float(np.asarray(values.sum()).sum()) + more
 
 
-@in_processes
+@pytest.mark.processes
 def test_native_libraries_may_be_told_how_many_threads_to_use(pool: ParallelPool) -> None:
     def threads() -> set[int]:
         from threadpoolctl import threadpool_info

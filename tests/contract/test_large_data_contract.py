@@ -10,13 +10,14 @@ import pytest
 
 from raypool import ParallelPool
 
+pytestmark = pytest.mark.semantics
+
 MIDDLE, LARGE = 1_000_000, 4_000_000
 """Bytes of an array that is copied on arrival, and of one that is mapped."""
 
 ON_TOP = 4_000
 """What a call costs besides its values, at most [bytes]."""
 
-on_ray = pytest.mark.parametrize("make_pool", ["local"], indirect=True)
 
 WAYS: dict[str, Callable[[ParallelPool, Callable[[Any], Any], list[Any]], list[Any]]] = {
     "parfor": lambda pool, fn, items: list(pool.parfor(fn, items)),
@@ -54,7 +55,7 @@ def test_results_come_whole(pool: ParallelPool, way: Any, num_bytes: int) -> Non
     ]
 
 
-@on_ray
+@pytest.mark.processes
 @by_all_ways
 @sizes
 def test_what_a_result_was_does_not_depend_on_what_ran_later(pool: ParallelPool, way: Any, num_bytes: int) -> None:
@@ -72,7 +73,7 @@ def test_what_a_result_was_does_not_depend_on_what_ran_later(pool: ParallelPool,
     ]
 
 
-@on_ray
+@pytest.mark.processes
 @by_all_ways
 def test_only_what_is_mapped_is_read_only_however_calls_are_cut(pool: ParallelPool, way: Any) -> None:
     def is_writeable(array: Any) -> bool:
@@ -89,7 +90,7 @@ def test_only_what_is_mapped_is_read_only_however_calls_are_cut(pool: ParallelPo
         assert [ends(value)[2] for value in results] == [0, 1, 2]
 
 
-@on_ray
+@pytest.mark.processes
 @sizes
 def test_values_that_share_a_call_travel_once(pool: ParallelPool, num_bytes: int) -> None:
     with pool.transfer_bytes() as moved:
@@ -100,7 +101,7 @@ def test_values_that_share_a_call_travel_once(pool: ParallelPool, num_bytes: int
     assert 3 * num_bytes <= moved.total.received_bytes <= 3 * num_bytes + ON_TOP
 
 
-@on_ray
+@pytest.mark.processes
 def test_one_argument_for_many_items_travels_once_for_each_worker(pool: ParallelPool) -> None:
     """Not so in the items: each has its own (`test_transfer_contract`)."""
     table = filled(7, LARGE)
@@ -111,7 +112,7 @@ def test_one_argument_for_many_items_travels_once_for_each_worker(pool: Parallel
     assert (moved.to_frame()["sent_bytes"] <= LARGE + 60 * ON_TOP).all()
 
 
-@on_ray
+@pytest.mark.processes
 @by_all_ways
 def test_the_object_store_is_empty_afterwards(pool: ParallelPool, way: Any, eventually: Any) -> None:
     """Twelve times 40 MB, there and back, pass through a store of 200 MB, and leave it as it was."""
@@ -134,7 +135,7 @@ def test_the_object_store_is_empty_afterwards(pool: ParallelPool, way: Any, even
     assert eventually(is_as_before)
 
 
-@on_ray
+@pytest.mark.processes
 def test_a_result_outlives_those_that_came_with_it(pool: ParallelPool) -> None:
     results = pool.parfor(lambda number: filled(number, LARGE), range(3), chunk_size=3)
     second = results[1]

@@ -14,7 +14,7 @@ import pytest
 from raypool import Future, ParallelPool, current_task
 from raypool.interop.multiprocessing import Pool
 
-pytestmark = pytest.mark.parametrize("make_pool", ["threads", "local"], indirect=True)
+pytestmark = pytest.mark.concurrent
 
 LASTS = 50
 """The item that waits at a gate, among a hundred that are short and so share calls."""

@@ -15,7 +15,8 @@ import pytest
 
 from raypool import ParallelPool, PoolClosedError, StartupError, WorkerResources, current_task, parpool
 
-beside_each_other = pytest.mark.parametrize("make_pool", ["threads", "local"], indirect=True)
+pytestmark = pytest.mark.semantics
+
 
 IDLE_S = 0.3
 
@@ -80,7 +81,7 @@ def test_a_setup_that_fails_in_some_workers_only(make_pool: Any, caplog: pytest.
             raise LookupError("not here")
 
     changes: dict[str, Any] = {"setup": fail, "profile": make_pool.profile, "quiet": True, "resources": WorkerResources(gpus=0)}
-    if make_pool.profile == "inline":
+    if not make_pool.is_concurrent:
         return  # it takes the least of a range
     with parpool((1, 2), **changes) as pool:
         assert pool.parfeval(where).result(60) == 0
@@ -121,7 +122,7 @@ def test_a_teardown_that_fails_keeps_nobody_from_ending(make_pool: Any, caplog: 
     assert "ZeroDivisionError" in caplog.text
 
 
-@beside_each_other
+@pytest.mark.concurrent
 def test_a_teardown_that_hangs_is_given_up(
     make_pool: Any, gate: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,7 +151,7 @@ def test_teardown_finds_what_setup_has_made(make_pool: Any, marks: Any) -> None:
 # --- nothing to do ------------------------------------------------------------------------------------------------------
 
 
-@beside_each_other
+@pytest.mark.concurrent
 def test_idle_workers_end_and_are_started_again(make_pool: Any, marks: Any, eventually: Any, capfd: Any) -> None:
     """Scenario 6."""
     changes = {"setup": lambda: marks.add("setup"), "teardown": lambda: marks.add("teardown"), "idle_timeout_s": IDLE_S}
@@ -172,7 +173,7 @@ def test_idle_workers_end_and_are_started_again(make_pool: Any, marks: Any, even
     assert capfd.readouterr().out == "", "quiet=True"
 
 
-@beside_each_other
+@pytest.mark.concurrent
 def test_a_line_says_so_once(make_pool: Any, eventually: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """And not where no memory is freed."""
     with parpool(2, profile=make_pool.profile, resources=WorkerResources(gpus=0), idle_timeout_s=IDLE_S) as pool:
@@ -184,7 +185,7 @@ def test_a_line_says_so_once(make_pool: Any, eventually: Any, capsys: pytest.Cap
     assert said.count(line) == (1 if make_pool.is_in_processes else 0)
 
 
-@beside_each_other
+@pytest.mark.concurrent
 def test_what_runs_long_is_no_idling(make_pool: Any, gate: Any, eventually: Any) -> None:
     with make_pool(2, idle_timeout_s=IDLE_S) as pool:
         future = pool.parfeval(gate.wait)
@@ -195,7 +196,7 @@ def test_what_runs_long_is_no_idling(make_pool: Any, gate: Any, eventually: Any)
         assert eventually(lambda: states_of(pool) == {"parked"})
 
 
-@beside_each_other
+@pytest.mark.concurrent
 @pytest.mark.parametrize("what", ["resize", "shutdown", "delete", "on all", "part", "loop", "bound"])
 def test_what_is_asked_of_a_pool_that_rests(make_pool: Any, eventually: Any, what: str) -> None:
     with make_pool(2, idle_timeout_s=IDLE_S) as pool:
@@ -221,7 +222,7 @@ def test_what_is_asked_of_a_pool_that_rests(make_pool: Any, eventually: Any, wha
             assert pool.options(worker=1).parfeval(where).result(60) == 1
 
 
-@beside_each_other
+@pytest.mark.concurrent
 def test_a_pool_that_is_used_and_rests_again_and_again(make_pool: Any, eventually: Any) -> None:
     with make_pool(1, idle_timeout_s=0.05) as pool:
         for _ in range(4):
@@ -230,7 +231,7 @@ def test_a_pool_that_is_used_and_rests_again_and_again(make_pool: Any, eventuall
         assert pool.statistics().workers_lost == 0
 
 
-@beside_each_other
+@pytest.mark.concurrent
 def test_many_threads_wake_a_pool_at_once(make_pool: Any, eventually: Any) -> None:
     with make_pool(2, idle_timeout_s=IDLE_S) as pool:
         assert eventually(lambda: states_of(pool) == {"parked"})
@@ -243,7 +244,7 @@ def test_many_threads_wake_a_pool_at_once(make_pool: Any, eventually: Any) -> No
         assert sorted(values) == sorted(list(range(5)) * 6)
 
 
-@pytest.mark.parametrize("make_pool", ["inline"], indirect=True)
+@pytest.mark.semantics
 def test_an_inline_pool_has_nothing_that_could_end(make_pool: Any) -> None:
     with make_pool(2, idle_timeout_s=0.001) as pool:
         time.sleep(0.01)
@@ -251,7 +252,7 @@ def test_an_inline_pool_has_nothing_that_could_end(make_pool: Any) -> None:
         assert "parked" not in states_of(pool)
 
 
-@beside_each_other
+@pytest.mark.concurrent
 def test_constants_are_made_anew_after_a_rest(make_pool: Any, marks: Any, eventually: Callable[..., bool]) -> None:
     with make_pool(1, idle_timeout_s=IDLE_S) as pool:
         table = pool.constant(lambda: marks.add("built") or [1, 2], cleanup=lambda _: marks.add("cleaned"))

@@ -23,8 +23,7 @@ import pytest
 from raypool import ParallelPool, SerializationError, current_task
 from raypool.interop.multiprocessing import LOOK_AHEAD, AsyncResult, IMapIterator, Pool
 
-beside_each_other = pytest.mark.parametrize("make_pool", ["threads", "local"], indirect=True)
-in_processes = pytest.mark.parametrize("make_pool", ["local"], indirect=True)
+pytestmark = pytest.mark.semantics
 
 
 class Refused(Exception):
@@ -148,7 +147,7 @@ def test_a_stop_iteration_of_a_call_does_not_end_the_loop(mp: Pool) -> None:
     assert list(results) == ["b"]
 
 
-@in_processes
+@pytest.mark.processes
 def test_a_value_that_cannot_be_sent_back(mp: Pool) -> None:
     heard: list[Any] = []
     with pytest.raises(multiprocessing.pool.MaybeEncodingError, match="lock"):
@@ -180,7 +179,7 @@ def _send_and_take(verb: str, mp: Pool, item: Any) -> None:
 VERBS = ["apply", "apply_async", "map", "map_async", "starmap", "starmap_async", "imap", "imap_unordered"]
 
 
-@in_processes
+@pytest.mark.processes
 @pytest.mark.parametrize("verb", VERBS)
 def test_what_cannot_be_sent_fails_at_the_call(mp: Pool, verb: str, check_pool: Any, pool: ParallelPool) -> None:
     guard = threading.Lock()
@@ -206,7 +205,7 @@ def test_what_cannot_be_called_fails_at_the_call(mp: Pool, verb: str) -> None:
 # --- results that are not there yet -----------------------------------------------------------------------------------
 
 
-@beside_each_other
+@pytest.mark.concurrent
 def test_a_result_that_is_not_there_yet(mp: Pool, gate: Any) -> None:
     result = mp.apply_async(gate.wait)
     assert not result.ready()
@@ -369,7 +368,7 @@ def test_a_generator_may_wait_for_results(mp: Pool) -> None:
         may_go.release()
 
 
-@beside_each_other
+@pytest.mark.concurrent
 def test_next_waits_so_long(mp: Pool, gate: Any) -> None:
     def late(number: int) -> int:
         if number == 1:
@@ -407,7 +406,7 @@ def test_after_its_end(mp: Pool, pool: ParallelPool, check_pool: Any) -> None:
     check_pool(pool)
 
 
-@beside_each_other
+@pytest.mark.concurrent
 def test_terminate_cancels_what_runs(mp: Pool, pool: ParallelPool, gate: Any, eventually: Any, check_pool: Any) -> None:
     other = pool.parfeval(abs, -1)
     running = mp.apply_async(gate.wait)
@@ -519,7 +518,7 @@ def test_a_view_with_options_will_do(pool: ParallelPool) -> None:
         assert "mine" in caught.value.__notes__[0]
 
 
-@in_processes
+@pytest.mark.processes
 def test_a_worker_that_dies_is_replaced_and_its_items_run_again(mp: Pool, marks: Any) -> None:
     def work(number: int) -> int:
         if number == 5 and not marks.count("died"):

@@ -17,7 +17,7 @@ from raypool import InvalidValueError, ParallelPool
 from raypool.interop.async_results import Collector, Gathering
 from raypool.interop.multiprocessing import LOOK_AHEAD, Pool
 
-pytestmark = pytest.mark.parametrize("make_pool", ["threads"], indirect=True)
+pytestmark = pytest.mark.threads
 
 
 class Refused(Exception):

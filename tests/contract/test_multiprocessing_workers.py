@@ -17,15 +17,9 @@ import pytest
 from raypool import ParallelPool, WorkerResources, gcp
 from raypool.interop.multiprocessing import Pool
 
-Maker = Callable[..., Pool]
+pytestmark = pytest.mark.semantics
 
-beside_each_other = pytest.mark.parametrize("make_pool", ["threads", "local"], indirect=True)
-in_processes = pytest.mark.parametrize("make_pool", ["local"], indirect=True)
-long_on_ray = pytest.param("local", marks=pytest.mark.long)
-everywhere = pytest.mark.parametrize("make_pool", ["inline", "threads", long_on_ray], indirect=True)
-beside_each_other_long = pytest.mark.parametrize("make_pool", ["threads", long_on_ray], indirect=True)
-in_this_process = pytest.mark.parametrize("make_pool", ["inline", "threads"], indirect=True)
-in_threads = pytest.mark.parametrize("make_pool", ["threads"], indirect=True)
+Maker = Callable[..., Pool]
 
 
 @pytest.fixture
@@ -58,7 +52,7 @@ def forget() -> None:
     settings["set"] = 0
 
 
-@beside_each_other
+@pytest.mark.concurrent
 def test_what_the_initializer_leaves_in_global_variables_is_there(make_mp: Maker, make_pool: Any) -> None:
     with make_mp(2, load, (7,)) as mp:
         num_set = 1 if make_pool.is_in_processes else 2  # each worker has called it
@@ -69,7 +63,7 @@ def test_what_the_initializer_leaves_in_global_variables_is_there(make_mp: Maker
     forget()
 
 
-@in_processes
+@pytest.mark.processes
 def test_it_is_called_in_a_worker_that_replaces_another_too(make_mp: Maker, marks: Any) -> None:
     def work(number: int) -> Any:
         if number == 3 and not marks.count("died"):
@@ -81,7 +75,7 @@ def test_it_is_called_in_a_worker_that_replaces_another_too(make_mp: Maker, mark
         assert mp.map(work, range(6)) == [7] * 6
 
 
-@in_processes
+@pytest.mark.processes
 def test_other_global_variables_are_those_of_the_call(make_mp: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
     with make_mp(1, look) as mp:
         monkeypatch.setitem(settings, "set", 5)
@@ -89,20 +83,20 @@ def test_other_global_variables_are_those_of_the_call(make_mp: Maker, monkeypatc
         assert mp.apply(lambda: (model, settings["set"], untouched)) == ("new", 5, 1)
 
 
-@everywhere
+@pytest.mark.semantics
 def test_an_initializer_that_fails(make_mp: Maker) -> None:
     with pytest.raises(ZeroDivisionError):
         make_mp(1, divmod, (1, 0))
 
 
-@beside_each_other_long
+@pytest.mark.threads
 def test_there_may_be_more_workers_than_cores(make_mp: Maker) -> None:
     with make_mp(5) as mp, make_mp(2) as other:
         assert len(mp._pool) == 5
         assert other.map(abs, [-1]) == mp.map(abs, [-1]) == [1]
 
 
-@everywhere
+@pytest.mark.semantics
 def test_nothing_is_printed(make_mp: Maker, capsys: pytest.CaptureFixture[str]) -> None:
     with make_mp(1) as mp:
         mp.map(abs, [-1])
@@ -112,8 +106,7 @@ def test_nothing_is_printed(make_mp: Maker, capsys: pytest.CaptureFixture[str]) 
 # --- processes that are replaced --------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@in_processes
+@pytest.mark.processes
 @pytest.mark.parametrize("max_tasks", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_a_process_makes_so_many_tasks(make_mp: Maker, max_tasks: int) -> None:
     with make_mp(2, load, (7,), max_tasks) as mp:
@@ -126,8 +119,7 @@ def test_a_process_makes_so_many_tasks(make_mp: Maker, max_tasks: int) -> None:
     assert {value for _, value in answers} == {7}
 
 
-@pytest.mark.slow
-@in_processes
+@pytest.mark.processes
 def test_pools_on_the_same_worker_count_tasks_of_their_own(pool: ParallelPool) -> None:
     one, _ = pool.partition(workers=[0])
     with Pool(pool=one, maxtasksperchild=100) as many, Pool(pool=one, maxtasksperchild=3) as few:
@@ -136,7 +128,7 @@ def test_pools_on_the_same_worker_count_tasks_of_their_own(pool: ParallelPool) -
     assert pids[6] != pids[0]
 
 
-@in_this_process
+@pytest.mark.semantics
 def test_elsewhere_that_means_nothing(make_mp: Maker) -> None:
     with make_mp(1, maxtasksperchild=1) as mp:
         assert mp.map(abs, range(10), 1) == list(range(10))
@@ -157,7 +149,7 @@ def test_after_close_the_workers_end_when_all_is_done(make_mp: Maker) -> None:
     assert mp._own.is_closed
 
 
-@beside_each_other_long
+@pytest.mark.threads
 def test_nobody_need_join(make_mp: Maker, gate: Any, eventually: Any) -> None:
     mp = make_mp(1)
     result = mp.apply_async(gate.wait)
@@ -169,7 +161,7 @@ def test_nobody_need_join(make_mp: Maker, gate: Any, eventually: Any) -> None:
     assert result.get(0) is None
 
 
-@beside_each_other_long
+@pytest.mark.threads
 def test_terminate_ends_what_runs(make_mp: Maker, gate: Any, eventually: Any) -> None:
     mp = make_mp(2)
     started = mp.imap_unordered(lambda number: number or gate.wait(), range(1000))
@@ -180,7 +172,7 @@ def test_terminate_ends_what_runs(make_mp: Maker, gate: Any, eventually: Any) ->
     mp.join()
 
 
-@in_threads
+@pytest.mark.threads
 def test_one_that_is_forgotten_says_so_and_ends(make_mp: Maker, eventually: Any) -> None:
     mp = make_mp(1)
     assert mp._own is not None
@@ -194,7 +186,7 @@ def test_one_that_is_forgotten_says_so_and_ends(make_mp: Maker, eventually: Any)
     assert eventually(lambda: engine.is_over and not thread.is_alive())
 
 
-@in_threads
+@pytest.mark.threads
 def test_one_that_has_ended_says_nothing(make_mp: Maker) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -204,7 +196,7 @@ def test_one_that_has_ended_says_nothing(make_mp: Maker) -> None:
         gc.collect()
 
 
-@in_threads
+@pytest.mark.threads
 def test_results_keep_their_pool_and_no_longer(make_mp: Maker, eventually: Any) -> None:
     pools: weakref.WeakSet[Pool] = weakref.WeakSet()
 
@@ -220,7 +212,7 @@ def test_results_keep_their_pool_and_no_longer(make_mp: Maker, eventually: Any) 
         assert eventually(lambda: not pools)
 
 
-@beside_each_other
+@pytest.mark.concurrent
 @pytest.mark.parametrize(("verb", "num_calls"), [("map", 3), ("starmap", 2), ("apply", 1)])
 def test_ctrl_c_stops_what_runs(
     pool: ParallelPool, gate: Any, eventually: Any, check_pool: Any, press_ctrl_c: Any, verb: str, num_calls: int
@@ -248,7 +240,7 @@ def test_ctrl_c_stops_what_runs(
     check_pool(pool)
 
 
-@beside_each_other
+@pytest.mark.concurrent
 @pytest.mark.parametrize("verb", ["map", "starmap", "apply"])
 def test_so_does_ctrl_c_before_it_waits(
     pool: ParallelPool, gate: Any, eventually: Any, check_pool: Any, monkeypatch: pytest.MonkeyPatch, verb: str
@@ -267,7 +259,7 @@ def test_so_does_ctrl_c_before_it_waits(
     check_pool(pool)
 
 
-@beside_each_other
+@pytest.mark.concurrent
 @pytest.mark.parametrize("is_lent", [True, False])
 def test_ctrl_c_ends_an_initializer(
     make_mp: Maker,
@@ -302,7 +294,7 @@ def test_ctrl_c_ends_an_initializer(
     check_pool(pool)
 
 
-@in_threads
+@pytest.mark.threads
 @pytest.mark.parametrize("end", ["close", "terminate", "del"])
 def test_what_a_pool_was_lent_with_ends_with_it(make_pool: Any, marks: Any, eventually: Any, end: str) -> None:
     with make_pool(1) as pool:
@@ -324,7 +316,7 @@ def test_what_a_pool_was_lent_with_ends_with_it(make_pool: Any, marks: Any, even
         assert marks.count("began") == 2
 
 
-@in_threads
+@pytest.mark.threads
 def test_one_that_fails_leaves_a_lent_pool_as_it_was(make_pool: Any, check_pool: Any) -> None:
     with make_pool(1) as pool:
         with pytest.raises(ZeroDivisionError):
@@ -333,7 +325,7 @@ def test_one_that_fails_leaves_a_lent_pool_as_it_was(make_pool: Any, check_pool:
         check_pool(pool)
 
 
-@in_this_process
+@pytest.mark.semantics
 def test_it_is_no_current_pool(make_mp: Maker) -> None:
     """Its end would be that of others' work, who have not opened it."""
     before = gcp(create=False)

@@ -21,7 +21,7 @@ import pytest
 import raypool
 from raypool import InvalidValueError, ParallelPool, Results, WorkerLostError, current_task, parpool
 
-beside_each_other = pytest.mark.parametrize("make_pool", ["threads", "local"], indirect=True)
+pytestmark = pytest.mark.semantics
 
 
 class Unlucky(ValueError):
@@ -101,7 +101,7 @@ def test_many_short_items_keep_their_order_though_they_share_calls(pool: Paralle
     assert after.attempts - before.attempts < 2_000, "short items did not share calls"
 
 
-@beside_each_other
+@pytest.mark.concurrent
 def test_each_worker_takes_the_next_item_when_it_is_free(pool: ParallelPool, make_gate: Callable[[], Any]) -> None:
     """Nothing is dealt out in advance: while one worker is held up, the others run all the rest (scenario 10)."""
     gate, last = make_gate(), 11
@@ -130,7 +130,7 @@ def test_a_chunk_size_is_kept(pool: ParallelPool, chunk_size: int) -> None:
     assert pool.statistics().attempts - before == math.ceil(50 / chunk_size)
 
 
-@beside_each_other
+@pytest.mark.concurrent
 @pytest.mark.parametrize("max_workers", [1, 2])
 def test_at_most_max_workers_run_at_once(
     pool: ParallelPool, gate: Any, marks: Any, eventually: Any, most_at_once: Any, max_workers: int
@@ -189,7 +189,7 @@ def test_an_endless_generator_is_drawn_only_a_little_ahead(pool: ParallelPool, e
     assert eventually(lambda: not pool.busy), "what ran beside the failing item goes on"
 
 
-@beside_each_other
+@pytest.mark.concurrent
 def test_a_slow_generator_is_not_waited_for(pool: ParallelPool, marks: Any, eventually: Any) -> None:
     """Each item starts while the next is being made; one may even depend on what an earlier one has done."""
 
@@ -201,7 +201,7 @@ def test_a_slow_generator_is_not_waited_for(pool: ParallelPool, marks: Any, even
     assert list(pool.parfor(lambda x: marks.add(x) or x, careful())) == list(range(5))
 
 
-@beside_each_other
+@pytest.mark.concurrent
 def test_an_interrupted_loop_gives_back_what_it_has(
     pool: ParallelPool, gate: Any, marks: Any, eventually: Any, check_pool: Any, press_ctrl_c: Any
 ) -> None:
@@ -271,7 +271,7 @@ def test_nothing_begins_after_ctrl_c_in_an_inline_item(
         assert list(pool.parfor(begin, range(3))) == [0, 1, 2]
 
 
-@beside_each_other
+@pytest.mark.concurrent
 @pytest.mark.parametrize("options", [{}, {"chunk_size": 1}, {"chunk_size": 8}])
 @pytest.mark.parametrize("is_durable", [False, True])
 def test_a_keyboard_interrupt_of_an_item_on_a_worker_is_its_error(
@@ -538,7 +538,7 @@ def test_the_pool_itself_may_be_in_a_closure(pool: ParallelPool) -> None:
     assert list(results) == [6 * x for x in range(5)]
 
 
-@beside_each_other
+@pytest.mark.concurrent
 def test_two_threads_may_use_a_pool_at_once(pool: ParallelPool) -> None:
     answers: dict[int, list[int]] = {}
 
@@ -554,7 +554,7 @@ def test_two_threads_may_use_a_pool_at_once(pool: ParallelPool) -> None:
     assert answers == {number: [x + number for x in range(200)] for number in range(4)}
 
 
-@beside_each_other
+@pytest.mark.concurrent
 def test_something_urgent_goes_between_the_items_of_a_loop(make_pool: Any, gate: Any, marks: Any, eventually: Any) -> None:
     def begin(item: int) -> None:
         gate.wait()

@@ -21,7 +21,7 @@ from raypool import (
     current_task,
 )
 
-beside_each_other = pytest.mark.parametrize("make_pool", ["threads", "local"], indirect=True)
+pytestmark = pytest.mark.semantics
 
 
 def where(*_: object) -> int:
@@ -135,7 +135,7 @@ def test_a_part_has_the_pools_options(make_pool: Any) -> None:
         assert pool.partition(per_host=1)[0]._options.retries == 5
 
 
-@beside_each_other
+@pytest.mark.concurrent
 def test_parts_are_used_at_the_same_time(make_pool: Any, make_gate: Any, eventually: Any) -> None:
     """Neither waits for the other; nor does the pool itself use up what one of them could use."""
     first, second = make_gate(), make_gate()
@@ -156,7 +156,7 @@ def test_parts_are_used_at_the_same_time(make_pool: Any, make_gate: Any, eventua
         assert raypool.wait(slow, 60)
 
 
-@beside_each_other
+@pytest.mark.concurrent
 def test_a_part_does_not_leave_its_workers_idle_nor_take_others(make_pool: Any, make_gate: Any, eventually: Any) -> None:
     gate = make_gate()
     with make_pool(4) as pool:
@@ -211,7 +211,7 @@ def test_constants_in_parts(pool: ParallelPool) -> None:
 # --- what is asked of a part --------------------------------------------------------------------------------------------
 
 
-@beside_each_other
+@pytest.mark.concurrent
 def test_a_part_shows_its_own_work(make_pool: Any, gate: Any, eventually: Any) -> None:
     with make_pool(2) as pool:
         part, rest = pool.partition(workers=[0])
@@ -235,7 +235,7 @@ def test_a_part_shows_its_own_work(make_pool: Any, gate: Any, eventually: Any) -
         other.result(60)
 
 
-@beside_each_other
+@pytest.mark.concurrent
 def test_cancel_all_of_a_part_ends_its_loops(make_pool: Any, gate: Any, eventually: Any) -> None:
     with make_pool(2) as pool, concurrent.futures.ThreadPoolExecutor(2) as callers:
         part, rest = pool.partition(workers=[0])
@@ -269,7 +269,7 @@ def test_a_part_that_is_shut_down_leaves_the_pool_as_it_is(make_pool: Any) -> No
         assert again.parfeval(where).result(60) == 0
 
 
-@beside_each_other
+@pytest.mark.concurrent
 def test_delete_of_a_part_cancels_what_waits(make_pool: Any, gate: Any, eventually: Any) -> None:
     with make_pool(2) as pool:
         part, rest = pool.partition(workers=[0])
@@ -304,7 +304,7 @@ def test_a_part_keeps_its_pool(make_pool: Any) -> None:
     part._engine.shutdown(wait=True)
 
 
-@beside_each_other
+@pytest.mark.concurrent
 def test_a_part_that_has_lost_its_workers_to_resize(make_pool: Any, gate: Any, eventually: Any) -> None:
     with make_pool(3) as pool:
         part, rest = pool.partition(workers=[0])
@@ -320,7 +320,7 @@ def test_a_part_that_has_lost_its_workers_to_resize(make_pool: Any, gate: Any, e
         assert pool.parfor(where, 30).errors == {}
 
 
-@beside_each_other
+@pytest.mark.concurrent
 def test_what_waits_for_workers_that_go_fails(make_pool: Any, gate: Any, eventually: Any) -> None:
     with make_pool(2) as pool:
         part, rest = pool.partition(workers=[1])

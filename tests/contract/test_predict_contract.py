@@ -30,7 +30,8 @@ from raypool import (
 )
 from raypool.train import predictor
 
-on_ray = pytest.mark.parametrize("make_pool", ["local"], indirect=True)
+pytestmark = pytest.mark.semantics
+
 SIZES = (0, 1, 2, 7, 8, 9, 50)
 
 Pair = namedtuple("Pair", ["double", "negative"])
@@ -259,7 +260,7 @@ def test_scores_and_labels_have_to_fit(
 # --- what travels -----------------------------------------------------------------------------------------------------
 
 
-@on_ray
+@pytest.mark.processes
 def test_a_model_is_shipped_to_each_worker_once_and_data_once_in_all(pool: ParallelPool) -> None:
     model = nn.Linear(1000, 1000)  # 4 MB
     x = np.ones((8000, 1000), np.float32)  # 32 MB
@@ -272,7 +273,7 @@ def test_a_model_is_shipped_to_each_worker_once_and_data_once_in_all(pool: Paral
     assert moved.total.received_bytes < 500_000, "output= leaves most of it there"
 
 
-@on_ray
+@pytest.mark.processes
 def test_a_model_is_opened_once_in_a_worker(pool: ParallelPool, marks: Any) -> None:
     class Noting(nn.Module):
         def __setstate__(self, state: dict[str, Any]) -> None:
@@ -288,7 +289,7 @@ def test_a_model_is_opened_once_in_a_worker(pool: ParallelPool, marks: Any) -> N
     assert 1 <= len(opened) == len(set(opened)) <= 3
 
 
-@on_ray
+@pytest.mark.processes
 def test_a_dataset_of_the_users_is_read_by_the_workers(pool: ParallelPool, marks: Any) -> None:
     class Noting(Numbers):
         def __getitem__(self, index: int) -> Any:
@@ -301,7 +302,7 @@ def test_a_dataset_of_the_users_is_read_by_the_workers(pool: ParallelPool, marks
     assert str(os.getpid()) not in {pid for _, pid in read}
 
 
-@pytest.mark.parametrize("make_pool", ["threads", "local"], indirect=True)
+@pytest.mark.concurrent
 def test_all_workers_take_part_and_order_does_not_depend_on_them(pool: ParallelPool, make_gate: Callable[[], Any]) -> None:
     gate = make_gate()
 
@@ -318,7 +319,7 @@ def test_all_workers_take_part_and_order_does_not_depend_on_them(pool: ParallelP
     assert len({worker for _, worker in workers}) >= 2
 
 
-@pytest.mark.parametrize("make_pool", ["inline", "threads"], indirect=True)
+@pytest.mark.semantics
 def test_the_model_is_on_the_device_of_the_worker(pool: ParallelPool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shown with a device that every machine has; with GPUs in tests/gpu."""
     monkeypatch.setattr(predictor, "device_here", lambda: torch.device("meta"))
@@ -459,7 +460,7 @@ class Held(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("make_pool", ["threads", "local"], indirect=True)
+@pytest.mark.concurrent
 def test_it_can_be_cancelled_and_limited(
     pool: ParallelPool, marks: Any, make_gate: Any, check_pool: Any, eventually: Any
 ) -> None:
@@ -474,7 +475,7 @@ def test_it_can_be_cancelled_and_limited(
     check_pool(pool)
 
 
-@on_ray
+@pytest.mark.processes
 def test_what_cannot_travel_is_named(pool: ParallelPool) -> None:
     lock = threading.Lock()
     with pytest.raises(SerializationError, match="lock"):
@@ -488,7 +489,7 @@ def test_a_pool_that_was_shut_down(make_pool: Any) -> None:
         pool.predict(nn.Identity(), np.ones(3))
 
 
-@on_ray
+@pytest.mark.processes
 def test_a_worker_that_dies_is_replaced_and_nothing_is_missing(make_pool: Any, marks: Any) -> None:
     class Dying(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -502,8 +503,7 @@ def test_a_worker_that_dies_is_replaced_and_nothing_is_missing(make_pool: Any, m
     assert marks.count("died") == 1
 
 
-@on_ray
-@pytest.mark.slow
+@pytest.mark.processes
 def test_memory_stays_flat(make_pool: Any) -> None:
     """Of data that would not fit into the object store (200 MB), a piece at a time is there."""
     x = np.zeros((600, 500_000), np.float16)  # 600 MB of which nothing is touched

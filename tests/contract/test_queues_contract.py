@@ -20,6 +20,8 @@ from raypool import (
     SerializationError,
 )
 
+pytestmark = pytest.mark.semantics
+
 TIMEOUT_S = 30.0
 
 
@@ -38,7 +40,7 @@ def take(queue: DataQueue[Any], count: int) -> list[Any]:
 @pytest.fixture
 def beside(make_pool: Any) -> None:
     """Leave out pools whose tasks do not run beside whoever reads."""
-    if make_pool.profile == "inline":
+    if not make_pool.is_concurrent:
         pytest.skip("a task would wait for the thread that it runs in")
 
 
@@ -67,12 +69,12 @@ def test_live_curves_from_four_trainings(pool: ParallelPool, make_pool: Any, gat
     def train(model: int) -> None:
         for epoch in range(3):
             losses.put((model, epoch))
-        if make_pool.profile != "inline":
+        if make_pool.is_concurrent:
             gate.wait()
         losses.put((model, 3))
 
     futures = [pool.parfeval(train, model) for model in range(3)]
-    if make_pool.profile != "inline":
+    if make_pool.is_concurrent:
         assert eventually(lambda: losses.backlog == 9)  # while they run
     losses.after_each(lambda value: curves[value[0]].append(value[1]))
     assert eventually(lambda: all(curves[model][:3] == [0, 1, 2] for model in range(3)))
@@ -133,7 +135,7 @@ def test_what_workers_put_before_they_went_to_rest_arrives(make_pool: Any, event
     with make_pool(2, idle_timeout_s=0.1) as pool:
         for number in range(3):
             assert pool.parfeval(queue.put, number).result(TIMEOUT_S) is None
-            if make_pool.profile != "inline":
+            if make_pool.is_concurrent:
                 assert eventually(lambda: all(worker.state == "parked" for worker in pool.workers))
     assert [queue.get(timeout_s=0) for _ in range(3)] == [0, 1, 2]
 

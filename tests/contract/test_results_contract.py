@@ -10,6 +10,8 @@ import pytest
 
 from raypool import InvalidValueError, ParallelPool, Results
 
+pytestmark = pytest.mark.semantics
+
 RUN = ["status", "duration_s", "started_at", "worker", "gpu", "attempts", "peak_memory_bytes", "reason", "error"]
 
 

@@ -23,12 +23,7 @@ from raypool import (
 
 pytest.importorskip("torch")
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
-
-in_processes = pytest.mark.parametrize("make_pool", ["local"], indirect=True)
-in_threads = pytest.mark.parametrize("make_pool", ["threads"], indirect=True)
-beside = pytest.mark.parametrize("make_pool", ["threads", "local"], indirect=True)
-"""Where a call goes on while its caller does something else."""
+pytestmark = [pytest.mark.semantics, pytest.mark.timeout(120)]
 
 
 def add_up(context: Any) -> int:

@@ -27,12 +27,7 @@ from raypool import (
 
 pytest.importorskip("torch")
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
-
-in_processes = pytest.mark.parametrize("make_pool", ["local"], indirect=True)
-in_threads = pytest.mark.parametrize("make_pool", ["threads"], indirect=True)
-beside = pytest.mark.parametrize("make_pool", ["threads", "local"], indirect=True)
-"""Where a call goes on while its caller does something else."""
+pytestmark = [pytest.mark.semantics, pytest.mark.timeout(120)]
 
 
 def add_up(context: Any) -> int:
@@ -125,7 +120,7 @@ def test_a_context_is_of_no_use_after_its_call(pool: ParallelPool) -> None:
         kept[0].all_reduce(1)
 
 
-@in_processes
+@pytest.mark.processes
 def test_what_cannot_be_sent(pool: ParallelPool) -> None:
     door = threading.Lock()
     with pytest.raises(SerializationError, match="door"):
@@ -155,7 +150,7 @@ def test_a_pool_that_is_closed(make_pool: Any) -> None:
 # --- beside other work, and stopped -----------------------------------------------------------------------------------
 
 
-@beside
+@pytest.mark.concurrent
 def test_it_waits_for_its_workers(
     pool: ParallelPool, make_gate: Callable[[], Any], eventually: Callable[..., bool], marks: Any
 ) -> None:
@@ -179,7 +174,7 @@ def test_it_waits_for_its_workers(
     assert marks.count("later") == 50
 
 
-@beside
+@pytest.mark.concurrent
 def test_two_parts_at_once(pool: ParallelPool) -> None:
     parts = pool.partition(workers=[0, 2])
     for _ in range(20):
@@ -187,14 +182,14 @@ def test_two_parts_at_once(pool: ParallelPool) -> None:
         assert [job.result(60)[0] for job in jobs] == [[0, 2], [1]]
 
 
-@beside
+@pytest.mark.concurrent
 def test_calls_from_several_threads(pool: ParallelPool) -> None:
     with concurrent.futures.ThreadPoolExecutor(4) as threads:
         calls = [threads.submit(lambda: list(pool.spmd(add_up))) for _ in range(12)]
         assert [call.result(60) for call in calls] == [[6, 6, 6]] * 12
 
 
-@beside
+@pytest.mark.concurrent
 @pytest.mark.parametrize("place", ["all_reduce", "receive", "sleep"])
 def test_it_is_cancelled(pool: ParallelPool, gate: Any, eventually: Callable[..., bool], place: str) -> None:
     def fn(context: Any) -> None:
@@ -216,7 +211,7 @@ def test_it_is_cancelled(pool: ParallelPool, gate: Any, eventually: Callable[...
     assert list(pool.spmd(add_up)) == [6, 6, 6]
 
 
-@beside
+@pytest.mark.concurrent
 def test_its_future_cannot_be_waited_for_in_a_callback(pool: ParallelPool, call_back: Callable[..., Any]) -> None:
     begun: list[Any] = []
 
@@ -230,7 +225,7 @@ def test_its_future_cannot_be_waited_for_in_a_callback(pool: ParallelPool, call_
     assert begun[0].exception(60) is None, "it goes on"
 
 
-@beside
+@pytest.mark.concurrent
 def test_its_time_is_up(pool: ParallelPool) -> None:
     def fn(context: Any) -> None:
         if context.rank == 2:
@@ -247,7 +242,7 @@ def test_its_time_is_up(pool: ParallelPool) -> None:
     assert list(pool.spmd(add_up)) == [6, 6, 6]
 
 
-@beside
+@pytest.mark.concurrent
 def test_the_wish_to_stop_reaches_all_ranks(pool: ParallelPool, gate: Any) -> None:
     def fn(context: Any) -> bool:
         gate.open()
@@ -263,7 +258,7 @@ def test_the_wish_to_stop_reaches_all_ranks(pool: ParallelPool, gate: Any) -> No
     assert list(future.result(60)) == [True] * 3
 
 
-@beside
+@pytest.mark.concurrent
 def test_the_pool_is_deleted_while_a_call_waits(make_pool: Any, gate: Any, eventually: Callable[..., bool]) -> None:
     pool = make_pool(2)
     holding = pool.parfeval(gate.wait)
@@ -278,7 +273,7 @@ def test_the_pool_is_deleted_while_a_call_waits(make_pool: Any, gate: Any, event
     assert holding.result(60) is None
 
 
-@in_threads
+@pytest.mark.threads
 def test_ranks_that_are_threads_have_no_default_group(pool: ParallelPool) -> None:
     """Torch has one for a process: they say so, and their own collectives work."""
 

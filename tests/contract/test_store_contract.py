@@ -20,6 +20,8 @@ from raypool import (
     current_task,
 )
 
+pytestmark = pytest.mark.semantics
+
 TIMEOUT_S = 30.0
 
 
@@ -43,7 +45,7 @@ def empty_store(request: pytest.FixtureRequest) -> None:
 @pytest.fixture
 def beside(make_pool: Any) -> None:
     """Leave out pools whose tasks do not run beside whoever has called them."""
-    if make_pool.profile == "inline":
+    if not make_pool.is_concurrent:
         pytest.skip("a task would wait for the thread that it runs in")
 
 

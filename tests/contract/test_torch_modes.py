@@ -13,13 +13,15 @@ from raypool.engine.torch_modes import TorchModes, torch_modes
 
 from .conftest import PoolMaker
 
+pytestmark = pytest.mark.semantics
+
 
 def here() -> tuple[int, int, TorchModes]:
     assert torch, "it is imported"
     return os.getpid(), threading.get_ident(), torch_modes()
 
 
-@pytest.mark.parametrize("make_pool", ["threads", "local"], indirect=True)
+@pytest.mark.concurrent
 def test_a_cancelled_task_leaves_no_mode_of_torchs_behind(make_pool: PoolMaker, gate: Any, marks: Any, eventually: Any) -> None:
     """As if it had been interrupted in `__exit__`, before that has switched anything back."""
 
@@ -38,7 +40,7 @@ def test_a_cancelled_task_leaves_no_mode_of_torchs_behind(make_pool: PoolMaker, 
         assert before[2].is_grad_enabled
 
 
-@pytest.mark.parametrize("make_pool", ["threads"], indirect=True)
+@pytest.mark.threads
 def test_what_a_task_has_left_without_being_cancelled_is_its_own(make_pool: PoolMaker) -> None:
     def switch_off() -> None:
         torch.set_grad_enabled(False)

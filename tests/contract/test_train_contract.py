@@ -28,12 +28,7 @@ from raypool import (
 
 pytest.importorskip("torch")
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
-
-in_processes = pytest.mark.parametrize("make_pool", ["local"], indirect=True)
-in_threads = pytest.mark.parametrize("make_pool", ["threads"], indirect=True)
-beside = pytest.mark.parametrize("make_pool", ["threads", "local"], indirect=True)
-"""Where a training goes on while its caller does something else."""
+pytestmark = [pytest.mark.semantics, pytest.mark.timeout(120)]
 
 
 @pytest.fixture(scope="module")
@@ -399,7 +394,7 @@ def test_what_a_killed_run_has_left_is_removed(train: Callable[..., Any], tmp_pa
 # --- stop -------------------------------------------------------------------------------------------------------------
 
 
-@beside
+@pytest.mark.concurrent
 def test_ranks_stop_together(pool: ParallelPool, size: int, tmp_path: Path) -> None:
     """Whenever the wish comes, all find it after the same report; between two reports nothing changes."""
 
@@ -423,7 +418,7 @@ def test_ranks_stop_together(pool: ParallelPool, size: int, tmp_path: Path) -> N
     assert values[0][0] > 0
 
 
-@beside
+@pytest.mark.concurrent
 def test_a_stop_before_the_first_line(pool: ParallelPool, size: int, make_gate: Any) -> None:
     gate = make_gate()
     blockers = [pool.parfeval(gate.wait) for _ in range(pool.num_workers)]
@@ -434,7 +429,7 @@ def test_a_stop_before_the_first_line(pool: ParallelPool, size: int, make_gate: 
     assert all(blocker.result(60) is None for blocker in blockers)
 
 
-@beside
+@pytest.mark.concurrent
 def test_its_end_cannot_be_waited_for_in_a_callback(pool: ParallelPool, call_back: Callable[..., Any]) -> None:
     begun: list[Any] = []
 
@@ -516,7 +511,7 @@ def test_many_trainings(train: Callable[..., Any], size: int) -> None:
     assert math.isfinite(train(epochs, {"epochs": 3}).metrics["loss"])
 
 
-@in_threads
+@pytest.mark.threads
 def test_two_trainings_in_one_process(pool: ParallelPool, make_gate: Any) -> None:
     """Each thread finds its own training, also while others begin and end."""
     gate = make_gate()
@@ -547,7 +542,7 @@ def test_two_trainings_in_one_process(pool: ParallelPool, make_gate: Any) -> Non
     assert_nothing_is_left(pool)
 
 
-@in_threads
+@pytest.mark.threads
 def test_a_group_of_the_users_own_is_left_alone(pool: ParallelPool) -> None:
     """Ray's local mode would destroy torch's default group at the end."""
     import torch.distributed as dist

@@ -11,11 +11,11 @@ import pytest
 
 from raypool import ParallelPool, current_task, wait
 
+pytestmark = pytest.mark.semantics
+
 SMALL, LARGE = 10_000, 4_000_000
 ON_TOP = 4_000
 """What a call costs besides its values, at most [bytes]."""
-
-on_ray = pytest.mark.parametrize("make_pool", ["local"], indirect=True)
 
 
 def nothing(*_: Any) -> None:
@@ -49,7 +49,7 @@ def test_a_table_with_a_row_for_each_worker(pool: ParallelPool, make_pool: Any) 
         assert moved.total == (0, 0)
 
 
-@on_ray
+@pytest.mark.processes
 def test_it_counts_for_the_worker_that_it_was(pool: ParallelPool) -> None:
     with pool.transfer_bytes() as moved:
         pool.options(worker=1).parfeval(nothing, bytes(SMALL)).result(60)
@@ -63,7 +63,7 @@ def test_it_counts_for_the_worker_that_it_was(pool: ParallelPool) -> None:
     assert 2 * SMALL <= frame.loc[2, "received_bytes"] <= 2 * SMALL + ON_TOP
 
 
-@on_ray
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "make", [bytes, lambda size: np.zeros(size, np.uint8), lambda size: [bytes(size // 2), "x" * (size // 2)]]
 )
@@ -77,7 +77,7 @@ def test_large_arguments_count_by_what_is_shipped(pool: ParallelPool, make: Call
     assert 3 * LARGE <= sent <= 3 * (LARGE + ON_TOP), "each item takes its own"
 
 
-@on_ray
+@pytest.mark.processes
 def test_a_large_result_counts_when_it_is_asked_for(pool: ParallelPool) -> None:
     with pool.transfer_bytes() as moved:
         future = pool.parfeval(np.zeros, LARGE // 8)
@@ -90,7 +90,7 @@ def test_a_large_result_counts_when_it_is_asked_for(pool: ParallelPool) -> None:
     assert LARGE <= count(pool, lambda: pool.parfor(np.zeros, [LARGE // 8]))[1] <= LARGE + ON_TOP
 
 
-@on_ray
+@pytest.mark.processes
 def test_a_function_is_shipped_to_each_worker_once(pool: ParallelPool) -> None:
     """What MATLAB's page on ticBytes teaches: see what a closure drags along."""
     weights = np.ones(LARGE, np.uint8)
@@ -106,7 +106,7 @@ def test_a_function_is_shipped_to_each_worker_once(pool: ParallelPool) -> None:
     assert (used["sent_bytes"] <= LARGE + 30 * ON_TOP).all()
 
 
-@on_ray
+@pytest.mark.processes
 def test_a_constant_is_shipped_to_each_worker_once(pool: ParallelPool) -> None:
     table = pool.constant(np.ones(LARGE, np.uint8))
     first = count(pool, lambda: pool.parfeval_on_all(lambda: int(table.value[0])).result(60))
@@ -116,7 +116,7 @@ def test_a_constant_is_shipped_to_each_worker_once(pool: ParallelPool) -> None:
     assert again[0] <= 3 * ON_TOP
 
 
-@on_ray
+@pytest.mark.processes
 def test_exceptions_are_results_too(pool: ParallelPool) -> None:
     def fail() -> None:
         raise ValueError("x" * SMALL)
@@ -144,7 +144,7 @@ def test_within_the_block_it_is_live_and_after_it_it_stays(pool: ParallelPool, m
         assert f"{total.received_bytes:,} received" in repr(outer)
 
 
-@on_ray
+@pytest.mark.processes
 def test_a_part_of_a_pool_counts_its_own_workers(pool: ParallelPool) -> None:
     part, rest = pool.partition(workers=[1])
     with part.transfer_bytes() as mine, rest.transfer_bytes() as theirs:
@@ -155,7 +155,7 @@ def test_a_part_of_a_pool_counts_its_own_workers(pool: ParallelPool) -> None:
     assert theirs.total == (0, 0)
 
 
-@on_ray
+@pytest.mark.processes
 def test_what_a_worker_and_the_one_that_replaces_it_have_moved_is_added(make_pool: Any) -> None:
     with make_pool(1) as pool:
         with pool.transfer_bytes() as moved:

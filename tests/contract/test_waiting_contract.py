@@ -12,7 +12,7 @@ import pytest
 
 from raypool import Future, ParallelPool, after_all, after_each, fetch_next, fetch_outputs, parpool, wait
 
-beside_each_other = pytest.mark.parametrize("make_pool", ["threads", "local"], indirect=True)
+pytestmark = pytest.mark.semantics
 
 
 class Refused(Exception):
@@ -78,7 +78,7 @@ def test_the_calls_are_made_here_one_after_the_other_in_one_thread(pool: Paralle
     assert set(names) == {"raypool-callbacks"}
 
 
-@beside_each_other
+@pytest.mark.concurrent
 def test_the_calls_follow_the_order_in_which_futures_end(pool: ParallelPool, make_gate: Any) -> None:
     gates = [make_gate() for _ in range(3)]
     futures = [pool.parfeval(lambda gate=gate, x=x: gate.wait() or x) for x, gate in enumerate(gates)]
@@ -182,7 +182,7 @@ def test_the_function_is_told_that_it_would_wait_for_itself(pool: ParallelPool) 
 # --- cancelling -------------------------------------------------------------------------------------------------------
 
 
-@beside_each_other
+@pytest.mark.concurrent
 def test_a_cancelled_future_is_skipped(pool: ParallelPool, gate: Any) -> None:
     blockers = [pool.parfeval(gate.wait) for _ in range(3)]
     cancelled, kept = pool.parfeval(abs, 1), pool.parfeval(abs, 2)
@@ -202,7 +202,7 @@ def test_a_cancelled_future_is_skipped(pool: ParallelPool, gate: Any) -> None:
     assert states.result(60) == ["cancelled", "finished"]
 
 
-@beside_each_other
+@pytest.mark.concurrent
 def test_a_call_that_has_not_begun_can_be_cancelled(pool: ParallelPool, gate: Any) -> None:
     future = pool.parfeval(gate.wait)
     called: list[Any] = []
@@ -257,7 +257,7 @@ def test_only_futures_and_functions_are_taken(pool: ParallelPool) -> None:
 # --- the standard library's ways, with futures that are cancelled while they run --------------------------------------
 
 
-@beside_each_other
+@pytest.mark.concurrent
 def test_as_completed_yields_one_that_is_cancelled_while_it_runs(make_pool: Any, gate: Any, eventually: Any) -> None:
     with make_pool(2) as pool:
         running, other = pool.parfeval(gate.wait), pool.parfeval(gate.wait)
@@ -271,7 +271,7 @@ def test_as_completed_yields_one_that_is_cancelled_while_it_runs(make_pool: Any,
         assert pool.parfeval(abs, -1).result(60) == 1
 
 
-@beside_each_other
+@pytest.mark.concurrent
 def test_fetch_next_and_callbacks_meet_one_that_is_cancelled_while_it_runs(make_pool: Any, gate: Any, eventually: Any) -> None:
     with make_pool(1) as pool:
         running = pool.parfeval(gate.wait)
@@ -290,7 +290,7 @@ def test_fetch_next_and_callbacks_meet_one_that_is_cancelled_while_it_runs(make_
         assert skipped[0].state == "cancelled"
 
 
-@beside_each_other
+@pytest.mark.concurrent
 def test_asyncio_cancels_one_that_runs(make_pool: Any, gate: Any, eventually: Any) -> None:
     """A coroutine that gives up (a time limit, say) stops the work that it waited for."""
 

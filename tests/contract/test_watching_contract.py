@@ -15,8 +15,7 @@ from raypool import ParallelPool, current_task, parpool, report
 from tests.conftest import Gate, Marks
 from tests.contract.conftest import PoolMaker
 
-beside_each_other = pytest.mark.parametrize("make_pool", ["threads", "local"], indirect=True)
-in_processes = pytest.mark.parametrize("make_pool", ["local"], indirect=True)
+pytestmark = pytest.mark.semantics
 
 
 def train(epochs: int, name: str = "train") -> int:
@@ -68,7 +67,7 @@ def test_a_failed_task_has_what_it_had_reported(pool: ParallelPool) -> None:
     assert future.metrics["loss"].isna().tolist() == [True]
 
 
-@beside_each_other
+@pytest.mark.concurrent
 def test_metrics_and_diary_are_live(pool: ParallelPool, make_gate: Callable[[], Gate], eventually: Callable[..., bool]) -> None:
     gates = [make_gate() for _ in range(3)]
 
@@ -89,7 +88,7 @@ def test_metrics_and_diary_are_live(pool: ParallelPool, make_gate: Callable[[], 
     assert future.metrics["step"].tolist() == [0, 1, 2]
 
 
-@beside_each_other
+@pytest.mark.concurrent
 def test_tasks_that_run_at_once_are_told_apart(pool: ParallelPool, marks: Marks, eventually: Callable[..., bool]) -> None:
     def work(number: int) -> None:
         marks.add("begun")
@@ -117,7 +116,7 @@ def test_tasks_that_share_a_call_are_told_apart(pool: ParallelPool) -> None:
         assert future.diary == f"{number}\n"
 
 
-@beside_each_other
+@pytest.mark.concurrent
 def test_a_cancelled_task_has_what_it_had_said(pool: ParallelPool, gate: Gate, eventually: Callable[..., bool]) -> None:
     def work() -> None:
         report(step=1)
@@ -131,7 +130,7 @@ def test_a_cancelled_task_has_what_it_had_said(pool: ParallelPool, gate: Gate, e
     assert future.diary == "begun\n"
 
 
-@beside_each_other
+@pytest.mark.concurrent
 def test_cancelling_tasks_in_the_middle_of_a_report_breaks_nothing(
     make_pool: PoolMaker, eventually: Callable[..., bool], check_pool: Callable[[ParallelPool], None]
 ) -> None:
@@ -271,7 +270,7 @@ def test_what_is_printed_outside_of_tasks_is_nobodys(pool: ParallelPool, capsys:
     assert [line for line in seen if line != "in it!"] == ["before", "after"]
 
 
-@pytest.mark.parametrize("make_pool", ["inline", "threads"], indirect=True)
+@pytest.mark.semantics
 def test_what_is_printed_in_this_process_is_printed(pool: ParallelPool, capsys: pytest.CaptureFixture[str]) -> None:
     before = sys.stdout, sys.stderr
     assert pool.parfeval(print, "once").result(60) is None
@@ -279,7 +278,7 @@ def test_what_is_printed_in_this_process_is_printed(pool: ParallelPool, capsys: 
     assert (sys.stdout, sys.stderr) == before
 
 
-@in_processes
+@pytest.mark.processes
 def test_threads_of_a_task_speak_for_it(pool: ParallelPool) -> None:
     def work() -> None:
         def speak() -> None:
@@ -336,7 +335,7 @@ def test_much_text_is_kept_from_its_end(pool: ParallelPool) -> None:
 # --- when workers die -------------------------------------------------------------------------------------------------
 
 
-@in_processes
+@pytest.mark.processes
 def test_what_a_lost_worker_had_said_is_kept(make_pool: PoolMaker, gate: Gate, eventually: Callable[..., bool]) -> None:
     def work() -> Any:
         import os
@@ -357,7 +356,7 @@ def test_what_a_lost_worker_had_said_is_kept(make_pool: PoolMaker, gate: Gate, e
         assert future.metrics[["attempt", "attempt_was"]].values.tolist() == [[1, 1], [2, 2]]
 
 
-@in_processes
+@pytest.mark.processes
 def test_the_error_of_a_lost_worker_says_what_was_printed_last(
     make_pool: PoolMaker, gate: Gate, eventually: Callable[..., bool]
 ) -> None:
@@ -376,7 +375,7 @@ def test_the_error_of_a_lost_worker_says_what_was_printed_last(
         assert "raypool: it printed last:\n  loading the model" in getattr(error, "__notes__", ())
 
 
-@in_processes
+@pytest.mark.processes
 def test_a_forked_child_of_a_task_may_report_and_print(pool: ParallelPool) -> None:
     def work() -> int:
         import os

@@ -11,7 +11,7 @@ import pytest
 from raypool import parpool
 from raypool.engine import agents, ray_backend
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_session"), pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.usefixtures("ray_session"), pytest.mark.timeout(180)]
 
 Eventually = Callable[..., bool]
 

@@ -30,7 +30,7 @@ from raypool import (
     parpool,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120), pytest.mark.usefixtures("as_good_as_new")]
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("as_good_as_new")]
 
 HOME = os.getpid()
 

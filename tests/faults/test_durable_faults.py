@@ -418,7 +418,6 @@ def test_a_limit_of_file_sizes_is_like_a_full_disk(tmp_path: Path) -> None:
 # --- a worker is lost -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_an_item_that_has_lost_its_worker_has_both_attempts_in_the_journal(ray_session: None, tmp_path: Path) -> None:
     def die_once(item: int) -> int:
         if item == 1 and current_task().attempt == 1:

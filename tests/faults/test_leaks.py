@@ -13,7 +13,7 @@ import pytest
 from raypool import ParallelPool, WorkerResources, parpool, report
 from tests.leaks import strays
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.timeout(180)]
 
 
 def descriptors() -> int:

@@ -24,7 +24,7 @@ from raypool import (
 
 torch = pytest.importorskip("torch")
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(180)]
 
 mse_loss = torch.nn.functional.mse_loss
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.documents import Block, blocks_of, commands_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.timeout(120)]
 
 DOCUMENT = "docs/at_home.md"
 TRAIN, *SCRIPTS = sorted(blocks_of(DOCUMENT, "python"), key=lambda block: block.heading != "At the prompt")

@@ -36,7 +36,7 @@ from raypool import (
 )
 from tests.integration import test_growth as growth
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.timeout(180)]
 
 Poll = Callable[..., bool]
 Run = Callable[..., subprocess.CompletedProcess[str]]

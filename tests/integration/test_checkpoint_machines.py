@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.slow
-
 # The home is a path that every process sees another folder by: the driver's agent its own, a worker the one that it has gone to.
 ELSEWHERE = """
     import os, sys

@@ -19,7 +19,7 @@ from cryptography.x509.oid import NameOID
 
 from raypool.engine.ray_session import LOOPBACK_ONLY
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.timeout(180)]
 
 LAPTOP = """
 import os, json, sys, time, signal

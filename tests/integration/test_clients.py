@@ -16,7 +16,7 @@ import pytest
 
 from raypool import ParallelPool, SerializationError, WorkerResources, current_task, parpool, report
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.timeout(120)]
 
 on_ray = pytest.mark.parametrize("pool", ["local"], indirect=True)
 """In one process nothing is pickled."""

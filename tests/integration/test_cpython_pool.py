@@ -52,7 +52,6 @@ def ours(ray_session: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("multiprocessing.Pool", ON_RAY)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("ours")
 class TestErrors(theirs._TestPoolWorkerErrors, unittest.TestCase):
     """What becomes of errors in workers."""

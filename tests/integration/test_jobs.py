@@ -25,7 +25,7 @@ from raypool.cli import main
 from raypool.cloud import dashboard as dashboard_module
 from raypool.cloud.jobs import Jobs
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.timeout(180)]
 
 Poll = Callable[..., bool]
 

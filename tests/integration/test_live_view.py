@@ -208,7 +208,6 @@ def page_of(outputs: list[dict[str, Any]]) -> list[str]:
     return [output["data"]["text/html"] for output in outputs if output["output_type"] == "display_data"]
 
 
-@pytest.mark.slow
 def test_pictures_in_a_notebook(tmp_path: Path, gate: Any) -> None:
     """Each is replaced in place, and its last state is in the saved notebook; cells and threads do not disturb each other."""
     cells = [
@@ -242,7 +241,6 @@ def test_pictures_in_a_notebook(tmp_path: Path, gate: Any) -> None:
     assert all(output.get("name") != "stderr" for output in every)
 
 
-@pytest.mark.slow
 def test_a_cell_that_is_run_again_has_one_picture_again(tmp_path: Path) -> None:
     """The one of before is gone with the outputs of before, and nothing is left of it that would write into the new ones."""
     cells = [

@@ -114,7 +114,6 @@ def on_cluster(run_python: Run, tmp_path: Any) -> Callable[..., tuple[dict[str, 
 # --- with notice ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_tasks_leave_a_node_that_is_about_to_go_and_the_pool_grows_again(on_cluster: Any) -> None:
     """What ran there is interrupted in time, runs again elsewhere, and no attempt is charged for it."""
     facts, words = on_cluster("""

@@ -26,7 +26,7 @@ DEADLINE_S = 250.0
 
 Load = Callable[[str], Any]
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")

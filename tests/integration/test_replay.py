@@ -13,8 +13,6 @@ from click.testing import CliRunner, Result
 from raypool import load_results, parpool
 from raypool.cli import main
 
-pytestmark = pytest.mark.slow
-
 SWEEP = """
 import random
 from dataclasses import dataclass

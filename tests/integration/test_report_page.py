@@ -16,8 +16,6 @@ from tests.integration.browser import complaints, requests
 from tests.integration.test_live_view import run_cells
 from tests.leaks import poll as eventually
 
-pytestmark = pytest.mark.slow
-
 browser = browsers.browser
 
 HEADINGS = "div.dt-scroll-head thead tr:first-child th"

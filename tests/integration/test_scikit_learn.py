@@ -11,8 +11,6 @@ from joblib import parallel_config
 
 from raypool import ParallelPool, WorkerResources, parpool, register_joblib
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module", params=["threads", "local"])
 def pool(request: pytest.FixtureRequest) -> Iterator[ParallelPool]:

@@ -21,7 +21,7 @@ import ray
 from raypool import ParallelPool, WorkerResources, parpool
 from raypool.devices.cores import usable_cores
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.timeout(180)]
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 

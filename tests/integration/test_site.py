@@ -20,7 +20,7 @@ import raypool
 from tests.documents import ROOT
 from tests.integration.browser import browser, complaints, requests, serve  # noqa: F401 - fixtures
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.timeout(240)]
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ from raypool import (
 
 pytest.importorskip("torch")
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(180)]
 
 CPU = WorkerResources(gpus=0, cpus=0.25)
 

@@ -33,7 +33,6 @@ from raypool.train.runs import RunOptions
 
 pytestmark = [
     pytest.mark.timeout(400),
-    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data.context"),  # Ray warns of itself
 ]
 

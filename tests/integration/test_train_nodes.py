@@ -74,7 +74,6 @@ end()
 """
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("how", ["its processes end", "it falls silent"])
 def test_a_machine_is_lost_and_the_training_goes_on_with_another(

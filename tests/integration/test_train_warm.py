@@ -25,7 +25,7 @@ from raypool import (
 
 torch = pytest.importorskip("torch")
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(180)]
 
 
 @pytest.fixture(scope="module")

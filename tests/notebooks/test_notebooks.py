@@ -56,7 +56,6 @@ def test_they_are_numbered() -> None:
     assert [path.name[:3] for path in NOTEBOOKS] == [f"{number:02}_" for number in range(1, len(NOTEBOOKS) + 1)]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     "path", [path if path.stem == SHORT else pytest.param(path, marks=pytest.mark.long) for path in NOTEBOOKS], ids=stem

@@ -122,7 +122,6 @@ def test_a_recorded_pool_can_be_replayed(tmp_path) -> None:
     assert type(commands[-1]).__name__ == "ClosePool"
 
 
-@pytest.mark.slow
 def test_ten_thousand_workers() -> None:
     specs = [TaskSpec(number, 0) for number in range(100_000)]
     report = simulate(10_000, specs, FaultPlan(seed=1, p_loss=0.02, item_s=1.0))

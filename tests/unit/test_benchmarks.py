@@ -371,7 +371,6 @@ def test_a_launcher_that_trains_from_the_prompt_is_held_against_raypool(
     assert lines[3].ratios()[0] > 1  # its script is longer
 
 
-@pytest.mark.slow
 def test_ranks_wait_until_they_are_asked(benchmark_of: Any) -> None:
     ranks = benchmark_of("ranks")
     with ranks.waiting_ranks(ranks.by_hand(2), 2) as ask:

@@ -137,7 +137,6 @@ def test_what_a_driver_takes_is_of_the_items_that_were_run(benchmark_of: Any) ->
     assert [(line.against, line.ratios()[0]) for line in lines] == [("a loop over bare actors", 0.5), ("", 1.0)]
 
 
-@pytest.mark.slow
 def test_mpire_is_stopped_killed_and_goes_on(benchmark_of: Any) -> None:
     pytest.importorskip("mpire")
     faults, systems = benchmark_of("bench_peers_faults"), benchmark_of("systems")

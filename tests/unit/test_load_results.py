@@ -207,7 +207,6 @@ def test_neither_ray_nor_torch_is_needed(tmp_path, run_python):
     assert done.stdout.strip() == "[3] []"
 
 
-@pytest.mark.slow
 def test_a_large_run_is_read(tmp_path):
     with Journal.open(tmp_path, "sweeps.train", None) as journal:
         journal.note_items((f"{i:024x}", i, {"lr": i}) for i in range(20_000))

@@ -159,11 +159,5 @@ def test_it(hangs):
     assert "crashed while running 'test_hangs.py::test_it'" in said
 
 
-def test_the_time_limit_holds_in_all_processes(run_pytest: Run) -> None:
-    said = run_pytest("--time-limit", "0", "tests/unit/test_ladder.py", "tests/unit/test_lock.py", folder=ROOT)
-    assert "no time left: it would begin more than 0 s after" in said
-    assert "passed" not in said
-
-
 def test_what_has_its_turn_apart_from_others_is_there() -> None:
     assert [name for name in (*TAKE_TURNS, *FIRST, *LAST) if not (ROOT / name).exists()] == []

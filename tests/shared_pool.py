@@ -1,0 +1,39 @@
+"""The pool on Ray that tests share, so that only tests about opening, closing or killing a pool open one."""
+
+from __future__ import annotations
+
+from raypool import ParallelPool, parpool
+
+
+class SharedPool:
+    """The pool on Ray that tests share: three workers, each with a GPU that does not exist."""
+
+    def __init__(self) -> None:
+        self._pool: ParallelPool | None = None
+
+    def open(self) -> ParallelPool:
+        """Return it; a test that has closed it, or has failed, has left the next one a new pool."""
+        if self._pool is None or self._pool.is_closed:
+            self._pool = parpool(3, quiet=True)
+            # What a first call starts in the driver (the threads of the exchange, say) stays as long as the pool.
+            assert list(self._pool.spmd(lambda context: context.all_reduce(1))) == [3, 3, 3]
+        return self._pool
+
+    @property
+    def size(self) -> int:
+        """How many workers it has now, each in a placement group."""
+        return 0 if self._pool is None or self._pool.is_closed else self._pool.num_workers
+
+    def is_at_rest(self) -> bool:
+        """Whether nothing is left to do, and all workers are up."""
+        pool = self._pool
+        return pool is None or pool.is_closed or (not pool.busy and {worker.state for worker in pool.workers} == {"idle"})
+
+    def close(self) -> None:
+        """End it, so that the GPUs are free."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.delete()
+
+
+shared = SharedPool()
