@@ -55,61 +55,50 @@ RUN_BY: dict[str, dict[str, str] | str] = {
 """Which test runs the Python of a document: by heading, or all of it."""
 
 
-@pytest.mark.parametrize("block", all_blocks("python"), ids=str)
-def test_a_named_test_runs_it(block: Block) -> None:
-    tests = RUN_BY[block.document]
-    file, name = (tests if isinstance(tests, str) else tests[block.heading]).split("::")
-    tree = ast.parse((ROOT / file).read_text())
-    assert name in {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
-    assert Path(block.document).name in (ROOT / file).read_text()
-
-
-def test_the_tests_that_are_named_have_blocks() -> None:
+def test_a_named_test_runs_each_block_of_python() -> None:
     there = {(block.document, block.heading) for block in all_blocks("python")}
     named = {(document, heading) for document, tests in RUN_BY.items() if isinstance(tests, dict) for heading in tests}
     assert named <= there
     assert set(RUN_BY) == {document for document, _ in there}
+    for document, heading in there:
+        tests = RUN_BY[document]
+        file, name = (tests if isinstance(tests, str) else tests[heading]).split("::")
+        text = (ROOT / file).read_text()
+        assert name in {node.name for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)}, name
+        assert Path(document).name in text
 
 
-@pytest.mark.parametrize("block", all_blocks(""), ids=str)
-def test_what_has_no_language_is_no_code(block: Block) -> None:
+def test_all_code_says_its_language() -> None:
     """So that nothing is left out: Python, commands and settings say what they are, and are tried."""
-    assert not re.search(r"^(import |from \w+ import |>>> |\$ |raypool [a-z]|pip |\[[\w.]+\]$)", block.code, re.MULTILINE)
-
-
-@pytest.mark.parametrize("language", sorted({block.language for block in all_blocks()}))
-def test_all_languages_are_known(language: str) -> None:
-    assert language in ("", "matlab", "python", "shell", "toml", "yaml")
+    assert {block.language for block in all_blocks()} == {"", "matlab", "python", "shell", "toml", "yaml"}
+    code = re.compile(r"^(import |from \w+ import |>>> |\$ |raypool [a-z]|pip |\[[\w.]+\]$)", re.MULTILINE)
+    assert not [str(block) for block in all_blocks("") if code.search(block.code)]
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
-def test_links_lead_somewhere(path: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", path.read_text()):
-        if not target.startswith("http"):
-            assert (path.parent / target).exists(), f"{path.name}: {target}"
+def test_what_is_named_exists(path: Path) -> None:
+    """Files that are linked or named, commands with their options, verbs of pools: ours, and those of multiprocessing."""
+    text = path.read_text()
+    links = {path.parent / link for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text) if not link.startswith("http")}
+    named = re.findall(r"`((?:raypool|tests|benchmarks|notebooks|examples)/[\w/.-]+\.(?:py|md|json))`", text)
+    missing = [str(file) for file in (*links, *(ROOT / name for name in named)) if not file.exists()]
+    verbs = set(re.findall(r"(?<![\w.])pool\.([a-z_]+)", text))
+    missing += [verb for verb in verbs if not hasattr(raypool.ParallelPool, verb) and not hasattr(Pool, verb)]
+    missing += [line for line in commands_of(path.relative_to(ROOT).as_posix()) if not has_its_options(line)]
+    assert not missing
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
-def test_files_that_are_named_exist(path: Path) -> None:
-    for target in re.findall(r"`((?:raypool|tests|benchmarks|notebooks|examples)/[\w/.-]+\.(?:py|md|json))`", path.read_text()):
-        assert (ROOT / target).exists(), f"{path.name}: {target}"
-
-
-def commands() -> list[str]:
-    return sorted({line for path in DOCUMENTS for line in commands_of(path.relative_to(ROOT).as_posix())})
-
-
-@pytest.mark.parametrize("line", commands())
-def test_commands_and_their_options_exist(line: str) -> None:
+def has_its_options(line: str) -> bool:
+    """Whether a command of the documents, and its options, exist."""
     words = shlex.split(line.partition(" | ")[0], comments=True)[1:]
-    command: click.Command = main
+    command: click.Command | None = main
     while isinstance(command, click.Group) and not words[0].startswith("-"):
-        found = command.get_command(click.Context(command), words.pop(0))
-        assert found
-        command = found
+        command = command.get_command(click.Context(command), words.pop(0))
+    if command is None:
+        return False
     known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
     ours = words[: words.index("--")] if "--" in words else words
-    assert {word for word in ours if word.startswith("-")} <= known | {"--help", "--version"}
+    return {word for word in ours if word.startswith("-")} <= known | {"--help", "--version"}
 
 
 def test_targets_of_make_exist() -> None:
@@ -118,15 +107,15 @@ def test_targets_of_make_exist() -> None:
     assert {"demo", "test"} <= named <= targets
 
 
-@pytest.mark.parametrize("block", all_blocks("toml"), ids=str)
-def test_profiles_are_taken(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profiles_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     Path("mylab").mkdir()
     Path("mylab/workers.py").write_text("def load_cache(): ...\n")
-    Path("raypool.toml").write_text(block.code)
-    for name in tomllib.loads(block.code)["profiles"]:
-        assert named_profile(name)
+    for block in all_blocks("toml"):
+        Path("raypool.toml").write_text(block.code)
+        for name in tomllib.loads(block.code)["profiles"]:
+            assert named_profile(name)
 
 
 def test_the_examples_are_listed() -> None:
@@ -178,13 +167,6 @@ def test_the_code_about_gpus_runs(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     assert len(re.findall(r"^[01] +0\.\d+$", printed, re.MULTILINE)) == 2, "a loss of each training"
     assert f"[{16 * 2**30}, {4 * 2**30}]" in printed
-
-
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
-def test_verbs_of_pools_exist(path: Path) -> None:
-    """Of ours, and of the one in the shape of multiprocessing's."""
-    verbs = set(re.findall(r"(?<![\w.])pool\.([a-z_]+)", path.read_text()))
-    assert not [verb for verb in verbs if not hasattr(raypool.ParallelPool, verb) and not hasattr(Pool, verb)]
 
 
 def test_a_future_says_that_it_cannot_travel() -> None:
