@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -381,7 +383,6 @@ def test_ranks_wait_until_they_are_asked(benchmark_of: Any) -> None:
         assert [len(answer) for answer in ask("reduce", 1000, 2)] == [1, 1]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("launcher", ["raypool", "torchrun", "TorchTrainer", "Accelerate", "Lightning Fabric"])
 def test_each_launcher_trains_as_a_plain_loop_does(benchmark_of: Any, launcher: str) -> None:
     bench = benchmark_of("bench_launchers")

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 
 def test_warm_ups_are_not_counted(benchmark_of: Any) -> None:
     contest, calls = benchmark_of("contest"), []

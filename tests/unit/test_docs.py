@@ -18,6 +18,7 @@ from raypool.errors import InvalidTypeError
 from raypool.interop.multiprocessing import Pool
 from raypool.profile_files import named_profile
 from tests.documents import DOCUMENTS, ROOT, Block, all_blocks, blocks_of, commands_of
+from tests.turns import FIRST, LAST, TAKE_TURNS
 
 README = {
     "Ten lines": "tests/integration/test_readme.py::test_the_ten_lines_at_a_prompt",
@@ -174,3 +175,7 @@ def test_a_future_says_that_it_cannot_travel() -> None:
 
     with pytest.raises(InvalidTypeError, match="belongs to the process that made it"):
         pickle.dumps(raypool.Future("x"))
+
+
+def test_what_has_its_turn_apart_from_others_is_there() -> None:
+    assert [name for name in (*TAKE_TURNS, *FIRST, *LAST) if not (ROOT / name).exists()] == []

@@ -16,6 +16,8 @@ import torch
 from raypool import parpool
 from raypool.devices.nvml import NvmlInventory
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -91,7 +93,7 @@ def test_what_it_ran_on_is_described(benchmark_of: Any) -> None:
     ("command", "said"),
     [
         ("benchmarks.gpu_tests", "No test was run"),
-        pytest.param("benchmarks gpu", "Nothing was measured", marks=pytest.mark.long),
+        ("benchmarks gpu", "Nothing was measured"),
     ],
 )
 def test_without_a_gpu_it_says_so_and_fails(command: str, said: str) -> None:
@@ -161,7 +163,6 @@ def test_the_best_is_held_against_the_target(benchmark_of: Any) -> None:
     assert lines[-2].note == "2 MiB each"
 
 
-@pytest.mark.long
 def test_it_runs_on_workers_of_ray(ray_session: None, benchmark_of: Any) -> None:
     from ray import cloudpickle
 

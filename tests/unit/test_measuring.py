@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 
 def plainly(fn: Callable[[Any], Any], items: list[Any]) -> list[Any]:
     return [fn(item) for item in items]

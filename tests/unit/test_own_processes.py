@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.turns import FIRST, LAST, TAKE_TURNS
+pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).parents[2]
 
@@ -157,7 +157,3 @@ def test_it(hangs):
     (tmp_path / "test_hangs.py").write_text(code)
     said = run_pytest("--timeout", "2", "--timeout-method", "thread", "test_hangs.py")
     assert "crashed while running 'test_hangs.py::test_it'" in said
-
-
-def test_what_has_its_turn_apart_from_others_is_there() -> None:
-    assert [name for name in (*TAKE_TURNS, *FIRST, *LAST) if not (ROOT / name).exists()] == []

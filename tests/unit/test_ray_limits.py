@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 
 def test_an_actors_share_is_what_the_control_store_has_grown(benchmark_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     import ray

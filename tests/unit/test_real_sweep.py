@@ -9,6 +9,8 @@ import torch
 
 from raypool import demo
 
+pytestmark = pytest.mark.long
+
 
 def test_the_networks_are_those_of_the_demo(benchmark_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     digits = benchmark_of("sweeps.digits")

@@ -9,6 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+pytestmark = pytest.mark.long
+
 WITH_FIXTURE = [HealthCheck.function_scoped_fixture]  # it gives a module, the same each time
 
 
