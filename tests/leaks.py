@@ -169,13 +169,13 @@ def groups_left() -> int:
 
 def files_left() -> list[Path]:
     """Return raypool's temporary files; but for those in which a worker that was killed had just been writing a checkpoint."""
-    return [path for path in TEMPORARY.glob("raypool-*") if not path.name.startswith("raypool-fit-")]
+    return [path for path in TEMPORARY.glob("raypool-*") if not path.name.startswith("raypool-fit-") and path != shared.folder]
 
 
 def is_helper(process: psutil.Process) -> bool:
-    """Whether a process belongs to Ray or to Python's own multiprocessing, and ends with its parent."""
+    """Whether a process belongs to Ray or to Python's own multiprocessing, and ends with its parent; or to the shared pool."""
     words = " ".join(process.cmdline())
-    return any(name in words for name in ("resource_tracker", "/ray/", "raylet", "gcs_server"))
+    return any(name in words for name in ("resource_tracker", "/ray/", "raylet", "gcs_server", str(shared.folder or "raylet")))
 
 
 @pytest.fixture(scope="module", autouse=True)

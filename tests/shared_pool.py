@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from raypool import ParallelPool, parpool
+from pathlib import Path
+
+from raypool import ParallelPool, current_task, parpool
 
 
 class SharedPool:
@@ -10,6 +12,8 @@ class SharedPool:
 
     def __init__(self) -> None:
         self._pool: ParallelPool | None = None
+        self.folder: Path | None = None
+        """Where it keeps temporary files, as long as it is open."""
 
     def open(self) -> ParallelPool:
         """Return it; a test that has closed it, or has failed, has left the next one a new pool."""
@@ -17,6 +21,7 @@ class SharedPool:
             self._pool = parpool(3, quiet=True)
             # What a first call starts in the driver (the threads of the exchange, say) stays as long as the pool.
             assert list(self._pool.spmd(lambda context: context.all_reduce(1))) == [3, 3, 3]
+            self.folder = Path(self._pool.parfeval(lambda: str(current_task().checkpoint_dir)).result(60)).parent.parent
         return self._pool
 
     @property
@@ -31,7 +36,7 @@ class SharedPool:
 
     def close(self) -> None:
         """End it, so that the GPUs are free."""
-        pool, self._pool = self._pool, None
+        pool, self._pool, self.folder = self._pool, None, None
         if pool is not None:
             pool.delete()
 
