@@ -45,15 +45,14 @@ EXPECTED = [
 ]
 
 
+@pytest.mark.everywhere
 def test_each_attempt_is_told(pool: ParallelPool, tmp_path: Path) -> None:
-    before = time.time()
     results = pool.options(retry_on=(KeyError,)).parfor(flaky, 3, on_error="collect", run_dir=tmp_path / "run")
 
     for loaded in (results, pickle.loads(pickle.dumps(results)), load_results(tmp_path / "run")):
         assert told(loaded) == EXPECTED
         attempts = loaded.attempts
-        assert attempts["started_at"].between(before - 1, time.time() + 1).all()
-        assert attempts["duration_s"].between(0, time.time() - before + 1).all()
+        assert (attempts["duration_s"] >= 0).all()
         assert set(attempts["worker"]) <= {worker.index for worker in pool.workers}
         assert attempts["host"].notna().all()
         assert set(attempts["run"]) == {1}
@@ -114,7 +113,7 @@ def when_held_at(item: int, pool: ParallelPool, eventually: Any) -> list[Slice]:
     return pieces()
 
 
-@pytest.mark.concurrent
+@pytest.mark.threads
 @pytest.mark.parametrize("is_durable", [False, True])
 def test_what_waited_behind_a_call_was_not_cancelled(
     patient_pool: ParallelPool, is_durable: bool, gate: Any, eventually: Any, tmp_path: Path
@@ -171,9 +170,8 @@ def die_once(item: int) -> int:
 
 
 @pytest.mark.processes
-def test_attempts_that_were_lost_with_their_worker(make_pool: PoolMaker, tmp_path: Path) -> None:
-    with make_pool(2, retries=1) as pool:
-        results = pool.parfor(die_once, 3, on_error="collect", chunk_size=1, run_dir=tmp_path / "run")
+def test_attempts_that_were_lost_with_their_worker(pool: ParallelPool, tmp_path: Path) -> None:
+    results = pool.options(retries=1).parfor(die_once, 3, on_error="collect", chunk_size=1, run_dir=tmp_path / "run")
 
     assert results.to_frame()["status"].tolist() == ["finished", "finished", "failed"]
     assert results.to_frame()["worker"].notna().all(), "it is known where the last attempt was lost"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,16 +12,14 @@ from raypool import InvalidTypeError, InvalidValueError, ParallelPool, current_t
 pytestmark = [pytest.mark.semantics, pytest.mark.timeout(120)]
 
 
-@pytest.mark.concurrent
 def test_a_worker_that_fails_every_item_is_taken_out_and_said_by_name(make_pool: Any, caplog: pytest.LogCaptureFixture) -> None:
     def fn(item: int) -> int:
         if current_task().worker == 1:
             raise OSError("no space left on device")
-        time.sleep(0.1)
         return item
 
     with make_pool(3) as pool:
-        results = pool.parfor(fn, range(60), on_error="collect")
+        results = pool.parfor(fn, range(60), on_error="collect", chunk_size=1)
         assert 2 < len(results.errors) < 40, "others do the rest"
         assert all(results[item] == item for item in range(60) if item not in results.errors)
         assert pool.num_workers == 2
@@ -32,46 +28,40 @@ def test_a_worker_that_fails_every_item_is_taken_out_and_said_by_name(make_pool:
         assert pool.parfor(abs, range(5)) == list(range(5))
 
 
+@pytest.mark.everywhere
+def test_a_function_that_fails_everywhere_takes_out_nobody(pool: ParallelPool) -> None:
+    assert len(pool.parfor(lambda x: 1 // 0, range(200), on_error="collect").errors) == 200
+    assert pool.num_workers == 3
+
+
 @pytest.mark.concurrent
-def test_a_function_that_fails_everywhere_takes_out_nobody(make_pool: Any) -> None:
-    with make_pool(3) as pool:
-        assert len(pool.parfor(lambda x: 1 // 0, range(200), on_error="collect").errors) == 200
-        assert pool.num_workers == 3
+def test_an_item_waits_before_it_runs_again(pool: ParallelPool) -> None:
+    """The wait doubles from attempt to attempt."""
 
-
-def test_an_item_waits_before_it_runs_again(make_pool: Any, tmp_path: Path) -> None:
-    def fail_twice(path: str) -> int:
-        with open(path, "a", encoding="utf-8") as file:
-            file.write(f"{time.monotonic()}\n")
+    def fail_twice(_: int) -> int:
         if current_task().attempt < 3:
             raise ConnectionError("not yet")
         return 7
 
-    path = tmp_path / "times"
-    with make_pool(1) as pool:
-        assert pool.options(retry_on=ConnectionError, retry_delay_s=0.2).parfor(fail_twice, [str(path)]) == [7]
-    times = [float(line) for line in path.read_text().splitlines()]
-    assert times[1] - times[0] >= 0.2
-    assert times[2] - times[1] >= 0.4
+    view = pool.options(retry_on=ConnectionError, retry_delay_s=0.1)
+    starts = view.parfor(fail_twice, [0]).attempts["started_at"].tolist()
+    assert starts[1] - starts[0] >= 0.1
+    assert starts[2] - starts[1] >= 0.2
 
 
-def test_a_call_that_waits_can_be_cancelled(make_pool: Any, eventually: Any) -> None:
-    if not make_pool.is_concurrent:
-        pytest.skip("there the caller waits")
-
+@pytest.mark.concurrent
+def test_a_call_that_waits_can_be_cancelled(pool: ParallelPool, eventually: Any) -> None:
     def fail() -> None:
         raise ConnectionError("not yet")
 
-    with make_pool(1) as pool:
-        future = pool.options(retry_on=ConnectionError, retry_delay_s=200).parfeval(fail)
-        assert eventually(lambda: future.attempts == 1 and pool.statistics().running == 0)
-        assert future.cancel()
-        assert pool.parfeval(abs, -1).result(30) == 1
+    future = pool.options(retry_on=ConnectionError, retry_delay_s=200).parfeval(fail)
+    assert eventually(lambda: future.attempts == 1 and pool.statistics().running == 0)
+    assert future.cancel()
+    assert pool.parfeval(abs, -1).result(30) == 1
 
 
-@pytest.mark.parametrize(
-    ("delay", "kind"), [("1", InvalidTypeError), (None, InvalidTypeError), (-1, InvalidValueError), (301, InvalidValueError)]
-)
-def test_a_delay_that_makes_no_sense_is_refused(pool: ParallelPool, delay: Any, kind: type[Exception]) -> None:
-    with pytest.raises(kind, match="retry_delay_s"):
-        pool.options(retry_delay_s=delay)
+@pytest.mark.arguments
+def test_a_delay_that_makes_no_sense_is_refused(pool: ParallelPool) -> None:
+    for delay, kind in (("1", InvalidTypeError), (None, InvalidTypeError), (-1, InvalidValueError), (301, InvalidValueError)):
+        with pytest.raises(kind, match="retry_delay_s"):
+            pool.options(retry_delay_s=delay)

@@ -19,6 +19,7 @@ class NotYetError(Exception):
     """Raised to run again."""
 
 
+@pytest.mark.everywhere
 def test_an_item_that_runs_again_finds_what_it_had_saved(pool: ParallelPool) -> None:
     def train(item: int) -> tuple[int, int]:
         state = load_checkpoint() or {"step": 0, "weights": torch.zeros(3)}
@@ -33,6 +34,8 @@ def test_an_item_that_runs_again_finds_what_it_had_saved(pool: ParallelPool) -> 
     assert view.parfeval(train, 4).result(60) == (3, 12)
 
 
+@pytest.mark.semantics
+@pytest.mark.processes
 def test_each_item_has_a_folder_of_its_own_that_only_its_user_can_read(pool: ParallelPool) -> None:
     def look(item: int) -> tuple[str, int, bool]:
         folder = current_task().checkpoint_dir
@@ -53,6 +56,8 @@ def test_temporary_folders_go_with_the_pool(make_pool: Any, eventually: Any) -> 
     assert eventually(lambda: not folder.parent.parent.exists())
 
 
+@pytest.mark.semantics
+@pytest.mark.processes
 def test_a_forked_child_has_the_folder_of_its_task(pool: ParallelPool) -> None:
     def ask() -> bool:
         folder = current_task().checkpoint_dir
@@ -64,6 +69,8 @@ def test_a_forked_child_has_the_folder_of_its_task(pool: ParallelPool) -> None:
     assert pool.parfeval(ask).result(60)
 
 
+@pytest.mark.semantics
+@pytest.mark.processes
 def test_loops_in_a_task_have_folders_that_are_not_those_of_other_loops(pool: ParallelPool) -> None:
     def outer(item: int) -> list[str]:
         inner = list(pool.parfor(lambda _: str(current_task().checkpoint_dir), range(2)))
@@ -74,43 +81,55 @@ def test_loops_in_a_task_have_folders_that_are_not_those_of_other_loops(pool: Pa
     assert len(set(folders)) == len(folders) == 10
 
 
-def test_a_call_goes_on_from_where_an_equal_one_was_in_another_pool(make_pool: Any, tmp_path: Path) -> None:
+@pytest.mark.everywhere
+def test_a_call_goes_on_from_where_an_equal_one_was(pool: ParallelPool, make_pool: Any, tmp_path: Path) -> None:
+    """In another pool, too, wherever that keeps its own copy."""
+
     def train(name: str, *, rate: float) -> int:
         state = load_checkpoint() or {"step": 0}
         save_checkpoint({"step": state["step"] + 1})
         (current_task().checkpoint_dir / "log.txt").write_text(f"{name} {rate} {state['step']}")
         return int(state["step"])
 
-    for step in range(2):
-        with make_pool(1) as pool:
-            for where in (str(tmp_path / "folder"), (tmp_path / "url").as_uri()):
-                view = pool.options(checkpoints=where)
-                assert view.parfeval(train, "a", rate=0.1).result(60) == step
-                assert view.parfeval(train, "b", rate=0.1).result(60) == step
+    def use(pool: ParallelPool, step: int) -> None:
+        for where in (str(tmp_path / "folder"), (tmp_path / "url").as_uri()):
+            view = pool.options(checkpoints=where)
+            assert view.parfeval(train, "a", rate=0.1).result(60) == step
+            assert view.parfeval(train, "b", rate=0.1).result(60) == step
+
+    use(pool, 0)
+    use(pool, 1)
+    if not make_pool.is_in_processes:
+        with make_pool(1) as other:
+            use(other, 2)
+    last = 1 if make_pool.is_in_processes else 2
     for kind in ("folder", "url"):
-        assert sorted(file.read_text() for file in (tmp_path / kind).rglob("log.txt")) == ["a 0.1 1", "b 0.1 1"]
+        assert sorted(file.read_text() for file in (tmp_path / kind).rglob("log.txt")) == [f"a 0.1 {last}", f"b 0.1 {last}"]
     assert not list(tmp_path.rglob("*.partial"))
 
 
-def test_what_is_saved_counts_although_the_task_fails_and_what_it_writes_last_too(make_pool: Any, tmp_path: Path) -> None:
+@pytest.mark.everywhere
+def test_what_is_saved_counts_although_the_task_fails_and_what_it_writes_last_too(pool: ParallelPool, tmp_path: Path) -> None:
     def train() -> None:
         (current_task().checkpoint_dir / "last.txt").write_text("here")
         raise NotYetError
 
-    with make_pool(1) as pool, pytest.raises(NotYetError):
+    with pytest.raises(NotYetError):
         pool.options(checkpoints=(tmp_path / "kept").as_uri()).parfeval(train).result(60)
     assert [file.read_text() for file in (tmp_path / "kept").rglob("last.txt")] == ["here"]
 
 
-def test_a_place_that_cannot_be_written_is_the_error_of_the_item(make_pool: Any, tmp_path: Path) -> None:
+@pytest.mark.semantics
+@pytest.mark.processes
+def test_a_place_that_cannot_be_written_is_the_error_of_the_item(pool: ParallelPool, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with make_pool(1) as pool:
-        future = pool.options(checkpoints=f"{tmp_path.as_uri()}/file/kept").parfeval(lambda: save_checkpoint(1))
-        with pytest.raises(OSError, match="file"):
-            future.result(60)
-        assert pool.parfeval(lambda: 1).result(60) == 1
+    future = pool.options(checkpoints=f"{tmp_path.as_uri()}/file/kept").parfeval(lambda: save_checkpoint(1))
+    with pytest.raises(OSError, match="file"):
+        future.result(60)
+    assert pool.parfeval(lambda: 1).result(60) == 1
 
 
+@pytest.mark.arguments
 def test_where_checkpoints_are_kept_is_a_folder_or_a_url(pool: ParallelPool, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(InvalidValueError, match="is a file"):

@@ -8,7 +8,7 @@ import os
 import pickle
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -23,11 +23,8 @@ from raypool import (
     PoolClosedError,
     SerializationError,
     SpmdError,
-    WorkerResources,
     current_task,
 )
-from raypool.spmd import parts
-from raypool.spmd.composite import Entry
 
 pytestmark = pytest.mark.semantics
 
@@ -36,17 +33,18 @@ ON_TOP = 6_000
 """What a call costs besides its values, at most [bytes]."""
 
 
-@pytest.fixture(scope="module")
-def pool(make_pool: Any, by_value: None) -> Iterator[ParallelPool]:
-    """Give a pool whose ranks have met (in this process through a thread), which then is nothing that a test leaves behind."""
-    changes: dict[str, Any] = {"resources": WorkerResources()} if make_pool.is_in_processes else {}
-    with make_pool(3, **changes) as pool:
-        assert list(pool.spmd(lambda context: context.rank)) == [0, 1, 2]
-        yield pool
-
-
 def make(context: Any) -> dict[str, Any]:
     return {"rank": context.rank, "calls": 0}
+
+
+class Watched:
+    """Something large that notes down when it is freed."""
+
+    def __init__(self, marks: Any, name: str = "freed") -> None:
+        self.marks, self.name, self.array = marks, name, np.ones(LARGE, np.uint8)
+
+    def __del__(self) -> None:
+        self.marks.add(self.name)
 
 
 def bump(context: Any, part: dict[str, Any]) -> int:
@@ -54,27 +52,10 @@ def bump(context: Any, part: dict[str, Any]) -> int:
     return part["calls"]
 
 
-def large(context: Any) -> Any:
-    return np.full(LARGE, context.rank, np.uint8)
-
-
-def identity(context: Any, part: Any) -> int:
-    return id(part)
-
-
-def number_of_kept(key: str) -> int:
-    from raypool.spmd import parts  # the one of the worker's process
-
-    return len(parts._parts.get(key, {}))
-
-
-def is_freed(pool: ParallelPool, key: str) -> bool:
-    return not any(pool.parfeval_on_all(number_of_kept, key).result(60))
-
-
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.everywhere
 def test_each_rank_is_read_by_its_number(pool: ParallelPool) -> None:
     composite = pool.spmd(make)
     assert type(composite) is Composite
@@ -89,19 +70,15 @@ def test_each_rank_is_read_by_its_number(pool: ParallelPool) -> None:
     assert composite[3:] == []
 
 
-def test_a_rank_is_where_it_was_asked_for(pool: ParallelPool) -> None:
-    composite = pool.spmd(lambda context: [current_task().worker], workers=[1, 2])
-    assert composite.workers == (1, 2)
-    assert list(composite) == [[1], [2]]
+@pytest.mark.everywhere
+def test_any_value_comes_back_equal(pool: ParallelPool) -> None:
+    for value in (None, 3, 2.5, True, "text", b"bytes", (), [], {}, ["a", None]):
+        composite = pool.spmd(lambda context, value=value: value)
+        assert all(composite.exists(rank) for rank in range(3))
+        assert list(composite) == [value] * 3
 
 
-@pytest.mark.parametrize("value", [None, 3, 2.5, True, "text", b"bytes", (), [], {}, ["a", None]])
-def test_any_value_comes_back_equal(pool: ParallelPool, value: Any) -> None:
-    composite = pool.spmd(lambda context: value)
-    assert all(composite.exists(rank) for rank in range(3))
-    assert list(composite) == [value] * 3
-
-
+@pytest.mark.everywhere
 def test_a_read_brings_what_the_part_is_now(pool: ParallelPool) -> None:
     composite = pool.spmd(make)
     before = [part["calls"] for part in composite]
@@ -127,26 +104,24 @@ def test_a_value_that_cannot_travel_says_so_when_it_is_read(pool: ParallelPool) 
     assert list(pool.spmd(lambda context, lock: lock.acquire(blocking=False), composite)) == [True] * 3
 
 
-def test_in_this_process_reading_gives_the_object_itself(pool: ParallelPool, make_pool: Any) -> None:
+def test_in_this_process_reading_gives_the_object_itself(pool: ParallelPool) -> None:
     composite = pool.spmd(make)
-    assert (composite[0] is composite[0]) is not make_pool.is_in_processes
+    assert composite[0] is composite[0]
 
 
-@pytest.mark.parametrize(("rank", "error"), [(3, CompositeError), (-4, CompositeError), (100, IndexError)])
-def test_there_is_no_such_rank(pool: ParallelPool, rank: int, error: type[Exception]) -> None:
+@pytest.mark.arguments
+def test_there_is_no_such_rank(pool: ParallelPool) -> None:
     composite = pool.spmd(make)
-    for use in (composite.__getitem__, composite.exists, composite.__delitem__, lambda rank: composite.__setitem__(rank, 1)):
-        with pytest.raises(error, match=f"no rank {rank}: this Composite has 3 ranks, 0 to 2") as caught:
-            use(rank)
-        assert caught.value.rank == rank
-
-
-@pytest.mark.parametrize("rank", ["0", 1.0, None, True, (0, 1)])
-def test_a_rank_is_a_number(pool: ParallelPool, rank: Any) -> None:
-    composite = pool.spmd(make)
-    for use in (composite.__getitem__, composite.exists, composite.__delitem__, lambda rank: composite.__setitem__(rank, 1)):
-        with pytest.raises(InvalidTypeError, match="not the number of a rank"):
-            use(rank)
+    uses = (composite.__getitem__, composite.exists, composite.__delitem__, lambda rank: composite.__setitem__(rank, 1))
+    for use in uses:
+        for rank in (3, -4):
+            with pytest.raises(CompositeError, match=f"no rank {rank}: this Composite has 3 ranks, 0 to 2") as caught:
+                use(rank)
+            assert caught.value.rank == rank
+            assert isinstance(caught.value, IndexError)
+        for other in ("0", 1.0, None, True, (0, 1)):
+            with pytest.raises(InvalidTypeError, match="not the number of a rank"):
+                use(other)  # type: ignore[arg-type]
     with pytest.raises(InvalidTypeError, match="not the number of a rank"):
         composite[:2] = [1, 2]
 
@@ -154,6 +129,7 @@ def test_a_rank_is_a_number(pool: ParallelPool, rank: Any) -> None:
 # --- the text ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.everywhere
 def test_the_text_says_what_each_part_is_and_moves_nothing(pool: ParallelPool) -> None:
     def mixed(context: Any) -> Any:
         return [np.zeros((3, 4)), {"a": 1}, None][context.rank]
@@ -176,12 +152,9 @@ def test_tensors_and_models_are_named_with_their_size(pool: ParallelPool) -> Non
     assert lines == ["<Composite of 2 ranks>", "  0: Tensor (3, 4) float32", "  1: Linear, 20 parameters"]
 
 
-@pytest.mark.threads
 def test_of_many_ranks_the_first_have_a_line(make_pool: Any) -> None:
     with make_pool(18) as pool:
-        workers = pool._engine.driver.scheduler.crew.places
-        entries = [Entry(place, workers[place].worker_id, parts.describe(place)) for place in range(18)]
-        lines = repr(Composite(pool._engine, "key", entries)).splitlines()
+        lines = repr(pool.spmd(lambda context: context.rank)).splitlines()
     assert lines[:2] == ["<Composite of 18 ranks>", "  0: int"]
     assert lines[-2:] == ["  15: int", "  ... and 2 more"]
     assert len(lines) == 18
@@ -190,27 +163,30 @@ def test_of_many_ranks_the_first_have_a_line(make_pool: Any) -> None:
 # --- passing back -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.everywhere
 def test_each_rank_gets_its_very_own_part_back(pool: ParallelPool) -> None:
     composite = pool.spmd(make)
     assert list(pool.spmd(lambda context, part: part["rank"], composite)) == [0, 1, 2]
-    identities = [list(pool.spmd(identity, composite)) for _ in range(2)]
+    identities = [list(pool.spmd(lambda context, part: id(part), composite)) for _ in range(2)]
     assert identities[0] == identities[1]
     assert list(pool.spmd(lambda context, a, b: a is b, composite, composite)) == [True] * 3
 
 
-def test_a_model_that_was_loaded_once_serves_a_hundred_calls(pool: ParallelPool, marks: Any) -> None:
+@pytest.mark.everywhere
+def test_a_model_that_was_loaded_once_serves_many_calls(pool: ParallelPool, marks: Any) -> None:
     def load(context: Any) -> dict[str, Any]:
         marks.add("loaded")
         return make(context)
 
     models = pool.spmd(load)
-    for _ in range(100):
+    for _ in range(20):
         counts = pool.spmd(bump, models)
-    assert list(counts) == [100] * 3
+    assert list(counts) == [20] * 3
     assert marks.count("loaded") == 3
-    assert models[1] == {"rank": 1, "calls": 100}
+    assert models[1] == {"rank": 1, "calls": 20}
 
 
+@pytest.mark.everywhere
 def test_a_call_with_a_composite_runs_on_its_workers(pool: ParallelPool) -> None:
     composite = pool.spmd(make, workers=[1, 2])
     again = pool.spmd(lambda context, part: [part["rank"], current_task().worker], composite)
@@ -223,10 +199,10 @@ def test_a_call_with_a_composite_runs_on_its_workers(pool: ParallelPool) -> None
 @pytest.mark.processes
 def test_reading_moves_a_value_and_passing_it_back_does_not(pool: ParallelPool) -> None:
     with pool.transfer_bytes() as moved:
-        composite = pool.spmd(large)
+        composite = pool.spmd(lambda context: np.full(LARGE, context.rank, np.uint8))
     assert moved.total.received_bytes <= 3 * ON_TOP
     with pool.transfer_bytes() as moved:
-        pool.spmd(identity, composite)
+        pool.spmd(lambda context, part: None, composite)
     assert moved.total.sent_bytes <= 3 * ON_TOP
     assert moved.total.received_bytes <= 3 * ON_TOP
     with pool.transfer_bytes() as moved:
@@ -236,6 +212,7 @@ def test_reading_moves_a_value_and_passing_it_back_does_not(pool: ParallelPool) 
     assert others.to_numpy().max() <= ON_TOP, "no value, at most the word that a Composite of before may go"
 
 
+@pytest.mark.arguments
 def test_on_other_workers_it_is_an_error_before_anything_starts(pool: ParallelPool, make_pool: Any, marks: Any) -> None:
     composite = pool.spmd(make, workers=[0, 1])
     note = lambda context, part: marks.add(context.rank)  # noqa: E731
@@ -247,8 +224,6 @@ def test_on_other_workers_it_is_an_error_before_anything_starts(pool: ParallelPo
         pool.spmd(note, composite, workers=[0, 1, 2])
     with pytest.raises(InvalidValueError, match="on workers 1; this call runs on 0, 1"):
         pool.spmd(lambda context, a, b: marks.add("two"), composite, pool.spmd(make, workers=[1]))
-    if make_pool.is_in_processes:
-        return  # no room for a second pool beside the one that the tests share
     with make_pool(2) as other, pytest.raises(InvalidValueError, match="another pool"):
         other.spmd(note, composite)
     assert marks.all() == []
@@ -267,6 +242,7 @@ def test_a_missing_part_is_an_error_before_anything_starts(pool: ParallelPool, m
 # --- one part ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.everywhere
 def test_a_value_is_sent_to_one_rank(pool: ParallelPool) -> None:
     composite = pool.spmd(make)
     composite[1] = {"calls": 10}
@@ -279,7 +255,8 @@ def test_a_value_is_sent_to_one_rank(pool: ParallelPool) -> None:
     assert composite.exists(0)
 
 
-def test_a_part_that_was_deleted_is_missing_until_it_is_assigned(pool: ParallelPool, make_pool: Any) -> None:
+@pytest.mark.everywhere
+def test_a_part_that_was_deleted_is_missing_until_it_is_assigned(pool: ParallelPool) -> None:
     composite = pool.spmd(make)
     del composite[1]
     assert [composite.exists(rank) for rank in range(3)] == [True, False, True]
@@ -288,7 +265,6 @@ def test_a_part_that_was_deleted_is_missing_until_it_is_assigned(pool: ParallelP
             use()
         assert caught.value.rank == 1
     assert composite[0]["rank"] == 0
-    assert pool.options(worker=1).parfeval(number_of_kept, composite._key).result(60) == (0 if make_pool.is_in_processes else 2)
     composite[1] = {"rank": 1, "calls": 5}
     assert list(pool.spmd(bump, composite)) == [1, 6, 1]
 
@@ -304,68 +280,56 @@ def test_what_cannot_be_sent_changes_nothing(pool: ParallelPool) -> None:
 # --- freeing ----------------------------------------------------------------------------------------------------------
 
 
-def test_parts_that_nobody_holds_are_freed(pool: ParallelPool, eventually: Any) -> None:
-    composite, other = pool.spmd(large), pool.spmd(large)
-    key, key_of_other = composite._key, other._key
-    assert not is_freed(pool, key)
+@pytest.mark.everywhere
+def test_parts_that_nobody_holds_are_freed(pool: ParallelPool, marks: Any, eventually: Any) -> None:
+    composite, other = pool.spmd(lambda context: Watched(marks, "one")), pool.spmd(lambda context: Watched(marks, "other"))
+    pool.parfeval_on_all(abs, 1).result(60)
+    assert marks.all() == []
     del composite
     gc.collect()
-    assert eventually(lambda: is_freed(pool, key))
-    assert not is_freed(pool, key_of_other)
-    assert other[1][0] == 1
+    assert eventually(lambda: pool.parfeval_on_all(abs, 1).result(60) and marks.all() == ["one"] * 3)
+    del other[1]
+    pool.parfeval_on_all(abs, 1).result(60)
+    assert marks.count("other") == 1, "a part that is deleted goes at once"
+    del other
+    gc.collect()
+    assert eventually(lambda: pool.parfeval_on_all(abs, 1).result(60) and marks.count("other") == 3)
 
 
-def test_a_part_that_was_deleted_is_freed_at_once(pool: ParallelPool) -> None:
-    composite = pool.spmd(large)
-    for rank in range(3):
-        del composite[rank]
-    assert is_freed(pool, composite._key)
-
-
-def test_a_call_holds_what_it_was_given(pool: ParallelPool, eventually: Any) -> None:
+@pytest.mark.semantics
+@pytest.mark.processes
+def test_a_call_holds_what_it_was_given(pool: ParallelPool) -> None:
     composite = pool.spmd(make)
-    key = composite._key
     jobs = [pool.spmd_async(bump, composite) for _ in range(5)]
     del composite
     gc.collect()
     assert list(jobs[-1].result(60)) == [5] * 3
     assert list(pool.spmd(bump, pool.spmd(make))) == [1] * 3
-    del jobs
-    gc.collect()
-    assert eventually(lambda: is_freed(pool, key))
 
 
-def test_nothing_stays_of_a_call_that_failed(pool: ParallelPool, eventually: Any) -> None:
-    keys = set(pool.parfeval(list_of_kept).result(60))
-
+@pytest.mark.semantics
+@pytest.mark.processes
+def test_nothing_stays_of_a_call_that_failed(pool: ParallelPool, marks: Any, eventually: Any) -> None:
     def fail(context: Any) -> Any:
         if context.rank == 2:
             raise ArithmeticError
-        return "kept"
+        return Watched(marks)
 
     with pytest.raises(SpmdError, match="Rank 2"):
         pool.spmd(fail)
-    gc.collect()
-    assert eventually(lambda: set().union(*pool.parfeval_on_all(list_of_kept).result(60)) <= keys)
+    assert eventually(lambda: gc.collect() >= 0 and pool.parfeval_on_all(gc.collect).result(60) and marks.count("freed") == 2)
 
 
 @pytest.mark.processes
-def test_who_cancels_everything_does_not_keep_the_parts(pool: ParallelPool, gate: Any, eventually: Any) -> None:
-    composite = pool.spmd(large)
-    key = composite._key
+def test_who_cancels_everything_does_not_keep_the_parts(pool: ParallelPool, gate: Any, marks: Any, eventually: Any) -> None:
+    composite = pool.spmd(lambda context: Watched(marks))
     jobs = [pool.options(worker=number).parfeval(gate.wait) for number in range(3)]
     assert eventually(lambda: all(job.running() for job in jobs))
     del composite
     gc.collect()
     assert eventually(lambda: [job.name for job in pool.queue.queued] == ["freeing a Composite"] * 3)
     pool.cancel_all()
-    assert eventually(lambda: is_freed(pool, key))
-
-
-def list_of_kept() -> list[str]:
-    from raypool.spmd import parts
-
-    return list(parts._parts)
+    assert eventually(lambda: marks.count("freed") == 3)
 
 
 # --- the end ----------------------------------------------------------------------------------------------------------
@@ -393,7 +357,7 @@ def test_after_the_end_of_the_pool(make_pool: Any) -> None:
         other.spmd(bump, composite)
 
 
-@pytest.mark.concurrent
+@pytest.mark.threads
 def test_a_reader_is_told_when_the_pool_ends_meanwhile(make_pool: Any, make_gate: Any) -> None:
     started, gate = make_gate(), make_gate()
     with make_pool(1) as pool:
@@ -421,7 +385,7 @@ def test_a_reader_is_told_when_the_pool_ends_meanwhile(make_pool: Any, make_gate
 
 @pytest.mark.processes
 def test_the_part_of_a_killed_worker_is_lost_and_the_others_live(
-    pool: ParallelPool, eventually: Any, marks: Any, check_pool: Callable[[ParallelPool], None]
+    pool: ParallelPool, marks: Any, check_pool: Callable[[ParallelPool], None]
 ) -> None:
     composite, numbers = pool.spmd(make), pool.spmd(lambda context: 1)
     victim = pool.workers[1]
@@ -450,10 +414,6 @@ def test_the_part_of_a_killed_worker_is_lost_and_the_others_live(
     assert list(pool.spmd(bump, composite)) == [1, 8, 1]
     del numbers[1]
     assert repr(numbers).splitlines()[2] == "  1: missing"
-    key = composite._key
-    del composite, caught
-    gc.collect()
-    assert eventually(lambda: is_freed(pool, key))
     check_pool(pool)
 
 
@@ -470,7 +430,6 @@ def test_a_part_is_lost_where_its_worker_dies_while_it_is_read(pool: ParallelPoo
     assert composite[0] is None
 
 
-@pytest.mark.concurrent
 def test_of_a_pool_that_has_become_smaller_the_parts_are_lost_with_their_workers(make_pool: Any, marks: Any) -> None:
     with make_pool(2) as pool:
         composite = pool.spmd(make)
@@ -517,6 +476,7 @@ def test_a_pool_of_one(make_pool: Any) -> None:
 # --- where it can't be used -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.arguments
 def test_it_does_not_travel(pool: ParallelPool) -> None:
     composite = pool.spmd(make)
     for use in (pickle.dumps, copy.copy, copy.deepcopy):
@@ -524,6 +484,7 @@ def test_it_does_not_travel(pool: ParallelPool) -> None:
             use(composite)
 
 
+@pytest.mark.everywhere
 def test_a_task_cannot_read_it(pool: ParallelPool) -> None:
     composite = pool.spmd(make)
 
@@ -537,6 +498,8 @@ def test_a_task_cannot_read_it(pool: ParallelPool) -> None:
     read(lambda: composite.__delitem__(0))
 
 
+@pytest.mark.semantics
+@pytest.mark.processes
 def test_a_task_can_read_one_that_it_has_made(pool: ParallelPool) -> None:
     def task() -> Any:
         composite = pool.spmd(make)
@@ -555,30 +518,17 @@ def test_without_workers_it_is_in_this_process(pool: ParallelPool) -> None:
 
 
 @pytest.mark.concurrent
-def test_a_callback_cannot_wait_for_it(pool: ParallelPool, gate: Any) -> None:
+def test_a_callback_cannot_wait_for_it(pool: ParallelPool, call_back: Any) -> None:
     composite = pool.spmd(make)
-    errors: list[BaseException] = []
-    done = threading.Event()
-
-    def read(_: Any) -> None:
-        try:
-            composite[0]
-        except BaseException as error:
-            errors.append(error)
-        done.set()
-
-    job = pool.parfeval(gate.wait)
-    job.add_done_callback(read)
-    gate.open()
-    assert done.wait(60)
-    assert [type(error) for error in errors] == [InvalidValueError]
-    assert "wait for itself" in str(errors[0])
+    error = call_back(lambda _: composite[0])
+    assert type(error) is InvalidValueError
+    assert "wait for itself" in str(error)
     assert composite[0] == {"rank": 0, "calls": 0}
 
 
 @pytest.mark.concurrent
 def test_several_threads_read_at_once(pool: ParallelPool) -> None:
-    composite = pool.spmd(large)
+    composite = pool.spmd(lambda context: np.full(LARGE, context.rank, np.uint8))
     sums: list[int] = []
 
     def read() -> None:

@@ -26,6 +26,8 @@ class Traced:
         return Traced, (self.marks, self.array)
 
 
+@pytest.mark.semantics
+@pytest.mark.processes
 def test_a_builder_runs_once_on_each_worker_and_so_does_its_cleanup(make_pool: Any, marks: Any) -> None:
     def build() -> list[int]:
         marks.add(f"built by {os.getpid()}")
@@ -52,6 +54,7 @@ def test_only_who_has_used_it_cleans_up(make_pool: Any, marks: Any) -> None:
     assert marks.all() == ["cleaned"]
 
 
+@pytest.mark.everywhere
 def test_a_value_is_shipped_once_however_many_use_it(pool: ParallelPool, make_pool: Any, marks: Any) -> None:
     data = pool.constant(Traced(marks, np.arange(1_000_000.0)))
 
@@ -63,6 +66,7 @@ def test_a_value_is_shipped_once_however_many_use_it(pool: ParallelPool, make_po
     assert marks.count("packed") == (1 if make_pool.is_in_processes else 0)
 
 
+@pytest.mark.everywhere
 def test_a_builder_that_fails_is_tried_again(pool: ParallelPool, marks: Any) -> None:
     def build() -> int:
         marks.add("tried")
@@ -77,13 +81,12 @@ def test_a_builder_that_fails_is_tried_again(pool: ParallelPool, marks: Any) -> 
 
 
 @pytest.mark.processes
-def test_a_worker_that_replaces_another_builds_it_anew(make_pool: Any) -> None:
-    with make_pool(1) as pool:
-        table = pool.constant(os.getpid)
-        first = pool.parfeval(lambda: table.value).result(60)
-        pool.options(retries=0).parfeval(os._exit, 1).exception(60)
-        second = pool.parfeval(lambda: (table.value, os.getpid())).result(60)
-        assert second[0] == second[1] != first
+def test_a_worker_that_replaces_another_builds_it_anew(pool: ParallelPool) -> None:
+    table = pool.constant(os.getpid)
+    first = pool.options(worker=1).parfeval(lambda: table.value).result(60)
+    pool.options(worker=1, retries=0).parfeval(os._exit, 1).exception(60)
+    second = pool.options(worker=1).parfeval(lambda: (table.value, os.getpid())).result(60)
+    assert second[0] == second[1] != first
 
 
 @pytest.mark.processes
@@ -109,17 +112,23 @@ def test_a_cleanup_that_fails_keeps_no_other_from_being_done(make_pool: Any, mar
 
 
 def test_several_constants_are_told_apart(pool: ParallelPool) -> None:
+    """And one may be built from another."""
+    first = pool.constant(lambda: [1, 2, 3])
+    second = pool.constant(lambda: sum(first.value))
+    assert pool.parfor(lambda i: second.value + i, range(5)) == [6, 7, 8, 9, 10]
     tables = [pool.constant({"number": number}) for number in range(5)]
     assert list(pool.parfor(lambda i: [table.value["number"] for table in tables][i], range(5))) == list(range(5))
 
 
-def test_constants_that_cannot_be(pool: ParallelPool, make_pool: Any) -> None:
-    with pytest.raises(InvalidTypeError, match="cleanup=5"):
-        pool.constant(1, cleanup=5)  # type: ignore[arg-type]
-    if make_pool.is_in_processes:
-        with pytest.raises(SerializationError, match="lock"):
-            pool.constant({"lock": threading.Lock()})
-    closed = make_pool(1)
-    closed.delete()
+@pytest.mark.arguments
+def test_constants_that_cannot_be(make_pool: Any) -> None:
+    with make_pool(1) as pool, pytest.raises(InvalidTypeError, match="cleanup=5"):
+        pool.constant(1, cleanup=5)
     with pytest.raises(PoolClosedError):
-        closed.constant(1)
+        pool.constant(1)
+
+
+@pytest.mark.processes
+def test_a_value_that_cannot_travel_is_refused_at_the_call(pool: ParallelPool) -> None:
+    with pytest.raises(SerializationError, match="lock"):
+        pool.constant({"lock": threading.Lock()})

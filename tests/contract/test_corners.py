@@ -16,10 +16,9 @@ from raypool import Future, ParallelPool, gcp, parpool
 pytestmark = [pytest.mark.semantics, pytest.mark.timeout(90)]
 
 
-def test_results_are_what_they_were_when_they_were_returned(make_pool: Any, pool: ParallelPool) -> None:
+@pytest.mark.processes
+def test_results_are_what_they_were_when_they_were_returned(pool: ParallelPool) -> None:
     """A function may reuse its buffer: each result is taken as it is then, also where items share a call."""
-    if not make_pool.is_in_processes:
-        pytest.skip("in one process, results are the objects themselves")
     buffer, record, many = np.zeros(3), {"i": -1}, np.zeros(10_000)
 
     def fn(i: int) -> Any:
@@ -33,9 +32,11 @@ def test_results_are_what_they_were_when_they_were_returned(make_pool: Any, pool
     assert [value[1]["i"] for value in results] == list(range(300))
     assert [int(value[2].sum()) for value in results] == [10_000 * i for i in range(300)]
     futures = [pool.parfeval(fn, i) for i in range(100)]
-    assert [int(future.result()[2][5]) for future in futures] == list(range(100))
+    assert [int(future.result(60)[2][5]) for future in futures] == list(range(100))
 
 
+@pytest.mark.semantics
+@pytest.mark.concurrent
 def test_a_pool_can_be_shut_down_in_a_callback(make_pool: Any) -> None:
     pool = make_pool(1)
     ended = threading.Event()
@@ -49,6 +50,8 @@ def test_a_pool_can_be_shut_down_in_a_callback(make_pool: Any) -> None:
     assert pool.is_closed
 
 
+@pytest.mark.semantics
+@pytest.mark.threads
 def test_a_callback_cannot_end_the_pool_by_an_exception(pool: ParallelPool, caplog: pytest.LogCaptureFixture) -> None:
     def leave(_: Any) -> None:
         raise SystemExit(3)
@@ -61,6 +64,7 @@ def test_a_callback_cannot_end_the_pool_by_an_exception(pool: ParallelPool, capl
     assert "SystemExit: 3" in caplog.text
 
 
+@pytest.mark.everywhere
 def test_a_task_that_asks_for_the_current_pool_gets_a_serial_one(pool: ParallelPool) -> None:
     def fn(i: int) -> int:
         with gcp() as inner:
@@ -71,9 +75,9 @@ def test_a_task_that_asks_for_the_current_pool_gets_a_serial_one(pool: ParallelP
     assert not pool.is_closed
 
 
+@pytest.mark.semantics
+@pytest.mark.threads
 def test_a_task_that_shuts_its_pool_down_does_not_wait_for_itself(make_pool: Any) -> None:
-    if make_pool.is_in_processes:
-        pytest.skip("on Ray it is another pool")
     pool = make_pool(1)
     assert pool.parfeval(lambda: pool.shutdown() or "done").result(30) == "done"
 
@@ -84,38 +88,29 @@ def test_a_reduction_that_fails_keeps_the_results(pool: ParallelPool) -> None:
     assert caught.value.results == [0, "1", "2", "3"]
 
 
-def test_a_cancelled_loop_that_collects_says_that_it_was_cancelled(make_pool: Any, gate: Any, eventually: Any) -> None:
-    if not make_pool.is_concurrent:
-        pytest.skip("nothing can be cancelled while it runs")
-    with make_pool(2) as pool:
+@pytest.mark.concurrent
+def test_a_cancelled_loop_that_collects_says_that_it_was_cancelled(pool: ParallelPool, gate: Any, eventually: Any) -> None:
+    def fn(i: int) -> int:
+        if i == 0:
+            raise ValueError(i)
+        if i > 3:
+            gate.wait()
+        return i
 
-        def fn(i: int) -> int:
-            if i == 0:
-                raise ValueError(i)
-            if i > 3:
-                gate.wait()
-            return i
-
-        caught: list[BaseException] = []
-
-        def run() -> None:
-            try:
-                pool.parfor(fn, range(50), on_error="collect", chunk_size=1)
-            except BaseException as error:
-                caught.append(error)
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        assert eventually(lambda: pool.statistics().finished >= 3 and pool.statistics().failed == 1)
+    before = pool.statistics()
+    with concurrent.futures.ThreadPoolExecutor(1) as driver:
+        loop = driver.submit(pool.parfor, fn, range(50), on_error="collect", chunk_size=1)
+        assert eventually(lambda: pool.statistics().finished >= before.finished + 3)
+        assert eventually(lambda: pool.statistics().failed == before.failed + 1)
         pool.cancel_all()
-        thread.join(30)
-        gate.open()
-    assert [type(error) for error in caught] == [concurrent.futures.CancelledError]
-    assert caught[0].results[1] == 1  # type: ignore[attr-defined]
-    assert isinstance(caught[0].results.errors[0], ValueError)  # type: ignore[attr-defined]
+        error: Any = loop.exception(60)
+    assert type(error) is concurrent.futures.CancelledError
+    assert error.results[1] == 1
+    assert isinstance(error.results.errors[0], ValueError)
 
 
-def test_a_chunk_size_that_was_asked_for_is_kept(pool: ParallelPool, marks: Any) -> None:
+@pytest.mark.concurrent
+def test_a_chunk_size_that_was_asked_for_is_kept(pool: ParallelPool) -> None:
     def fn(i: int) -> int:
         if i % 10 == 0:
             threading.Event().wait(0.25)  # longer than a call whose size the pool has chosen
@@ -126,14 +121,14 @@ def test_a_chunk_size_that_was_asked_for_is_kept(pool: ParallelPool, marks: Any)
     assert pool.statistics().attempts - before == 2
 
 
+@pytest.mark.threads
 def test_any_time_to_start_is_enough(make_pool: Any) -> None:
     with make_pool(1, start_timeout_s=math.inf) as pool:
         assert pool.parfeval(abs, -1).result(30) == 1
 
 
-def test_cancelling_calls_back_before_anybody_else_is_held_up(pool: ParallelPool, gate: Any, make_pool: Any) -> None:
-    if not make_pool.is_concurrent:
-        pytest.skip("nothing is ever queued")
+@pytest.mark.concurrent
+def test_cancelling_calls_back_before_anybody_else_is_held_up(pool: ParallelPool, gate: Any) -> None:
     blockers = [pool.parfeval(gate.wait) for _ in range(pool.num_workers)]
     victim, later = pool.parfeval(abs, -1), pool.parfeval(abs, -2)
     seen: list[int] = []
@@ -148,28 +143,10 @@ def test_cancelling_calls_back_before_anybody_else_is_held_up(pool: ParallelPool
     assert all(blocker.exception(30) is None for blocker in blockers)
 
 
-def test_a_constant_may_be_built_from_another(pool: ParallelPool) -> None:
-    first = pool.constant(lambda: [1, 2, 3])
-    second = pool.constant(lambda: sum(first.value))
-    assert pool.parfor(lambda i: second.value + i, range(5)) == [6, 7, 8, 9, 10]
-
-
-def test_many_threads_share_a_pool(pool: ParallelPool) -> None:
-    def use(offset: int) -> list[int]:
-        futures = [pool.parfeval(operator.add, i, offset) for i in range(20)]
-        loop = pool.parfor(lambda x: x + offset, range(20))
-        assert [future.result(60) for future in futures] == list(loop)
-        return list(loop)
-
-    with concurrent.futures.ThreadPoolExecutor(6) as threads:
-        answers = list(threads.map(use, range(0, 600, 100)))
-    assert answers == [[i + offset for i in range(20)] for offset in range(0, 600, 100)]
-
-
-def test_pools_inside_pools(make_pool: Any) -> None:
+@pytest.mark.everywhere
+def test_pools_inside_pools(pool: ParallelPool) -> None:
     def fn(i: int) -> list[int]:
         with parpool(3) as inner:
             return list(inner.parfor(lambda x: x * i, range(3)))
 
-    with make_pool(2) as pool:
-        assert pool.parfor(fn, range(3)) == [[0, 0, 0], [0, 1, 2], [0, 2, 4]]
+    assert pool.parfor(fn, range(3)) == [[0, 0, 0], [0, 1, 2], [0, 2, 4]]
