@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from raypool import ParallelPool, parpool
+from raypool import ParallelPool
 from raypool.devices.allocator import TorchAllocator
 from raypool.devices.gpus import GpuDevice
 
@@ -56,19 +56,17 @@ def breaking_cards(tmp_path: Path) -> BreakingCards:
     return BreakingCards(tmp_path / "broken")
 
 
-@pytest.fixture(scope="module")
-def pool(ray_session: None, by_value: None) -> Iterator[ParallelPool]:
-    """Two workers, each with a GPU that does not exist."""
-    with parpool(2, quiet=True) as pool:
-        yield pool
+@pytest.fixture
+def pool(shared_pool: ParallelPool) -> ParallelPool:
+    """Give the pool that tests on Ray share: three workers, each with a GPU that does not exist."""
+    return shared_pool
 
 
-@pytest.fixture(scope="module")
-def training_pool(ray_session: None, by_value: None) -> Iterator[ParallelPool]:
-    """The same, after a first training: what that starts stays as long as the pool."""
-    with parpool(2, quiet=True) as pool:
-        pool.train(lambda: None).result(120)
-        yield pool
+@pytest.fixture
+def two_workers(shared_pool: ParallelPool) -> Any:
+    """Give two of its workers: each further rank of a training takes its time on a machine with two cores."""
+    part, _ = shared_pool.partition(workers=[0, 1])
+    return part
 
 
 @pytest.fixture

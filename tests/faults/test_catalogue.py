@@ -180,20 +180,13 @@ def test_an_argument_that_cannot_be_opened_by_the_worker(
     assert results[:] == [0, None, 2, 3]
 
 
-@pytest.mark.parametrize(
-    "fn",
-    [
-        pytest.param(lambda: time.sleep(600), id="sleeps"),
-        pytest.param(lambda: sum(range(10**14)), id="in native code", marks=pytest.mark.long),
-    ],
-)
-def test_a_function_that_hangs(ray_session: None, pool: ParallelPool, fn: Any) -> None:
-    """It is interrupted; what cannot be is killed."""
+def test_a_function_that_hangs(pool: ParallelPool) -> None:
+    """It is interrupted; what cannot be, because it is in native code, is killed."""
     with parpool(1, quiet=True, cancel_grace_s=0.3, resources=WorkerResources(gpus=0)) as strict:
         short = strict.options(timeout_s=2)  # those that do not hang need some of it on a busy machine
-        late = short.parfeval(fn)
+        late = short.parfeval(lambda: sum(range(10**14)))
 
-        results = short.parfor(lambda i: fn() if i == 1 else i, range(3), on_error="collect")
+        results = short.parfor(lambda i: time.sleep(600) if i == 1 else i, range(3), on_error="collect")
 
         for error in (late.exception(60), results.errors[1]):
             assert type(error) is TaskTimeoutError
@@ -229,7 +222,7 @@ def test_a_worker_that_is_killed_while_it_is_idle(pool: ParallelPool, eventually
     assert eventually(lambda: pool.workers[0].pid != victim.pid)
 
 
-def test_a_worker_that_is_killed_while_it_starts(ray_session: None, pool: ParallelPool, marks: Any) -> None:
+def test_a_worker_that_is_killed_while_it_starts(pool: ParallelPool, marks: Any) -> None:
     """Another is started in its place, and the call waits for that."""
 
     def die_once() -> None:
@@ -267,9 +260,8 @@ class Snare:
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("size", [10, 10**6], ids=["in the answer", "in the object store"])
-@pytest.mark.parametrize("verb", ["parfeval", "parfor"])
-def test_a_worker_that_is_killed_between_its_result_and_the_answer(pool: ParallelPool, marks: Any, size: int, verb: str) -> None:
+@pytest.mark.parametrize(("verb", "size"), [("parfor", 10), ("parfeval", 10**6)], ids=["in the answer", "in the object store"])
+def test_a_worker_that_is_killed_between_its_result_and_the_answer(pool: ParallelPool, marks: Any, verb: str, size: int) -> None:
     """It may have run twice; its value is there once, and right. One item of the loop sets it: two workers would set two."""
 
     def fn(i: int) -> Any:
@@ -285,8 +277,7 @@ def test_a_worker_that_is_killed_between_its_result_and_the_answer(pool: Paralle
     assert marks.all() == ["set"]
 
 
-@pytest.mark.long
-def test_a_setup_that_fails_on_one_worker_and_on_all(ray_session: None, pool: ParallelPool) -> None:
+def test_a_setup_that_fails_on_one_worker_and_on_all(pool: ParallelPool) -> None:
     """One place of two, tried again and again: a fixed size is not content with less. Nothing of the pool is kept."""
 
     def fail(worker: int | None) -> None:
@@ -307,7 +298,7 @@ def test_a_setup_that_fails_on_one_worker_and_on_all(ray_session: None, pool: Pa
 # --- pools ------------------------------------------------------------------------------------------------------------
 
 
-def test_two_pools_at_once(ray_session: None, pool: ParallelPool, gate: Any, eventually: Callable[..., bool]) -> None:
+def test_two_pools_at_once(pool: ParallelPool, gate: Any, eventually: Callable[..., bool]) -> None:
     """What befalls one does not concern the other."""
     with parpool(1, quiet=True, resources=WorkerResources(gpus=0)) as other:
         held = other.parfeval(gate.wait)
@@ -354,29 +345,25 @@ def fill_in_a_child(size: int) -> None:
     subprocess.run([sys.executable, "-c", f"import time; held = bytearray({size}); time.sleep(600)"], check=False)
 
 
-@pytest.mark.parametrize(
-    "fn", [pytest.param(fill_memory, id="itself"), pytest.param(fill_in_a_child, id="in a child", marks=pytest.mark.long)]
-)
-def test_a_function_that_uses_more_memory_than_it_may(ray_session: None, pool: ParallelPool, fn: Any) -> None:
+def test_a_function_that_uses_more_memory_than_it_may(pool: ParallelPool) -> None:
+    """Itself, or in a child."""
     small = WorkerResources(gpus=0, memory_bytes=600_000_000)
     with parpool(1, quiet=True, resources=small) as limited:
         once = limited.options(retries=0)
-        bad = once.parfeval(fn, 900_000_000)
+        bad = once.parfeval(fill_in_a_child, 900_000_000)
 
-        results = once.parfor(lambda i: fn(900_000_000) if i == 1 else i, range(3), on_error="collect")
+        results = once.parfor(lambda i: fill_memory(900_000_000) if i == 1 else i, range(3), on_error="collect")
 
         for error in (bad.exception(60), results.errors[1]):
             assert type(error) is WorkerLostError
             assert error.reason is LossReason.OUT_OF_MEMORY
-            assert re.search(r"it used (0\.[6-9]|1\.)\d* GB of memory, and its memory_bytes allows 0\.60 GB", str(error)), str(
-                error
-            )
+            words = r"it used (0\.[6-9]|1\.)\d* GB of memory, and its memory_bytes allows 0\.60 GB"
+            assert re.search(words, str(error)), str(error)
             assert "smaller batches" in str(error)
         assert results[:] == [0, None, 2]
         assert limited.parfeval(lambda: len(bytearray(200_000_000))).result(60) == 200_000_000
 
 
-@pytest.mark.long
 def test_a_machine_that_runs_out_of_memory(pool: ParallelPool, run_python: Callable[..., Any]) -> None:
     """Ray ends the worker before the kernel would have to; that is known, and not taken for a crash."""
     machine = psutil.virtual_memory()

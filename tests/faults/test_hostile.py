@@ -9,6 +9,7 @@ import contextlib
 import os
 import pickle
 import random
+import re
 import signal
 import sys
 import threading
@@ -20,7 +21,7 @@ import pytest
 
 from raypool import LossReason, ParallelPool, RemoteTraceback, SerializationError, TaskError, WorkerLostError
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.long, pytest.mark.usefixtures("as_good_as_new")]
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("as_good_as_new")]
 
 
 def die(how: str) -> None:
@@ -50,27 +51,6 @@ def explode(home: int) -> str:
 
 
 # --- exceptions -------------------------------------------------------------------------------------------------------
-
-
-def test_an_exception_of_the_users_is_raised_as_itself(pool: ParallelPool) -> None:
-    def fn() -> None:
-        raise KeyError("missing", 3)
-
-    future = pool.parfeval(fn)
-    with pytest.raises(KeyError) as caught:
-        future.result(30)
-    assert caught.value.args == ("missing", 3)
-    assert isinstance(caught.value.__cause__, RemoteTraceback)
-    assert "in fn" in str(caught.value.__cause__)
-    assert "GPU" in caught.value.__notes__[0]
-
-
-def test_keyboard_interrupt_raised_by_a_function_is_its_error(pool: ParallelPool) -> None:
-    def fn() -> None:
-        raise KeyboardInterrupt("by itself")
-
-    with pytest.raises(KeyboardInterrupt, match="by itself"):
-        pool.parfeval(fn).result(30)
 
 
 class Sealed(Exception):
@@ -242,7 +222,7 @@ def test_a_function_that_cannot_be_unpickled_there(pool: ParallelPool) -> None:
 
 @pytest.mark.parametrize(
     ("how", "words"),
-    [("sys.exit", "exit code 3"), ("os._exit", "killed or crashed|exit code 4"), ("SIGKILL", "killed"), ("SIGSEGV", "crashed")],
+    [("sys.exit", "exit code 3"), ("SIGKILL", "killed")],
 )
 def test_a_function_that_ends_its_process(pool: ParallelPool, how: str, words: str) -> None:
     """It runs again up to `retries` times, then fails alone; the others go on."""
@@ -253,7 +233,7 @@ def test_a_function_that_ends_its_process(pool: ParallelPool, how: str, words: s
     assert isinstance(error, WorkerLostError)
     assert error.attempts == 2
     assert error.reason in (LossReason.EXIT, LossReason.UNKNOWN)
-    assert pytest.importorskip("re").search(words, str(error)), str(error)
+    assert re.search(words, str(error)), str(error)
     assert "item 1 of" in str(error)
     assert list(results.to_frame()["attempts"])[1] == 2
 
@@ -293,6 +273,7 @@ def test_a_killer_among_futures_that_share_calls(pool: ParallelPool, marks: Any)
     assert counted == [200, 199, 1], "each is counted exactly once"
 
 
+@pytest.mark.long
 def test_several_killers_and_several_that_fail(pool: ParallelPool) -> None:
     def fn(i: int) -> int:
         if i in (20, 21, 150):
@@ -435,11 +416,12 @@ def test_a_task_bound_to_a_worker_fails_with_it(pool: ParallelPool) -> None:
         pool.options(worker=1).parfeval(die, "os._exit").result(60)
 
 
+@pytest.mark.long
 def test_all_workers_at_once(pool: ParallelPool) -> None:
     lost = pool.statistics().workers_lost
-    results = pool.parfor(lambda i: die("SIGKILL"), range(2), on_error="collect")
-    assert len(results.errors) == 2
-    assert pool.statistics().workers_lost == lost + 6
+    results = pool.parfor(lambda i: die("SIGKILL"), range(3), on_error="collect")
+    assert len(results.errors) == 3
+    assert pool.statistics().workers_lost == lost + 9
 
 
 def test_errors_of_the_tree_survive_the_way_to_here(pool: ParallelPool) -> None:

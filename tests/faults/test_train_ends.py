@@ -26,25 +26,25 @@ from tests.faults.conftest import add_up, count_ranks
 
 torch = pytest.importorskip("torch")
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.long]
+pytestmark = [pytest.mark.timeout(300)]
 
-WITHIN_S = 10.0
-"""So soon after it was asked for, or has happened, a training has ended."""
-
-
-@pytest.fixture(scope="module")
-def pool(training_pool: ParallelPool) -> ParallelPool:
-    return training_pool
+long = pytest.mark.long
 
 
 @pytest.fixture
-def next_training_works(pool: ParallelPool, eventually: Callable[..., bool]) -> Iterator[None]:
+def pool(two_workers: Any) -> Any:
+    """Give the workers that train: two."""
+    return two_workers
+
+
+@pytest.fixture
+def next_training_works(shared_pool: ParallelPool, pool: Any, eventually: Callable[..., bool]) -> Iterator[None]:
     """After whatever it was, a training on all workers works, nothing is queued, and no worker was lost."""
-    lost = pool.statistics().workers_lost
+    lost = shared_pool.statistics().workers_lost
     yield
     assert eventually(lambda: not pool.busy)
     assert eventually(lambda: pool.idle_workers == pool.num_workers == 2, 60)
-    assert pool.statistics().workers_lost == lost
+    assert shared_pool.statistics().workers_lost == lost
     assert pool.train(count_ranks).result(60).values == [2, 2]
 
 
@@ -62,8 +62,11 @@ def kept_epochs(run: Any) -> list[int]:
 
 
 @on_shared_pool
-@pytest.mark.parametrize("where", ["backward", "report", "checkpoints", "sleep", "the beginning"])
-def test_it_is_cancelled_in_mid_training(pool: ParallelPool, tmp_path: Path, gate: Any, eventually: Any, where: str) -> None:
+@pytest.mark.parametrize(
+    "where",
+    ["backward", "checkpoints", *(pytest.param(where, marks=long) for where in ("report", "sleep", "the beginning"))],
+)
+def test_it_is_cancelled_in_mid_training(pool: Any, tmp_path: Path, gate: Any, eventually: Any, where: str) -> None:
     pids = pool.parfeval_on_all(os.getpid).result(60)
 
     def loop() -> None:
@@ -87,20 +90,19 @@ def test_it_is_cancelled_in_mid_training(pool: ParallelPool, tmp_path: Path, gat
         gate.wait()
     if where == "checkpoints":
         assert eventually(lambda: not run.metrics.empty)
-    began = time.monotonic()
     assert run.cancel()
     assert (run.state, run.cancelled()) == ("cancelled", True)
     with pytest.raises(concurrent.futures.CancelledError):
         run.result(0)
     assert eventually(lambda: not pool.busy)
-    assert time.monotonic() - began < WITHIN_S
     assert pool.parfeval_on_all(os.getpid).result(60) == pids
     epochs = kept_epochs(run)
     assert epochs == list(range(len(epochs)))
 
 
 @on_shared_pool
-def test_cancelled_at_any_moment(pool: ParallelPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("rounds", [5, pytest.param(25, marks=long)])
+def test_cancelled_at_any_moment(pool: Any, tmp_path: Path, rounds: int) -> None:
     """The pool works on with the same processes, and nothing piles up in them; each run's checkpoints are whole."""
     chance = random.Random(5)
 
@@ -113,7 +115,7 @@ def test_cancelled_at_any_moment(pool: ParallelPool, tmp_path: Path) -> None:
     kept = RunOptions(run_dir=tmp_path / "warm")
     assert pool.train(add_up, {"epochs": 20}, options=kept).result(60).values == [[0, 20.0]] * 2
     before = pool.parfeval_on_all(look).result(60)
-    for number in range(25):
+    for number in range(rounds):
         run = pool.train(add_up, {"epochs": 10**6}, options=RunOptions(run_dir=tmp_path / str(number)))
         threading.Event().wait(chance.uniform(0, 0.25))
         run.cancel()
@@ -132,8 +134,10 @@ def test_cancelled_at_any_moment(pool: ParallelPool, tmp_path: Path) -> None:
 
 
 @on_shared_pool
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_fit_is_cancelled_at_any_moment(pool: ParallelPool, tmp_path: Path, eventually: Any, strategy: Any) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "rounds"), [("ddp", 3), pytest.param("ddp", 12, marks=long), pytest.param("fsdp", 12, marks=long)]
+)
+def test_fit_is_cancelled_at_any_moment(pool: Any, tmp_path: Path, eventually: Any, strategy: Any, rounds: int) -> None:
     """And goes on from what it has kept, each time again, as if it had been one training."""
     chance = random.Random(6)
     x = torch.randn(64, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -148,7 +152,7 @@ def test_fit_is_cancelled_at_any_moment(pool: ParallelPool, tmp_path: Path, even
 
     fit(1, "first").result(120)  # imports what a training needs, which no cancel interrupts: it would be a worker's end
     pids = pool.parfeval_on_all(os.getpid).result(60)
-    for _ in range(12):
+    for _ in range(rounds):
         run = fit(10**6, "run")
         threading.Event().wait(chance.uniform(0, 0.6))
         run.cancel()
@@ -166,7 +170,7 @@ def test_fit_is_cancelled_at_any_moment(pool: ParallelPool, tmp_path: Path, even
 
 @on_shared_pool
 @pytest.mark.parametrize("is_queued", [False, True])
-def test_fit_stops_at_the_same_step_everywhere(pool: ParallelPool, gate: Any, eventually: Any, is_queued: bool) -> None:
+def test_fit_stops_at_the_same_step_everywhere(pool: Any, gate: Any, eventually: Any, is_queued: bool) -> None:
     """And its model is the one of then: that of a training that was to be no longer."""
     x = torch.randn(64, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     data, model = (x, x.sum(1, keepdim=True)), torch.nn.Linear(4, 1).double()
@@ -196,27 +200,28 @@ def test_fit_stops_at_the_same_step_everywhere(pool: ParallelPool, gate: Any, ev
 
 
 @on_shared_pool
-def test_a_training_that_is_late(pool: ParallelPool, tmp_path: Path) -> None:
+def test_a_training_that_is_late(pool: Any, tmp_path: Path) -> None:
     """What there is goes with the error: the last checkpoint, the metrics."""
 
     def hold(epoch: int) -> None:
         if epoch == 3 and current_task().index == 1:
             time.sleep(120)
 
-    run = pool.options(timeout_s=15).train(add_up, {"epochs": 9, "hold": hold}, options=RunOptions(run_dir=tmp_path / "run"))
-    began = time.monotonic()
+    warm = pool.train(add_up, {"epochs": 1})  # imports what a training needs, which may take longer than the limit
+    assert warm.result(120).values == [[0, 1.0]] * 2
+    run = pool.options(timeout_s=8).train(add_up, {"epochs": 9, "hold": hold}, options=RunOptions(run_dir=tmp_path / "run"))
     error = run.exception(60)
-    assert time.monotonic() - began < 15 + WITHIN_S
     assert type(error) is TaskTimeoutError
-    assert "add_up had not ended after timeout_s=15: rank 1 was at " in str(error)
+    assert "add_up had not ended after timeout_s=8: rank 1 was at " in str(error)
     assert "in hold" in str(error)
     assert Path(error.result.checkpoint.path).name == "checkpoint_000003"
     assert error.result.metrics == {"epoch": 2, "total": 3.0}
     assert set(error.failures) == {1}
 
 
+@pytest.mark.long
 @on_shared_pool
-def test_fit_that_is_late(pool: ParallelPool, tmp_path: Path) -> None:
+def test_fit_that_is_late(pool: Any, tmp_path: Path) -> None:
     x = torch.ones(8, 1)
     options = TrainingOptions(max_epochs=10**6, checkpoint_every=1)
     kept = RunOptions(run_dir=tmp_path / "run", keep_checkpoints=1)
@@ -234,8 +239,9 @@ def test_fit_that_is_late(pool: ParallelPool, tmp_path: Path) -> None:
 # --- its driver is gone -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_driver_that_is_killed(
-    pool: ParallelPool, tmp_path: Path, make_gate: Callable[[], Any], start_python: Any, eventually: Any
+    pool: Any, tmp_path: Path, make_gate: Callable[[], Any], start_python: Any, eventually: Any
 ) -> None:
     """No process is left; another driver goes on from the last checkpoint."""
     inside = make_gate()

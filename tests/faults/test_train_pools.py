@@ -22,7 +22,11 @@ from tests.faults.conftest import add_up, count_ranks
 
 torch = pytest.importorskip("torch")
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.long, pytest.mark.usefixtures("ray_session", "by_value")]
+pytestmark = [pytest.mark.timeout(300)]
+
+on_ray = pytest.mark.usefixtures("ray_session", "by_value")
+
+long = pytest.mark.long
 
 
 # --- its pool ends ----------------------------------------------------------------------------------------------------
@@ -47,6 +51,7 @@ def blow(tmp_path: Path, make_gate: Callable[[], Any]) -> Blow:
     return Blow(tmp_path / "mark", make_gate(), make_gate())
 
 
+@on_ray
 def test_a_pool_that_ends_in_good_order_waits_for_another_attempt(tmp_path: Path, blow: Blow) -> None:
     blow.gate.open()
     with parpool(2, quiet=True) as pool:
@@ -56,8 +61,17 @@ def test_a_pool_that_ends_in_good_order_waits_for_another_attempt(tmp_path: Path
     assert run.attempts == 2
 
 
-@pytest.mark.parametrize("how", ["delete", "shutdown", "error", "interrupt"])
-@pytest.mark.parametrize("is_struck", [False, True])
+@on_ray
+@pytest.mark.parametrize(
+    ("how", "is_struck"),
+    [
+        ("delete", True),
+        ("shutdown", False),
+        ("interrupt", True),
+        *(pytest.param(*case, marks=long) for case in (("delete", False), ("shutdown", True), ("interrupt", False))),
+        *(pytest.param("error", is_struck, marks=long) for is_struck in (False, True)),
+    ],
+)
 def test_a_pool_that_ends_in_mid_training(tmp_path: Path, blow: Blow, eventually: Any, how: str, is_struck: bool) -> None:
     """What runs goes on to its end, unless somebody has interrupted it; there is no other attempt."""
     if not is_struck:
@@ -103,8 +117,9 @@ def test_a_pool_that_ends_in_mid_training(tmp_path: Path, blow: Blow, eventually
         assert runs[0].result(0).values == [[0, 5.0]] * 2
 
 
+@pytest.mark.quick
 def test_a_pool_that_has_ended() -> None:
-    pool = parpool(1, quiet=True)
+    pool = parpool(1, profile="inline", quiet=True)
     pool.delete()
     with pytest.raises(PoolClosedError):
         pool.train(count_ranks)
@@ -112,6 +127,8 @@ def test_a_pool_that_has_ended() -> None:
         pool.fit(torch.nn.Linear(1, 1), (torch.ones(4, 1), torch.ones(4, 1)), torch.nn.functional.mse_loss)
 
 
+@long
+@on_ray
 def test_workers_that_rest_begin_again(eventually: Any, tmp_path: Path) -> None:
     """Scenario 6: restart, then train."""
     x = torch.ones(8, 1)
@@ -130,7 +147,8 @@ def test_workers_that_rest_begin_again(eventually: Any, tmp_path: Path) -> None:
 # --- a place is gone --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("least", [1, None])
+@on_ray
+@pytest.mark.parametrize("least", [1, pytest.param(None, marks=long)])
 def test_a_place_that_is_lost_for_good(tmp_path: Path, breaking_cards: Any, eventually: Any, least: int | None) -> None:
     """It goes on with those that are left, if they are enough; `fit` comes to what one process comes to."""
     flag = breaking_cards.flag
