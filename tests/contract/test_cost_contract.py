@@ -32,30 +32,26 @@ def order_of(moments: Any) -> list[int]:
     return sorted(range(len(moments)), key=moments.__getitem__)
 
 
-@pytest.mark.parametrize("chunk_size", [None, 1, 5])
-@pytest.mark.parametrize("max_workers", [1, 0])
-def test_the_longest_go_first(pool: ParallelPool, max_workers: int, chunk_size: int | None) -> None:
-    moments = pool.parfor(begun_at, COSTS, cost=COSTS, max_workers=max_workers, chunk_size=chunk_size)
+@pytest.mark.everywhere
+def test_the_longest_go_first(pool: ParallelPool) -> None:
+    for max_workers, chunk_size in ((1, None), (0, 1), (1, 5)):
+        moments = pool.parfor(begun_at, COSTS, cost=COSTS, max_workers=max_workers, chunk_size=chunk_size)
+        assert order_of(moments) == LONGEST_FIRST, "equal ones as they stand"
 
-    assert order_of(moments) == LONGEST_FIRST, "equal ones as they stand"
 
-
-@pytest.mark.parametrize(
-    "give",
-    [
-        lambda costs: lambda item: item,
-        tuple,
-        np.array,
-        lambda costs: np.array(costs, dtype=np.float32),
-        lambda costs: pd.Series(costs, index=range(100, 112)),
-        lambda costs: [float(cost) for cost in costs[:-1]] + costs[-1:],
-        lambda costs: [float("inf") if cost == 9 else cost for cost in costs],
-        lambda costs: [cost - 10 for cost in costs],
-    ],
-    ids=["function", "tuple", "array", "float32", "Series", "mixed", "infinite", "negative"],
-)
-def test_costs_come_in_many_forms(pool: ParallelPool, give: Callable[[list[int]], Any]) -> None:
-    assert order_of(pool.parfor(begun_at, COSTS, cost=give(COSTS), max_workers=1)) == LONGEST_FIRST
+def test_costs_come_in_many_forms(pool: ParallelPool) -> None:
+    forms: dict[str, Any] = {
+        "function": lambda item: item,
+        "tuple": tuple(COSTS),
+        "array": np.array(COSTS),
+        "float32": np.array(COSTS, dtype=np.float32),
+        "Series": pd.Series(COSTS, index=range(100, 112)),
+        "mixed": [float(cost) for cost in COSTS[:-1]] + COSTS[-1:],
+        "infinite": [float("inf") if cost == 9 else cost for cost in COSTS],
+        "negative": [cost - 10 for cost in COSTS],
+    }
+    for name, costs in forms.items():
+        assert order_of(pool.parfor(begun_at, COSTS, cost=costs, max_workers=1)) == LONGEST_FIRST, name
 
 
 def test_rows_of_a_data_frame(pool: ParallelPool) -> None:
@@ -85,7 +81,8 @@ def look_around(item: int) -> dict[str, Any]:
     return {"index": task.index, "seed": task.seed, "attempt": task.attempt, "draws": draws}
 
 
-@pytest.mark.parametrize("chunk_size", [None, 1, 4])
+@pytest.mark.everywhere
+@pytest.mark.parametrize("chunk_size", [None, 4])
 def test_items_keep_their_numbers_seeds_and_places(pool: ParallelPool, chunk_size: int | None) -> None:
     def run(cost: Any) -> Any:
         return pool.parfor(look_around, COSTS, cost=cost, seed=7, chunk_size=chunk_size, on_error="collect", name="look")
@@ -142,7 +139,7 @@ def test_what_never_ran_is_told_by_its_own_number(pool: ParallelPool) -> None:
     assert states[states == "failed"].index.tolist() == [2]
 
 
-@pytest.mark.parametrize("chunk_size", [None, 1, 4])
+@pytest.mark.parametrize("chunk_size", [None, 4])
 def test_retries_are_those_of_the_item(pool: ParallelPool, marks: Any, chunk_size: int | None) -> None:
     def fail_once(item: int) -> tuple[int, int]:
         task = current_task()
@@ -184,11 +181,11 @@ def test_progress_is_shown(pool: ParallelPool) -> None:
 # --- bad input --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.arguments
 @pytest.mark.parametrize(
     ("cost", "kind", "text"),
     [
         ([1, 2], ValueError, "2 numbers for 3 items"),
-        ([], ValueError, "0 numbers for 3 items"),
         ([1, float("nan"), 2], ValueError, "item 1 is NaN"),
         ([1, 2, "3"], TypeError, "item 2 is '3'"),
         (lambda item: None, TypeError, "item 0 is None"),
@@ -204,6 +201,7 @@ def test_costs_that_cannot_be_used(pool: ParallelPool, cost: Any, kind: type[Exc
     check_pool(pool)
 
 
+@pytest.mark.arguments
 def test_a_function_that_raises(pool: ParallelPool, check_pool: Any) -> None:
     with pytest.raises(ZeroDivisionError) as caught:
         pool.parfor(abs, [2, 1, 0], cost=lambda item: 1 / item)
@@ -211,6 +209,7 @@ def test_a_function_that_raises(pool: ParallelPool, check_pool: Any) -> None:
     check_pool(pool)
 
 
+@pytest.mark.arguments
 def test_a_generator_has_no_order_yet(pool: ParallelPool) -> None:
     with pytest.raises(ValueError, match="list instead of a generator"):
         pool.parfor(abs, (item for item in (1, 2)), cost=abs)

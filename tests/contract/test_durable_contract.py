@@ -55,6 +55,7 @@ def note_and_square(marks: Any, x: int) -> int:
 # --- going on ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.everywhere
 def test_what_is_there_does_not_run_again(pool: ParallelPool, noted: Callable[..., Any], marks: Any, folder: Path) -> None:
     assert list(pool.parfor(noted, [0, 1, 2], run_dir=folder)) == [0, 1, 4]
 
@@ -107,7 +108,6 @@ def test_a_generator_goes_on_where_it_was(pool: ParallelPool, noted: Callable[..
     assert sum(counts) - len(counts) <= 190 - num_ran, "what was in .results has run again"
 
 
-@pytest.mark.semantics
 def test_items_that_had_another_number_are_pointed_out_where_there_is_a_seed(
     make_pool: Any, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -140,21 +140,21 @@ def test_a_list_of_which_nothing_is_known_is_pointed_out(
 
 
 @pytest.mark.everywhere
-def test_an_outcome_is_in_the_journal_before_anybody_hears_of_it(make_pool: Any, folder: Path) -> None:
+def test_an_outcome_is_in_the_journal_before_anybody_hears_of_it(pool: ParallelPool, folder: Path) -> None:
     """The next item of a generator is drawn when an earlier one counts: by then that one has to be on the disk."""
     missed: list[str] = []
+    most_ahead = 16 * pool.num_workers
 
     def items() -> Iterator[int]:
-        for number in range(60):
-            if number > 20:
+        for number in range(100):
+            if number % 10 == 9:
                 there = load_results(folder)
                 num_there = sum(there.to_frame()["status"] == "finished")
-                if num_there < number - 16:
+                if num_there < number - most_ahead:
                     missed.append(f"{num_there} outcomes when item {number} was drawn")
             yield number
 
-    with make_pool(1) as pool:
-        pool.parfor(operator.neg, items(), run_dir=folder)
+    pool.parfor(operator.neg, items(), run_dir=folder)
     assert not missed
 
 
@@ -174,7 +174,8 @@ def test_reduce_takes_what_was_there(pool: ParallelPool, folder: Path) -> None:
     assert pool.parfor(str, range(4), run_dir=folder, reduce=operator.add) == "0123"
 
 
-@pytest.mark.concurrent
+@pytest.mark.semantics
+@pytest.mark.processes
 def test_seeds_are_those_of_a_run_in_one_go(pool: ParallelPool, tmp_path: Path, marks: Any) -> None:
     def draw(marks: Any, item: int) -> float:
         if item == 2 and not marks.all():
@@ -190,6 +191,7 @@ def test_seeds_are_those_of_a_run_in_one_go(pool: ParallelPool, tmp_path: Path, 
     assert in_two_goes == pool.parfor(function, range(5), seed=7)
 
 
+@pytest.mark.everywhere
 def test_values_come_back_as_they_were(pool: ParallelPool, folder: Path) -> None:
     values = [None, "text", 1.5, (1, [2]), np.arange(3.0), np.float32(1.5), {"big": "x" * 20_000}, np.zeros((300, 300)), {1, 2}]
     pool.parfor(values.__getitem__, len(values), run_dir=folder)
@@ -203,6 +205,7 @@ def test_values_come_back_as_they_were(pool: ParallelPool, folder: Path) -> None
 # --- failures ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.everywhere
 def test_what_has_failed_runs_again(pool: ParallelPool, noted: Callable[..., Any], marks: Any, folder: Path) -> None:
     first = pool.parfor(noted, range(5), run_dir=folder, on_error="collect")
     assert list(first.errors) == [3]
@@ -252,6 +255,8 @@ def test_the_first_failure_ends_the_loop_and_leaves_what_was_done(
     assert all(marks.count(x) == 1 for x in done)
 
 
+@pytest.mark.semantics
+@pytest.mark.processes
 def test_a_value_that_cannot_be_kept_is_a_failure_of_its_item(pool: ParallelPool, folder: Path) -> None:
     def lock_or_not(item: int) -> Any:
         return threading.Lock() if item == 1 else item
@@ -263,6 +268,8 @@ def test_a_value_that_cannot_be_kept_is_a_failure_of_its_item(pool: ParallelPool
     assert list(results.to_frame()["status"]) == ["finished", "failed", "finished"]
 
 
+@pytest.mark.semantics
+@pytest.mark.processes
 def test_lost_and_retried_attempts_are_in_the_journal(pool: ParallelPool, folder: Path, marks: Any) -> None:
     def fail_once(marks: Any, item: int) -> int:
         marks.add(item)
@@ -315,6 +322,7 @@ def say(item: int) -> int:
     return item
 
 
+@pytest.mark.everywhere
 def test_what_items_report_is_there_again(pool: ParallelPool, folder: Path) -> None:
     first = pool.parfor(say, [4, 2], run_dir=folder)
     columns = ["item", "attempt", "epoch", "loss", "phase"]
@@ -335,6 +343,8 @@ def test_what_items_report_is_there_again(pool: ParallelPool, folder: Path) -> N
     assert list(pickle.loads(pickle.dumps(results))) == [2, 6, 4]
 
 
+@pytest.mark.semantics
+@pytest.mark.processes
 def test_each_item_has_its_own_files_for_its_owner_only(pool: ParallelPool, folder: Path) -> None:
     pool.parfor(say, range(20), run_dir=folder)
 
@@ -349,7 +359,7 @@ def test_each_item_has_its_own_files_for_its_owner_only(pool: ParallelPool, fold
 
 @pytest.mark.concurrent
 def test_what_an_item_says_is_in_its_files_while_it_runs(
-    make_pool: Any, folder: Path, gate: Any, eventually: Callable[..., bool]
+    pool: ParallelPool, folder: Path, gate: Any, eventually: Callable[..., bool]
 ) -> None:
     def train(gate: Any, item: int) -> int:
         print("begun")
@@ -357,15 +367,14 @@ def test_what_an_item_says_is_in_its_files_while_it_runs(
         gate.wait()
         return item
 
-    with make_pool(1) as pool:
-        runs = threading.Thread(target=pool.parfor, args=(functools.partial(train, gate), [1]), kwargs={"run_dir": folder})
-        runs.start()
-        try:
-            assert eventually(lambda: [path.read_text() for path in folder.glob("items/*/diary.txt")] == ["begun\n"])
-            assert eventually(lambda: len(list(folder.glob("items/*/metrics.jsonl"))) == 1)
-        finally:
-            gate.open()
-            runs.join()
+    runs = threading.Thread(target=pool.parfor, args=(functools.partial(train, gate), [1]), kwargs={"run_dir": folder})
+    runs.start()
+    try:
+        assert eventually(lambda: [path.read_text() for path in folder.glob("items/*/diary.txt")] == ["begun\n"])
+        assert eventually(lambda: len(list(folder.glob("items/*/metrics.jsonl"))) == 1)
+    finally:
+        gate.open()
+        runs.join()
 
 
 def test_nothing_is_kept_of_an_item_that_has_nothing_to_keep(pool: ParallelPool, folder: Path) -> None:
@@ -377,6 +386,7 @@ def test_nothing_is_kept_of_an_item_that_has_nothing_to_keep(pool: ParallelPool,
 # --- who may --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.arguments
 def test_a_folder_is_of_one_function_and_one_seed(pool: ParallelPool, folder: Path) -> None:
     pool.parfor(say, [1], run_dir=folder, seed=1)
 
@@ -389,25 +399,25 @@ def test_a_folder_is_of_one_function_and_one_seed(pool: ParallelPool, folder: Pa
 
 
 @pytest.mark.threads
-def test_a_folder_is_of_one_loop_at_a_time(make_pool: Any, folder: Path, gate: Any, eventually: Callable[..., bool]) -> None:
+def test_a_folder_is_of_one_loop_at_a_time(pool: ParallelPool, folder: Path, gate: Any, eventually: Callable[..., bool]) -> None:
     def wait(gate: Any, item: int) -> int:
         gate.wait()
         return item
 
     function = functools.partial(wait, gate)
-    with make_pool(1) as pool:
-        first = threading.Thread(target=pool.parfor, args=(function, [1]), kwargs={"run_dir": folder})
-        first.start()
-        try:
-            assert eventually(lambda: (folder / "journal.lock").exists() and pool.busy)
-            with pytest.raises(JournalError, match=rf"in use by process {os.getpid()}"):
-                pool.parfor(function, [1], run_dir=folder)
-        finally:
-            gate.open()
-            first.join()
-        assert list(pool.parfor(function, [1, 2], run_dir=folder)) == [1, 2]
+    first = threading.Thread(target=pool.parfor, args=(function, [1]), kwargs={"run_dir": folder})
+    first.start()
+    try:
+        assert eventually(lambda: (folder / "journal.lock").exists() and pool.busy)
+        with pytest.raises(JournalError, match=rf"in use by process {os.getpid()}"):
+            pool.parfor(function, [1], run_dir=folder)
+    finally:
+        gate.open()
+        first.join()
+    assert list(pool.parfor(function, [1, 2], run_dir=folder)) == [1, 2]
 
 
+@pytest.mark.arguments
 def test_a_folder_that_cannot_be_used_is_an_error_before_anything_runs(
     pool: ParallelPool, noted: Callable[..., Any], marks: Any, tmp_path: Path
 ) -> None:
@@ -420,6 +430,7 @@ def test_a_folder_that_cannot_be_used_is_an_error_before_anything_runs(
     assert marks.all() == []
 
 
+@pytest.mark.arguments
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
@@ -434,6 +445,7 @@ def test_arguments_that_cannot_work(pool: ParallelPool, arguments: Any, error: A
         pool.parfor(abs, [1], **arguments)
 
 
+@pytest.mark.arguments
 def test_an_item_that_cannot_be_told_from_others_is_named(pool: ParallelPool, folder: Path) -> None:
     endless: list[Any] = []
     endless.append(endless)
@@ -443,6 +455,8 @@ def test_an_item_that_cannot_be_told_from_others_is_named(pool: ParallelPool, fo
     assert list(pool.parfor(len, [[], [1]], run_dir=folder)) == [0, 1], "the folder is free again"
 
 
+@pytest.mark.semantics
+@pytest.mark.processes
 def test_inside_a_task_and_in_this_process_it_is_the_same(pool: ParallelPool, folder: Path, noted: Any, marks: Any) -> None:
     def sweep(pool: ParallelPool, function: Any, folder: Path) -> list[int]:
         return list(pool.parfor(function, [1, 2], run_dir=folder))
@@ -452,6 +466,8 @@ def test_inside_a_task_and_in_this_process_it_is_the_same(pool: ParallelPool, fo
     assert marks.all() == ["1", "2", "4"]
 
 
+@pytest.mark.semantics
+@pytest.mark.processes
 def test_what_an_item_has_kept_is_there_for_its_next_attempt(pool: ParallelPool, folder: Path) -> None:
     def go_on(item: int) -> str:
         state = current_task().checkpoint_dir / "state"
@@ -463,7 +479,3 @@ def test_what_an_item_has_kept_is_there_for_its_next_attempt(pool: ParallelPool,
     pool.parfor(go_on, [1, 2], run_dir=folder, on_error="collect")
 
     assert list(pool.parfor(go_on, [0, 2, 1], run_dir=folder, on_error="collect")) == [None, "half", "half"]
-
-
-def test_the_pool_is_as_good_as_new(pool: ParallelPool, check_pool: Callable[[ParallelPool], None]) -> None:
-    check_pool(pool)
