@@ -7,10 +7,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import boto3
 import pytest
 import yaml
-from moto import mock_aws
 
 from raypool.cloud import aws, launcher_checks
 from raypool.cloud.documents import documents_of
@@ -40,6 +38,8 @@ def asked_once(ask: Callable[..., Any]) -> Callable[..., Any]:
 @pytest.fixture
 def ec2(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, providers: None) -> Iterator[Any]:
     """An EC2 of this test's own, and a home for the keys that Ray makes."""
+    import boto3
+    from moto import mock_aws
     from ray.autoscaler._private.aws import config, node_provider, utils
 
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
@@ -94,6 +94,8 @@ def open_to_all(ec2: Any) -> list[str]:
 
 
 def described(instance: Any) -> dict[str, Any]:
+    import boto3
+
     client = boto3.client("ec2", region_name=REGION)
     [reservation] = client.describe_instances(InstanceIds=[instance.id])["Reservations"]
     [said] = reservation["Instances"]
@@ -106,6 +108,7 @@ def policies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOTO_IAM_LOAD_MANAGED_POLICIES", "true")
 
 
+@pytest.mark.ci
 def test_ray_makes_the_cluster_that_was_planned(
     policies: None, ec2: Any, security_group: Any, shell: Any, tmp_path: Path
 ) -> None:
@@ -167,6 +170,7 @@ def test_ray_finds_no_other_resources_than_we_write(ec2: Any, security_group: An
         assert shape.gpu is None or found[group.name][f"accelerator_type:{shape.gpu}"] == 1
 
 
+@pytest.mark.ci
 def test_without_a_group_ray_would_open_ssh_to_everybody(ec2: Any) -> None:
     """Why a file without SecurityGroupIds is refused: also where it gives Ray a narrower rule."""
     content = with_a_role(filled_in(aws.write(a_plan()), image=an_image(ec2)))
@@ -180,6 +184,8 @@ def test_without_a_group_ray_would_open_ssh_to_everybody(ec2: Any) -> None:
 
 @pytest.mark.long
 def test_a_key_of_the_users_own(ec2: Any, security_group: Any, shell: Any, tmp_path: Path) -> None:
+    import boto3
+
     key = tmp_path / "mine.pem"
     key.write_text("a key")
     boto3.client("ec2", region_name=REGION).create_key_pair(KeyName="mine")
@@ -228,21 +234,9 @@ def test_what_is_to_be_filled_in_is_named_and_told_how() -> None:
     assert all(line.endswith("is still to be filled in.") for line in said)
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"zone": None}, "The plan of lab does not say in which zone."),
-        (
-            {"workers": (NodeGroup(name="worker", machine="g5.12xlarge", gpu="A10G", gpus=3, most=1),)},
-            "worker: g5.12xlarge cannot have 3 A10G: it always comes with 4 A10G.",
-        ),
-        (
-            {"workers": (NodeGroup(name="worker", machine="g5.13xlarge", gpu="A10G", gpus=4, most=1),)},
-            "worker: There is no machine 'g5.13xlarge'. Did you mean g5.16xlarge or g5.12xlarge?",
-        ),
-    ],
-)
-def test_a_plan_that_cannot_be_is_refused(changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(CloudError) as caught:
-        aws.write(a_plan(**changes))
-    assert str(caught.value).startswith(said)
+def test_a_plan_that_cannot_be_is_refused() -> None:
+    with pytest.raises(CloudError, match=r"The plan of lab does not say in which zone\."):
+        aws.write(a_plan(zone=None))
+    worker = NodeGroup(name="worker", machine="g5.12xlarge", gpu="A10G", gpus=3, most=1)
+    with pytest.raises(CloudError, match=r"worker: g5.12xlarge cannot have 3 A10G: it always comes with 4 A10G\."):
+        aws.write(a_plan(workers=(worker,)))

@@ -53,7 +53,7 @@ def spoilt(content: Any, keys: tuple[Any, ...], value: Any, is_left_out: bool) -
 
 
 @pytest.mark.parametrize("kind", CONTENTS)
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_whatever_stands_in_a_file(kind: str, data: st.DataObject) -> None:
     content = CONTENTS[kind]
