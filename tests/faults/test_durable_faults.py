@@ -183,7 +183,7 @@ def test_the_folder_of_a_driver_that_was_killed_is_free(
 # --- Ctrl-C -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("profile", ["inline", "threads", pytest.param("local", marks=pytest.mark.long)])
+@pytest.mark.parametrize("profile", ["inline", "threads", "local"])
 def test_ctrl_c_leaves_what_was_done_and_says_so(
     profile: str, tmp_path: Path, make_gate: Any, start_python: Any, eventually: Any
 ) -> None:
@@ -418,14 +418,14 @@ def test_a_limit_of_file_sizes_is_like_a_full_disk(tmp_path: Path) -> None:
 # --- a worker is lost -------------------------------------------------------------------------------------------------
 
 
-def test_an_item_that_has_lost_its_worker_has_both_attempts_in_the_journal(ray_session: None, tmp_path: Path) -> None:
+def test_an_item_that_has_lost_its_worker_has_both_attempts_in_the_journal(shared_pool: ParallelPool, tmp_path: Path) -> None:
     def die_once(item: int) -> int:
         if item == 1 and current_task().attempt == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         return current_task().attempt
 
-    with parpool(1, quiet=True) as pool:
-        assert list(pool.parfor(die_once, [0, 1, 2], run_dir=tmp_path / "run", chunk_size=1)) == [1, 2, 1]
+    loop = functools.partial(shared_pool.parfor, die_once, [0, 1, 2], run_dir=tmp_path / "run", chunk_size=1)
+    assert list(loop(max_workers=1)) == [1, 2, 1]
 
     assert list(load_results(tmp_path / "run").to_frame()["attempts"]) == [1, 2, 1]
     with contextlib.closing(sqlite3.connect(tmp_path / "run" / "journal.sqlite")) as connection:

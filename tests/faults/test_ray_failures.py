@@ -10,6 +10,8 @@ from ray import exceptions
 from raypool import LossReason
 from raypool.engine.ray_failures import RAY_FAILURES, loss_reason, loss_text
 
+pytestmark = pytest.mark.quick
+
 PUBLIC = sorted(
     (cls for name, cls in inspect.getmembers(exceptions, inspect.isclass) if not name.startswith("_")),
     key=lambda cls: cls.__name__,
@@ -22,29 +24,25 @@ def bare(cls: type[BaseException]) -> BaseException:
     return cls.__new__(cls)
 
 
-@pytest.mark.parametrize("cls", RAY_ERRORS, ids=lambda cls: cls.__name__)
-def test_every_public_exception_has_a_reason(cls: type[BaseException]) -> None:
-    assert isinstance(loss_reason(bare(cls)), LossReason)
+def test_every_public_exception_has_a_reason() -> None:
+    assert all(isinstance(loss_reason(bare(cls)), LossReason) for cls in RAY_ERRORS)
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("ActorDiedError", LossReason.EXIT),
-        ("ActorUnavailableError", LossReason.NODE),
-        ("OutOfMemoryError", LossReason.OUT_OF_MEMORY),
-        ("NodeDiedError", LossReason.NODE),
-        ("WorkerCrashedError", LossReason.EXIT),
-        ("RuntimeEnvSetupError", LossReason.START),
-        ("ActorUnschedulableError", LossReason.START),
-        ("OwnerDiedError", LossReason.NODE),
-        ("ObjectReconstructionFailedError", LossReason.NODE),
-        ("RayTaskError", LossReason.UNKNOWN),
-        ("RaySystemError", LossReason.UNKNOWN),
-    ],
-)
-def test_the_reasons_that_matter(name: str, reason: LossReason) -> None:
-    assert loss_reason(bare(getattr(exceptions, name))) is reason
+def test_the_reasons_that_matter() -> None:
+    reasons = {
+        "ActorDiedError": LossReason.EXIT,
+        "ActorUnavailableError": LossReason.NODE,
+        "OutOfMemoryError": LossReason.OUT_OF_MEMORY,
+        "NodeDiedError": LossReason.NODE,
+        "WorkerCrashedError": LossReason.EXIT,
+        "RuntimeEnvSetupError": LossReason.START,
+        "ActorUnschedulableError": LossReason.START,
+        "OwnerDiedError": LossReason.NODE,
+        "ObjectReconstructionFailedError": LossReason.NODE,
+        "RayTaskError": LossReason.UNKNOWN,
+        "RaySystemError": LossReason.UNKNOWN,
+    }
+    assert {name: loss_reason(bare(getattr(exceptions, name))) for name in reasons} == reasons
 
 
 def test_the_table_names_only_what_is_there() -> None:
@@ -69,14 +67,11 @@ def test_an_actor_that_has_died_with_its_node() -> None:
     assert loss_reason(error) is LossReason.NODE
 
 
-@pytest.mark.parametrize(
-    ("said", "meant"),
-    [
-        ("The actor died ... \nThe actor died because its node has died. Node Id: 7e", "its node has died"),
-        ("... Worker exits with an exit code 3.", "its process ended with exit code 3"),
-        ("... connection error code 2. End of file. ...", "its process was killed or crashed"),
-        ("Something else.\nMore.", "Something else"),
-    ],
-)
-def test_what_ray_says_is_put_shortly(said: str, meant: str) -> None:
-    assert loss_text(RuntimeError(said)) == meant
+def test_what_ray_says_is_put_shortly() -> None:
+    meanings = {
+        "The actor died ... \nThe actor died because its node has died. Node Id: 7e": "its node has died",
+        "... Worker exits with an exit code 3.": "its process ended with exit code 3",
+        "... connection error code 2. End of file. ...": "its process was killed or crashed",
+        "Something else.\nMore.": "Something else",
+    }
+    assert {said: loss_text(RuntimeError(said)) for said in meanings} == meanings

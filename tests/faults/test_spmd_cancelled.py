@@ -5,23 +5,16 @@ from __future__ import annotations
 import os
 import random
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import psutil
 import pytest
 
-from raypool import InvalidValueError, ParallelPool, SpmdError, WorkerResources, parpool
+from raypool import InvalidValueError, ParallelPool, SpmdError, parpool
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.long, pytest.mark.usefixtures("ray_session", "by_value")]
+pytestmark = [pytest.mark.timeout(180)]
 
 SUBSETS = ([0, 1, 2], [1, 0], [1, 2])
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[ParallelPool]:
-    with parpool(3, quiet=True, resources=WorkerResources(gpus=0, cpus=0.1)) as pool:
-        yield pool
 
 
 def count(context: Any) -> int:
@@ -34,11 +27,12 @@ def left_behind() -> tuple[bool, list[str]]:
     return torch.distributed.is_initialized(), [name for name in ("RANK", "MASTER_PORT", "WORLD_SIZE") if name in os.environ]
 
 
-def test_a_call_that_is_cancelled_at_any_moment_leaves_nothing_behind(pool: ParallelPool) -> None:
+@pytest.mark.parametrize("rounds", [12, pytest.param(60, marks=pytest.mark.long)])
+def test_a_call_that_is_cancelled_at_any_moment_leaves_nothing_behind(pool: ParallelPool, rounds: int) -> None:
     chance = random.Random(7)
     pool.spmd(count)
     pids = pool.parfeval_on_all(os.getpid).result(60)
-    for number in range(60):
+    for number in range(rounds):
         workers = SUBSETS[number % 3]
         job = pool.spmd_async(count, workers=workers)
         threading.Event().wait(chance.uniform(0, 0.06))
@@ -78,11 +72,12 @@ def test_ctrl_c_in_a_rank_of_a_pool_in_processes_is_a_failure_of_that_rank(pool:
             raise KeyboardInterrupt
         context.barrier()
 
-    for _ in range(5):
+    for _ in range(3):
         with pytest.raises(SpmdError, match="Rank 1"):
             pool.spmd(interrupted)
 
 
+@pytest.mark.quick
 def test_ctrl_c_inline_is_ctrl_c() -> None:
     def interrupted(context: Any) -> None:
         raise KeyboardInterrupt

@@ -9,17 +9,11 @@ from typing import Any
 
 import pytest
 
-from raypool import CollectiveError, ParallelPool, SerializationError, SpmdError, WorkerResources, parpool
+from raypool import CollectiveError, ParallelPool, SerializationError, SpmdError
 
 pytest.importorskip("torch")
 
 pytestmark = [pytest.mark.timeout(120)]
-
-
-@pytest.fixture(scope="module")
-def pool(ray_session: None, by_value: None) -> Iterator[ParallelPool]:
-    with parpool(3, resources=WorkerResources(gpus=0, cpus=0.5), quiet=True) as pool:
-        yield pool
 
 
 @pytest.fixture(autouse=True)
