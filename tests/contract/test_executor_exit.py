@@ -9,8 +9,6 @@ import pytest
 
 pytestmark = pytest.mark.timeout(120)
 
-on_ray = pytest.param("local", marks=[pytest.mark.long])  # a Ray of its own for each
-
 BEGIN = """
 import time
 from pathlib import Path
@@ -26,15 +24,15 @@ pool.submit(touch, "{folder}/second")
 """
 
 
-@pytest.mark.parametrize("end", ["", "pool.shutdown(wait=False)", "raise SystemExit(0)"])
-@pytest.mark.parametrize("profile", ["threads", on_ray])
-def test_what_is_short_is_done(run_python: Any, tmp_path: Path, profile: str, end: str) -> None:
-    done = run_python(BEGIN.format(profile=profile, folder=tmp_path) + end)
+@pytest.mark.parametrize("end", ["pool.shutdown(wait=False)", "raise SystemExit(0)"])
+def test_what_is_short_is_done(run_python: Any, tmp_path: Path, end: str) -> None:
+    done = run_python(BEGIN.format(profile="threads", folder=tmp_path) + end)
     assert (done.stdout, done.stderr) == ("", "")
     assert {path.name for path in tmp_path.iterdir()} == {"first", "second"}
 
 
-@pytest.mark.parametrize("profile", ["threads", on_ray])
+@pytest.mark.ci
+@pytest.mark.parametrize("profile", ["threads", "local"])
 def test_what_takes_long_is_not_waited_for(run_python: Any, tmp_path: Path, profile: str) -> None:
     code = BEGIN.format(profile=profile, folder=tmp_path)
     done = run_python(code + f"pool.submit(time.sleep, 600)\npool.submit(touch, '{tmp_path}/third')", timeout_s=60)
@@ -42,9 +40,8 @@ def test_what_takes_long_is_not_waited_for(run_python: Any, tmp_path: Path, prof
     assert {path.name for path in tmp_path.iterdir()} == {"first", "second"}
 
 
-@pytest.mark.parametrize("profile", ["threads", on_ray])
-def test_after_an_error_nothing_is_waited_for(start_python: Any, tmp_path: Path, profile: str) -> None:
-    code = BEGIN.format(profile=profile, folder=tmp_path)
+def test_after_an_error_nothing_is_waited_for(start_python: Any, tmp_path: Path) -> None:
+    code = BEGIN.format(profile="threads", folder=tmp_path)
     more = f"pool.submit(time.sleep, 2.5)\npool.submit(touch, '{tmp_path}/third')\n"  # at a usual end there is time for that
     done = start_python(code + more + "raise LookupError('the script fails')").finish(60)
     assert done.returncode == 1

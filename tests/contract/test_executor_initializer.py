@@ -10,9 +10,8 @@ import pytest
 
 from raypool import InvalidTypeError, InvalidValueError, Profile, StartupError, current_task, parpool
 
-pytestmark = pytest.mark.semantics
 
-
+@pytest.mark.concurrent
 def test_it_runs_once_in_each_worker_with_its_arguments(make_pool: Any, marks: Any) -> None:
     def begin(name: str, number: int) -> None:
         marks.add(f"{name} {number} {current_task().worker}")
@@ -23,27 +22,25 @@ def test_it_runs_once_in_each_worker_with_its_arguments(make_pool: Any, marks: A
     assert len(marks.all()) == 2
 
 
-def test_one_that_fails_breaks_the_executor_and_says_why(make_pool: Any) -> None:
+def test_one_that_fails_breaks_the_executor_and_says_why() -> None:
     def begin() -> None:
         raise LookupError("no such data set")
 
     with pytest.raises(StartupError, match=r"(?s)2 of 2 workers did not start.*LookupError: no such data set") as caught:
-        make_pool(2, initializer=begin)
+        parpool(2, profile="inline", quiet=True, initializer=begin)
     assert isinstance(caught.value, BrokenExecutor)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "kind", "words"),
-    [
+def test_what_cannot_work() -> None:
+    cases: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"initializer": 5}, InvalidTypeError, "5 is not callable"),
         ({"initializer": print, "initargs": 5}, InvalidTypeError, r"initargs=5 is not a list or tuple.*\(argument,\)"),
         ({"initializer": print, "setup": print}, InvalidValueError, "two names of one thing"),
         ({"initializer": abs}, InvalidTypeError, "argument"),
-    ],
-)
-def test_what_cannot_work(arguments: dict[str, Any], kind: type[Exception], words: str) -> None:
-    with pytest.raises(kind, match=words):
-        parpool(1, profile="threads", quiet=True, **arguments)
+    ]
+    for arguments, kind, words in cases:
+        with pytest.raises(kind, match=words):
+            parpool(1, profile="threads", quiet=True, **arguments)
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,7 @@ def no_collector() -> Iterator[None]:
     gc.enable()
 
 
+@pytest.mark.everywhere
 def test_the_function_and_its_arguments(pool: ParallelPool, eventually: Any, no_collector: None) -> None:
     thing = Thing()
     watched = weakref.ref(thing)
@@ -79,6 +80,7 @@ def test_arguments_on_the_worker(pool: ParallelPool, marks: Any, eventually: Any
     assert eventually(lambda: marks.count("freed") == 1)
 
 
+@pytest.mark.everywhere
 def test_results(pool: ParallelPool, eventually: Any, no_collector: None) -> None:
     future = pool.submit(make)
     watched = weakref.ref(future.result(60))
@@ -87,6 +89,8 @@ def test_results(pool: ParallelPool, eventually: Any, no_collector: None) -> Non
     assert eventually(lambda: watched() is None)
 
 
+@pytest.mark.semantics
+@pytest.mark.concurrent
 def test_results_of_map_one_by_one(pool: ParallelPool, eventually: Any, no_collector: None) -> None:
     """Also where several came in one message."""
     for thing in pool.map(make, range(20)):
@@ -95,6 +99,7 @@ def test_results_of_map_one_by_one(pool: ParallelPool, eventually: Any, no_colle
         assert eventually(lambda watched=watched: watched() is None)
 
 
+@pytest.mark.concurrent
 def test_a_result_is_the_same_for_all_who_ask_at_once(pool: ParallelPool) -> None:
     for _ in range(20):
         future = pool.submit(make)
@@ -131,6 +136,8 @@ def test_errors_of_map(pool: ParallelPool, eventually: Any, no_collector: None) 
         assert eventually(lambda watched=watched: watched() is None)
 
 
+@pytest.mark.semantics
+@pytest.mark.processes
 def test_an_error_that_is_false_is_an_error(pool: ParallelPool) -> None:
     """Before Python 3.14 the standard library takes it for none."""
 

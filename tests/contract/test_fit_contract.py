@@ -52,6 +52,7 @@ def assert_same(ours: nn.Module, theirs: nn.Module) -> None:
     torch.testing.assert_close(dict(ours.state_dict()), dict(theirs.state_dict()), rtol=0, atol=1e-12)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "changes",
     [
@@ -74,6 +75,7 @@ def test_the_same_options_give_the_same_model(pool: ParallelPool, alone: Paralle
     assert ours.metrics_frame["rank"].tolist() == [0, 0]
 
 
+@pytest.mark.everywhere
 def test_the_model_comes_back_ready_to_use(pool: ParallelPool) -> None:
     torch.manual_seed(0)
     given = make_model()
@@ -103,6 +105,8 @@ def test_the_callers_random_numbers_stay_as_they_were(pool: ParallelPool) -> Non
     assert np.random.get_state()[1].tolist() == states[1]
 
 
+@pytest.mark.semantics
+@pytest.mark.processes
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_it_goes_on_from_a_checkpoint(pool: ParallelPool, alone: ParallelPool, tmp_path: Any, strategy: str) -> None:
     """Also one that was made by another number of ranks."""
@@ -115,12 +119,8 @@ def test_it_goes_on_from_a_checkpoint(pool: ParallelPool, alone: ParallelPool, t
     assert_same(done.model, rest.model)
 
 
-def test_an_output_function_ends_it(pool: ParallelPool) -> None:
-    result = fit(pool, output_fn=lambda metrics: metrics["epoch"] == 2, max_epochs=50)
-    assert result.values[0]["ended_by"] == "output_fn"
-    assert result.values[0]["epochs"] == 3
-
-
+@pytest.mark.semantics
+@pytest.mark.processes
 def test_a_training_that_is_stopped_can_go_on_from_there(pool: ParallelPool, alone: ParallelPool, tmp_path: Any) -> None:
     stops = {"output_fn": lambda metrics: metrics["epoch"] == 2, "checkpoint_every": 2, "max_epochs": 5}
     stopped = fit(pool, run_options=RunOptions(run_dir=tmp_path), **stops)
@@ -132,6 +132,8 @@ def test_a_training_that_is_stopped_can_go_on_from_there(pool: ParallelPool, alo
     assert_same(gone_on.model, fit(alone, max_epochs=5).model)
 
 
+@pytest.mark.semantics
+@pytest.mark.processes
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_the_best_model_or_the_last(pool: ParallelPool, tmp_path: Any, strategy: str) -> None:
     """It gets worse from the third epoch on; the best is not forgotten where a training goes on from a checkpoint."""
@@ -150,6 +152,8 @@ def test_the_best_model_or_the_last(pool: ParallelPool, tmp_path: Any, strategy:
         assert loss == pytest.approx(losses[-1] if kind == "last" else min(losses), rel=1e-9)
 
 
+@pytest.mark.semantics
+@pytest.mark.processes
 def test_a_loss_that_the_ranks_cannot_share_exactly_is_said(pool: ParallelPool, caplog: Any) -> None:
     def some_ignored(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return cross_entropy(outputs, targets, ignore_index=0)
@@ -213,11 +217,14 @@ def test_without_a_pool_one_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     pool.delete()
 
 
+@pytest.mark.semantics
+@pytest.mark.processes
 def test_a_model_with_more_than_tensors_in_its_state(pool: ParallelPool) -> None:
     model = pool.fit(lambda: WithMore(4, 1).double(), (INPUTS, TARGETS), mse_loss, options()).result(WAIT_S).model
     assert model.seen == 3
 
 
+@pytest.mark.arguments
 def test_what_cannot_work_is_refused_at_the_call(pool: ParallelPool) -> None:
     data = INPUTS, TARGETS
     with pytest.raises(InvalidTypeError, match="options=\\{\\} is a dict"):
@@ -237,20 +244,26 @@ def test_what_cannot_work_is_refused_at_the_call(pool: ParallelPool) -> None:
     assert fit(pool).model is not None
 
 
-@pytest.mark.parametrize("execution", ["gpu", "multi-gpu"])
-def test_gpus_that_are_not_there(pool: ParallelPool, execution: str) -> None:
-    if any(worker.gpu is not None for worker in pool.workers):
-        assert fit(pool, execution=execution).values
-    else:
-        with pytest.raises(ResourceError, match="available 0, of 3 workers"):
-            fit(pool, execution=execution)
+@pytest.mark.semantics
+@pytest.mark.processes
+def test_gpus_that_are_not_there(pool: ParallelPool) -> None:
+    for execution in ("gpu", "multi-gpu"):
+        if any(worker.gpu is not None for worker in pool.workers):
+            assert fit(pool, execution=execution).values
+        else:
+            with pytest.raises(ResourceError, match="available 0, of 3 workers"):
+                fit(pool, execution=execution)
 
 
+@pytest.mark.semantics
+@pytest.mark.processes
 def test_a_function_that_makes_no_model(pool: ParallelPool) -> None:
     with pytest.raises(TrainingError, match="returned a dict"):
         pool.fit(dict, (INPUTS, TARGETS), mse_loss, options()).result(WAIT_S)
 
 
+@pytest.mark.semantics
+@pytest.mark.processes
 def test_an_error_of_the_users(pool: ParallelPool) -> None:
     def loss(outputs: Any, targets: Any) -> Any:
         raise ZeroDivisionError("mine")

@@ -21,6 +21,7 @@ def fail_on_2(x: int) -> int:
     return 10 * x
 
 
+@pytest.mark.everywhere
 def test_fetch_next_delivers_each_once(pool: ParallelPool) -> None:
     """Scenario 20: one exception, four values, then ValueError."""
     futures = [pool.parfeval(fail_on_2, x) for x in range(5)]
@@ -82,6 +83,7 @@ def test_a_cancelled_future_counts_as_read_once_it_was_met(pool: ParallelPool, g
     assert wait(blockers, 60)
 
 
+@pytest.mark.everywhere
 def test_fetch_outputs_in_the_order_of_submission(pool: ParallelPool) -> None:
     futures = [pool.parfeval(pow, x, 2) for x in range(5)]
 
@@ -123,6 +125,7 @@ def test_wait_never_raises(pool: ParallelPool, gate: Any) -> None:
     assert wait([]) is True
 
 
+@pytest.mark.arguments
 def test_only_futures_of_pools_are_taken(pool: ParallelPool) -> None:
     future = pool.parfeval(abs, 1)
     for function in (fetch_next, fetch_outputs, wait):
@@ -130,6 +133,7 @@ def test_only_futures_of_pools_are_taken(pool: ParallelPool) -> None:
             function([future, 5])
 
 
+@pytest.mark.arguments
 def test_a_future_stays_where_it_is(pool: ParallelPool) -> None:
     import pickle
 
@@ -142,27 +146,29 @@ def test_a_future_stays_where_it_is(pool: ParallelPool) -> None:
 
 
 @pytest.mark.concurrent
-@pytest.mark.parametrize(
-    "wait_in_vain",
-    [
-        lambda pool: pool.submit(abs, -7).result(),
-        lambda pool: pool.submit(abs, -7).result(timeout=60),
-        lambda pool: pool.submit(abs, -7).exception(),
-        lambda pool: wait([pool.parfeval(abs, -7)]),
-        lambda pool: fetch_next([pool.parfeval(abs, -7)], timeout_s=60),
-        lambda pool: fetch_outputs([pool.parfeval(abs, -7)]),
-        lambda pool: next(pool.map(abs, [-7])),
-        lambda pool: pool.parfeval_on_all(abs, -7).result(),
-        lambda pool: after_all([pool.parfeval(abs, -7)], sum).result(),
-        lambda pool: wait(after_each([pool.parfeval(abs, -7)], float)),
-    ],
-)
-def test_a_callback_is_told_that_its_pool_would_wait_for_itself(
-    pool: ParallelPool, call_back: Any, wait_in_vain: Callable[[ParallelPool], Any]
-) -> None:
-    error = call_back(lambda _: wait_in_vain(pool))
-    assert type(error) is InvalidValueError
-    assert "wait for itself" in str(error)
+def test_a_callback_is_told_that_its_pool_would_wait_for_itself(pool: ParallelPool, call_back: Any) -> None:
+    waits: list[Callable[[], Any]] = [
+        lambda: pool.submit(abs, -7).result(),
+        lambda: pool.submit(abs, -7).result(timeout=60),
+        lambda: pool.submit(abs, -7).exception(),
+        lambda: wait([pool.parfeval(abs, -7)]),
+        lambda: fetch_next([pool.parfeval(abs, -7)], timeout_s=60),
+        lambda: fetch_outputs([pool.parfeval(abs, -7)]),
+        lambda: next(pool.map(abs, [-7])),
+        lambda: pool.parfeval_on_all(abs, -7).result(),
+        lambda: after_all([pool.parfeval(abs, -7)], sum).result(),
+        lambda: wait(after_each([pool.parfeval(abs, -7)], float)),
+    ]
+
+    def try_all(_: Any) -> list[str]:
+        said = []
+        for wait_in_vain in waits:
+            with pytest.raises(InvalidValueError, match="wait for itself") as caught:
+                wait_in_vain()
+            said.append(str(caught.value))
+        return said
+
+    assert len(call_back(try_all)) == len(waits)
     assert pool.submit(abs, -2).result(60) == 2, "the pool goes on"
 
 
@@ -183,20 +189,23 @@ def test_a_callback_may_read_what_has_ended_and_wait_for_other_pools(pool: Paral
 
 
 @pytest.mark.concurrent
-@pytest.mark.parametrize("error", [asyncio.CancelledError, SystemExit, KeyboardInterrupt, GeneratorExit, pytest.fail.Exception])
 def test_whatever_a_callback_raises_harms_nothing(
-    pool: ParallelPool, gate: Any, check_pool: Any, eventually: Any, caplog: Any, error: type[BaseException]
+    pool: ParallelPool, make_gate: Any, check_pool: Any, eventually: Any, caplog: Any
 ) -> None:
-    def fail(_: Any) -> None:
-        raise error("of a callback")
+    for error in (asyncio.CancelledError, SystemExit, KeyboardInterrupt, GeneratorExit, pytest.fail.Exception):
 
-    future = pool.submit(lambda: gate.wait() or 5)
-    future.add_done_callback(fail)
-    gate.open()
-    assert future.result(60) == 5
-    check_pool(pool)
-    assert eventually(lambda: "of a callback" in caplog.text)
-    future.add_done_callback(fail)  # now it is called here
+        def fail(_: Any, error: type[BaseException] = error) -> None:
+            raise error("of a callback")
+
+        gate = make_gate()
+        future = pool.submit(lambda gate=gate: gate.wait() or 5)
+        future.add_done_callback(fail)
+        gate.open()
+        assert future.result(60) == 5
+        check_pool(pool)
+        assert eventually(lambda: "of a callback" in caplog.text)
+        caplog.clear()
+        future.add_done_callback(fail)  # now it is called here
 
 
 @pytest.mark.concurrent

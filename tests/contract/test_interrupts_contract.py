@@ -12,7 +12,7 @@ from raypool import ParallelPool
 from raypool.core.messages import TaskSubmitted
 from raypool.interop.multiprocessing import Pool
 
-pytestmark = pytest.mark.concurrent
+pytestmark = pytest.mark.threads
 
 Hang = Callable[..., Any]
 
