@@ -149,13 +149,13 @@ DAMAGES = [flips, small_changes, blots]
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("name", FILES)
 def test_a_damaged_journal_opens_and_gives_only_what_is_right(name, damage, sample, memory, said):
-    for where, data in damage(sample.files[name], 40):
+    for where, data in damage(sample.files[name], 25):
         check(sample, lay_out(sample, memory / "damaged", name, data), said, f"{name}, {where}")
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_journal_that_was_cut_off_opens_and_gives_only_what_is_right(name, sample, memory, said):
-    for where, data in cuts(sample.files[name], 40):
+    for where, data in cuts(sample.files[name], 25):
         folder = lay_out(sample, memory / "cut", name, data)
         if name == "journal.sqlite-wal":
             check_beginning(sample, folder, said, f"{name}, {where}")
@@ -262,7 +262,7 @@ nested = st.recursive(
 )
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(nested | st.frozensets(st.text() | st.integers() | st.tuples(st.text(), st.text())))
 def test_keys_are_the_same_in_other_processes(others, value):
     keys = {content_key(value, "it")}

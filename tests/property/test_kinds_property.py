@@ -43,17 +43,18 @@ def ratio(seed: int, **faults: float) -> float:
     return (run(seed, knows_kinds=True, **faults).makespan_s - 0.1) / (run(seed, knows_kinds=False, **faults).makespan_s - 0.1)
 
 
-def test_with_true_costs_it_is_never_more_than_a_twentieth_slower_and_mostly_faster() -> None:
+@pytest.mark.parametrize("num_seeds", [60, pytest.param(300, marks=pytest.mark.ci)])
+def test_with_true_costs_it_is_never_more_than_a_twentieth_slower_and_mostly_faster(num_seeds: int) -> None:
     """Of 2,400 seeds it takes 0.94 of the time on average, 1.05 at worst (measured on 2026-11-22).
 
     Seeds 701 and 791 were worse, when a kind that nothing had come back from was taken for a fast one.
     """
-    ratios = [ratio(seed) for seed in (*range(300), 701, 791)]
+    ratios = [ratio(seed) for seed in (*range(num_seeds), 701, 791)]
     assert max(ratios) <= 1.05 + 1e-9
     assert fmean(ratios) < 0.95
 
 
-@pytest.mark.parametrize("spread", [0.1, 0.3])
+@pytest.mark.parametrize("spread", [pytest.param(0.1, marks=pytest.mark.ci), 0.3])
 def test_with_rough_costs_it_is_faster_on_average(spread: float) -> None:
     """A single course may be unlucky: which item gets which time depends on the order in which they start."""
     ratios = sorted(ratio(seed, spread=spread) for seed in range(200))
@@ -61,11 +62,11 @@ def test_with_rough_costs_it_is_faster_on_average(spread: float) -> None:
     assert ratios[-20] <= 1.05, "nine in ten"
 
 
-@pytest.mark.parametrize("seed", range(25))
-def test_whatever_goes_wrong_every_item_ends(seed: int) -> None:
+def test_whatever_goes_wrong_every_item_ends() -> None:
     faults = {"p_loss": 0.1, "p_straggler": 0.1, "p_failed_start": 0.05, "spread": 0.5}
-    counts = run(seed, knows_kinds=True, check=True, num_loops=2, **faults).counts
-    assert counts.finished + counts.failed + counts.cancelled == counts.submitted
+    for seed in range(25):
+        counts = run(seed, knows_kinds=True, check=True, num_loops=2, **faults).counts
+        assert counts.finished + counts.failed + counts.cancelled == counts.submitted, seed
 
 
 def test_with_one_kind_the_course_is_the_same_to_the_last_command() -> None:

@@ -822,5 +822,13 @@ def order_of(job: Job) -> tuple[int, int]:
     return -job.spec.priority, job.spec.task_id
 
 
-TestScheduler = World.TestCase
-TestScheduler.settings = settings(max_examples=500, stateful_step_count=60, deadline=None, derandomize=True)
+OFTEN = settings(stateful_step_count=60, derandomize=True)
+
+
+class TestScheduler(World.TestCase):  # type: ignore[misc, valid-type]
+    settings = settings(OFTEN, max_examples=150)
+
+
+@pytest.mark.ci
+class TestSchedulerOften(World.TestCase):  # type: ignore[misc, valid-type]
+    settings = settings(OFTEN, max_examples=500)
