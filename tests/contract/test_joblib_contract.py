@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import multiprocessing
 import os
 import signal
@@ -27,6 +26,7 @@ from raypool import (
     WorkerLostError,
     current_task,
     gcp,
+    parpool,
     register_joblib,
 )
 
@@ -70,20 +70,15 @@ def pass_gate(gate: Any, index: int) -> int:
 # --- results ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("n_jobs", [None, -1, -2, 1, 2, 3])
-@pytest.mark.parametrize("batch_size", ["auto", 1, 7])
-def test_results_come_in_order_on_any_number_of_workers(config: Any, n_jobs: int | None, batch_size: Any) -> None:
-    assert Parallel(n_jobs, batch_size=batch_size)(delayed(square)(x) for x in range(20)) == [x * x for x in range(20)]
+@pytest.mark.everywhere
+def test_results_come_in_order_on_any_number_of_workers(config: Any) -> None:
+    for n_jobs, batch_size in ((None, "auto"), (-1, 1), (-2, 7), (1, "auto"), (2, 1), (3, 7)):
+        assert Parallel(n_jobs, batch_size=batch_size)(delayed(square)(x) for x in range(20)) == [x * x for x in range(20)]
 
 
-@pytest.mark.parametrize("pre_dispatch", ["all", "n_jobs", 1, "2 * n_jobs"])
-def test_many_short_tasks_are_all_run_once(config: Any, pre_dispatch: Any) -> None:
-    assert Parallel(pre_dispatch=pre_dispatch)(delayed(square)(x) for x in range(3000)) == [x * x for x in range(3000)]
-
-
-def test_a_parallel_without_tasks_returns_nothing(config: Any) -> None:
-    assert Parallel()([]) == []
-    assert list(Parallel(return_as="generator")([])) == []
+def test_many_short_tasks_are_all_run_once(config: Any) -> None:
+    for pre_dispatch in ("all", "2 * n_jobs"):
+        assert Parallel(pre_dispatch=pre_dispatch)(delayed(square)(x) for x in range(3000)) == [x * x for x in range(3000)]
 
 
 def test_results_come_as_a_generator(config: Any) -> None:
@@ -94,7 +89,7 @@ def test_results_come_as_a_generator(config: Any) -> None:
     assert sorted(unordered) == [x * x for x in range(10)]
 
 
-@pytest.mark.concurrent
+@pytest.mark.threads
 def test_an_unordered_generator_does_not_wait_for_the_slowest(config: Any, gate: Any) -> None:
     results = Parallel(return_as="generator_unordered", batch_size=1)(delayed(pass_gate)(gate, index) for index in range(6))
     assert sorted(next(results) for _ in range(5)) == [1, 2, 3, 4, 5]
@@ -102,7 +97,7 @@ def test_an_unordered_generator_does_not_wait_for_the_slowest(config: Any, gate:
     assert next(results) == 0
 
 
-@pytest.mark.concurrent
+@pytest.mark.threads
 def test_two_generators_of_one_block_do_not_disturb_each_other(config: Any, gate: Any) -> None:
     first = Parallel(return_as="generator", batch_size=1)(delayed(pass_gate)(gate, index) for index in range(12))
     assert Parallel()(delayed(square)(x) for x in range(30)) == [x * x for x in range(30)]
@@ -110,13 +105,7 @@ def test_two_generators_of_one_block_do_not_disturb_each_other(config: Any, gate
     assert list(first) == list(range(12))
 
 
-def test_a_managed_parallel_is_called_again_and_again(config: Any) -> None:
-    with Parallel(n_jobs=2) as parallel:
-        for number in range(3):
-            assert parallel(delayed(pow)(number, x) for x in range(5)) == [number**x for x in range(5)]
-
-
-@pytest.mark.concurrent
+@pytest.mark.threads
 def test_the_generator_of_tasks_is_drawn_from_as_tasks_end(config: Any, gate: Any, eventually: Any) -> None:
     drawn = []
 
@@ -132,25 +121,22 @@ def test_the_generator_of_tasks_is_drawn_from_as_tasks_end(config: Any, gate: An
     assert len(list(results)) == len(drawn) == 100
 
 
-@pytest.mark.parametrize("n_jobs", [-1, 2])
-def test_what_a_worker_has_not_begun_in_time_goes_to_others(
-    config: Any, n_jobs: int, marks: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_worker_has_not_begun_in_time_goes_to_others(config: Any, marks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("raypool.interop.joblib_batches.CALL_LIMIT_S", 0.0)  # each call runs one task, and hands back the rest
 
     def work(index: int) -> int:
         marks.add(index)
         return index
 
-    assert Parallel(n_jobs)(delayed(work)(index) for index in range(150)) == list(range(150))
+    assert Parallel(2)(delayed(work)(index) for index in range(150)) == list(range(150))
     assert len(marks.all()) == 150
 
 
 # --- which workers --------------------------------------------------------------------------------------------------------
 
 
-def test_the_current_pool_is_used(make_pool: Any) -> None:
-    with make_pool(2) as pool, parallel_config("raypool"):
+def test_the_current_pool_is_used() -> None:
+    with parpool(2, profile="inline", quiet=True) as pool, parallel_config("raypool"):
         Parallel()(delayed(square)(x) for x in range(4))
         assert gcp() is pool
         assert pool.statistics().finished > 0
@@ -167,7 +153,7 @@ def test_parallel_backend_and_parallel_take_a_pool_too(pool: ParallelPool) -> No
     assert before < between < pool.statistics().finished
 
 
-@pytest.mark.concurrent
+@pytest.mark.threads
 def test_a_part_of_a_pool_is_used_alone(pool: ParallelPool) -> None:
     part, _ = pool.partition(workers=[1, 2])
     with parallel_config("raypool", pool=part):
@@ -175,7 +161,7 @@ def test_a_part_of_a_pool_is_used_alone(pool: ParallelPool) -> None:
         assert set(Parallel(batch_size=1)(delayed(worker_of)() for _ in range(10))) <= {1, 2}
 
 
-@pytest.mark.concurrent
+@pytest.mark.threads
 def test_fewer_jobs_than_workers_run_at_once(config: Any, make_gate: Any, marks: Any, eventually: Any) -> None:
     gate = make_gate()
 
@@ -197,33 +183,22 @@ def test_more_jobs_than_workers_mean_all_workers_and_one_warning(config: Any) ->
     assert Parallel(n_jobs=40)(delayed(square)(x) for x in range(5)) == [0, 1, 4, 9, 16]  # and says nothing
 
 
-def test_no_jobs_at_all_are_refused(config: Any) -> None:
-    with pytest.raises(ValueError, match="n_jobs == 0"):
-        Parallel(n_jobs=0)(delayed(square)(x) for x in range(5))
-
-
 def test_a_single_job_runs_here(config: Any) -> None:
     assert Parallel(n_jobs=1)(delayed(threading.get_ident)() for _ in range(2)) == [threading.get_ident()] * 2
 
 
-@pytest.mark.concurrent
-def test_a_single_worker_is_used(make_pool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SET_UP_BY", "nobody")  # which threads would leave behind
-    with make_pool(1, setup=lambda: os.environ.update(SET_UP_BY="joblib_contract")) as pool, parallel_config("raypool"):
+@pytest.mark.threads
+def test_a_single_worker_is_used(make_pool: Any) -> None:
+    with make_pool(1), parallel_config("raypool"):
         assert joblib.effective_n_jobs() == joblib.effective_n_jobs(-1) == 1
-        pid = pool.workers[0].pid
-        assert (pid != os.getpid()) == make_pool.is_in_processes
+        here = threading.get_ident()
         for n_jobs in (None, -1, -3):
-            assert Parallel(n_jobs, batch_size=1)(delayed(where)() for _ in range(5)) == [(0, pid, "joblib_contract")] * 5
+            assert here not in Parallel(n_jobs, batch_size=1)(delayed(threading.get_ident)() for _ in range(5))
         with pytest.warns(UserWarning, match="that the pool has, 1"):
-            assert set(Parallel(n_jobs=2)(delayed(where)() for _ in range(40))) == {(0, pid, "joblib_contract")}
+            assert here not in Parallel(n_jobs=2)(delayed(threading.get_ident)() for _ in range(40))
         with Parallel(return_as="generator") as parallel:
             for _ in range(2):
-                assert set(parallel(delayed(where)() for _ in range(5))) == {(0, pid, "joblib_contract")}
-
-
-def where() -> tuple[int, int, str | None]:
-    return current_task().worker, os.getpid(), os.environ.get("SET_UP_BY")
+                assert here not in set(parallel(delayed(threading.get_ident)() for _ in range(5)))
 
 
 model = None
@@ -241,7 +216,7 @@ def test_what_a_setup_leaves_in_global_variables_is_there(make_pool: Any, by_val
     assert model is None
 
 
-@pytest.mark.concurrent
+@pytest.mark.threads
 def test_all_workers_but_one_may_be_a_single_one(make_pool: Any, make_gate: Any, marks: Any, eventually: Any) -> None:
     gate = make_gate()
 
@@ -259,14 +234,15 @@ def test_all_workers_but_one_may_be_a_single_one(make_pool: Any, make_gate: Any,
 
 
 @pytest.mark.processes
-def test_a_single_worker_that_dies_is_replaced(make_pool: Any, marks: Any) -> None:
+def test_a_single_worker_that_dies_is_replaced(pool: ParallelPool, marks: Any) -> None:
     def die_once(index: int) -> int:
         if index == 2 and not marks.count("died"):
             marks.add("died")
             os.kill(os.getpid(), signal.SIGKILL)
         return index
 
-    with make_pool(1), parallel_config("raypool"):
+    part, _ = pool.partition(workers=[0])
+    with parallel_config("raypool", pool=part):
         assert Parallel(batch_size=1)(delayed(die_once)(index) for index in range(4)) == list(range(4))
 
 
@@ -282,36 +258,30 @@ def test_parallel_in_parallel_on_a_single_worker_ends(make_pool: Any) -> None:
         assert Parallel()(delayed(inner)(number) for number in range(4)) == [0, 0, 0, 1]
 
 
-def test_arguments_that_cannot_work_are_refused(pool: ParallelPool) -> None:
-    with pytest.raises(InvalidTypeError, match="pool=3 is not a pool"):
-        parallel_config("raypool", pool=3)
-    with pytest.raises(InvalidValueError, match="a pool, and num_workers to open another"):
-        parallel_config("raypool", pool=pool, num_workers=3)
-
-
-def test_a_pool_that_was_shut_down_is_refused(make_pool: Any) -> None:
+@pytest.mark.arguments
+def test_what_cannot_work_is_refused(make_pool: Any) -> None:
     with make_pool(2) as pool:
-        pass
+        with pytest.raises(InvalidTypeError, match="pool=3 is not a pool"):
+            parallel_config("raypool", pool=3)
+        with pytest.raises(InvalidValueError, match="a pool, and num_workers to open another"):
+            parallel_config("raypool", pool=pool, num_workers=3)
+        with parallel_config("raypool", pool=pool.partition(workers=[])[0]), pytest.raises(ResourceError, match="no workers"):
+            Parallel()(delayed(square)(x) for x in range(5))
     with parallel_config("raypool", pool=pool), pytest.raises(PoolClosedError):
-        Parallel()(delayed(square)(x) for x in range(5))
-
-
-def test_a_part_without_workers_is_refused(pool: ParallelPool) -> None:
-    part, _ = pool.partition(workers=[])
-    with parallel_config("raypool", pool=part), pytest.raises(ResourceError, match="no workers"):
         Parallel()(delayed(square)(x) for x in range(5))
 
 
 # --- what goes wrong ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("return_as", ["list", "generator", "generator_unordered"])
-def test_an_error_is_raised_as_itself(config: Any, pool: ParallelPool, return_as: str, check_pool: Any) -> None:
-    tasks = [delayed(square)(2), delayed(refuse)("no"), *[delayed(square)(x) for x in range(10)]]
-    with pytest.raises(Refused, match="no") as caught:
-        list(Parallel(return_as=return_as)(tasks))
-    assert any("refuse" in note or "square" in note for note in caught.value.__notes__)
-    check_pool(pool)
+@pytest.mark.everywhere
+def test_an_error_is_raised_as_itself(config: Any, pool: ParallelPool, check_pool: Any) -> None:
+    for return_as in ("list", "generator", "generator_unordered"):
+        tasks = [delayed(square)(2), delayed(refuse)("no"), *[delayed(square)(x) for x in range(10)]]
+        with pytest.raises(Refused, match="no") as caught:
+            list(Parallel(return_as=return_as)(tasks))
+        assert any("refuse" in note or "square" in note for note in caught.value.__notes__)
+        check_pool(pool)
 
 
 @pytest.mark.processes
@@ -339,7 +309,7 @@ def test_an_error_stops_what_runs(config: Any, pool: ParallelPool, marks: Any, c
 
 
 @pytest.mark.concurrent
-@pytest.mark.parametrize("return_as", ["list", "generator", "generator_unordered"])
+@pytest.mark.parametrize("return_as", ["list", "generator"])
 def test_a_time_out_stops_what_runs(config: Any, pool: ParallelPool, return_as: str, check_pool: Any) -> None:
     def spin() -> None:
         while True:
@@ -365,14 +335,14 @@ def test_a_generator_of_results_that_is_given_up_stops_what_runs(config: Any, po
     check_pool(pool)
 
 
-@pytest.mark.parametrize("error", [Refused, SystemExit, KeyboardInterrupt])
-def test_an_error_in_the_generator_of_tasks_is_raised(config: Any, error: type[BaseException]) -> None:
-    def tasks() -> Iterator[Any]:
+def test_an_error_in_the_generator_of_tasks_is_raised(config: Any) -> None:
+    def tasks(error: type[BaseException]) -> Iterator[Any]:
         yield from (delayed(square)(x) for x in range(50))
         raise error("in the generator")
 
-    with pytest.raises(error, match="in the generator"):
-        Parallel(batch_size=1)(tasks())
+    for error in (Refused, SystemExit, KeyboardInterrupt):
+        with pytest.raises(error, match="in the generator"):
+            Parallel(batch_size=1)(tasks(error))
 
 
 @pytest.mark.processes
@@ -416,14 +386,16 @@ def test_tasks_that_kill_their_workers_fail(config: Any, pool: ParallelPool, che
 # --- Parallel in Parallel -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", [None, "raypool", "threading", "sequential"])
-def test_parallel_in_parallel_ends(config: Any, backend: str | None) -> None:
-    def inner(number: int) -> int:
+def test_parallel_in_parallel_ends(config: Any) -> None:
+    def inner(number: int, backend: str | None) -> int:
         return sum(Parallel(n_jobs=2, backend=backend)(delayed(square)(x) for x in range(number)))
 
-    assert Parallel()(delayed(inner)(number) for number in range(8)) == [sum(x * x for x in range(n)) for n in range(8)]
+    for backend in (None, "raypool", "threading", "sequential"):
+        sums = Parallel()(delayed(inner)(number, backend) for number in range(6))
+        assert sums == [sum(x * x for x in range(n)) for n in range(6)]
 
 
+@pytest.mark.everywhere
 def test_parallel_three_deep_ends(config: Any) -> None:
     def innermost(number: int) -> int:
         return sum(Parallel(n_jobs=2, backend="raypool")(delayed(square)(x) for x in range(number)))
@@ -434,6 +406,8 @@ def test_parallel_three_deep_ends(config: Any) -> None:
     assert Parallel(batch_size=1)(delayed(inner)(number) for number in (3, 3, 3, 3)) == [1] * 4
 
 
+@pytest.mark.semantics
+@pytest.mark.processes
 def test_parallel_in_a_loop_of_the_pools_runs_in_turn(pool: ParallelPool) -> None:
     def inner(number: int) -> list[int]:
         raypool.register_joblib()
@@ -443,21 +417,11 @@ def test_parallel_in_a_loop_of_the_pools_runs_in_turn(pool: ParallelPool) -> Non
     assert list(pool.parfor(inner, range(4))) == [[], [0], [0, 1], [0, 1, 4]]
 
 
-@pytest.mark.concurrent
-def test_parallel_in_the_callback_of_a_future_is_refused(pool: ParallelPool, gate: Any, eventually: Any) -> None:
-    errors: list[BaseException] = []
-
-    def call_back(_: Any) -> None:
-        try:
-            Parallel(backend="raypool", n_jobs=2, pool=pool)(delayed(square)(x) for x in range(4))
-        except InvalidValueError as error:
-            errors.append(error)
-
-    future = pool.parfeval(gate.wait)
-    future.add_done_callback(call_back)
-    gate.open()
-    assert eventually(lambda: errors)
-    assert "callback of a future" in str(errors[0])
+@pytest.mark.threads
+def test_parallel_in_the_callback_of_a_future_is_refused(pool: ParallelPool, call_back: Any) -> None:
+    error = call_back(lambda _: Parallel(backend="raypool", n_jobs=2, pool=pool)(delayed(square)(x) for x in range(4)))
+    assert type(error) is InvalidValueError
+    assert "callback of a future" in str(error)
 
 
 # --- what travels ---------------------------------------------------------------------------------------------------------
@@ -488,9 +452,7 @@ def test_a_large_argument_travels_once_for_all_tasks(config: Any) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    ("max_nbytes", "is_writable"), [(None, [True, True]), ("8M", [True, True]), ("3M", [True, False]), ("1M", [False, False])]
-)
+@pytest.mark.parametrize(("max_nbytes", "is_writable"), [(None, [True, True]), ("3M", [True, False]), ("1M", [False, False])])
 def test_arrays_below_max_nbytes_may_be_changed(config: Any, max_nbytes: str | None, is_writable: list[bool]) -> None:
     arrays = [np.zeros(num_bytes, dtype=np.uint8) for num_bytes in (2 << 20, 4 << 20)]
     assert Parallel(max_nbytes=max_nbytes)(delayed(_are_writable)(*arrays, x) for x in range(3)) == [is_writable] * 3
@@ -513,15 +475,14 @@ def _kind(_: int, large: Any) -> str:
     return type(large).__name__
 
 
-@pytest.mark.parametrize("make", ["array", "table", "sparse"])
-def test_large_arguments_arrive_as_they_are(config: Any, make: str) -> None:
+@pytest.mark.processes
+def test_large_arguments_arrive_as_they_are(config: Any) -> None:
     import pandas as pd
     import scipy.sparse
 
     array = np.arange(300_000, dtype=float)
-    value = {"array": lambda: array, "table": lambda: pd.DataFrame({"x": array}), "sparse": lambda: scipy.sparse.csr_array(array)}
-    large = value[make]()
-    assert Parallel()(delayed(_total)(large, x) for x in range(5)) == [array.sum() + x for x in range(5)]
+    for large in (array, pd.DataFrame({"x": array}), scipy.sparse.csr_array(array)):
+        assert Parallel()(delayed(_total)(large, x) for x in range(5)) == [array.sum() + x for x in range(5)]
 
 
 def _total(values: Any, more: float) -> float:
@@ -540,25 +501,6 @@ def test_native_libraries_may_be_told_how_many_threads_to_use(pool: ParallelPool
     with parallel_config("raypool", pool=pool, inner_max_num_threads=2):
         assert Parallel(batch_size=1)(delayed(threads)() for _ in range(3)) == [{2}] * 3
     assert pool.parfeval(threads).result(60) == before
-
-
-def test_memory_keeps_what_was_computed(config: Any, marks: Any, tmp_path: Any) -> None:
-    cached = joblib.Memory(tmp_path / "cache", verbose=0).cache(functools.partial(_note, marks))
-    for _ in range(2):
-        assert Parallel(batch_size=1)(delayed(cached)(x) for x in range(3)) == [0, 1, 4]
-    assert len(marks.all()) == 3
-
-
-def _note(marks: Any, x: int) -> int:
-    marks.add(x)
-    return x * x
-
-
-def test_joblib_says_how_far_it_is(config: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    Parallel(n_jobs=2, verbose=60, batch_size=1, pre_dispatch="all")(delayed(square)(x) for x in range(4))
-    out = capsys.readouterr().out
-    assert "Using backend RaypoolBackend with 2 concurrent workers" in out
-    assert "Done   4 out of   4" in out
 
 
 def test_without_joblib_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

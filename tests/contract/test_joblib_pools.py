@@ -75,6 +75,7 @@ def test_it_grows_with_n_jobs_and_never_shrinks() -> None:
         assert pool.num_workers == 5
 
 
+@pytest.mark.ci
 @pytest.mark.usefixtures("ray_session", "by_value")
 def test_on_ray_it_grows_as_far_as_there_is_room() -> None:
     with parallel_config("raypool", quiet=True, resources=WorkerResources(gpus=0)) as config:

@@ -27,8 +27,7 @@ class Refused(Exception):
 # --- work that is handed in while it ends -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("end", [Pool.close, Pool.terminate])
-@pytest.mark.parametrize("is_lent", [True, False])
+@pytest.mark.parametrize(("end", "is_lent"), [(Pool.close, False), (Pool.terminate, True)])
 def test_one_that_ends_while_an_iterable_is_drawn_takes_nothing(
     pool: ParallelPool, end: Callable[[Pool], None], is_lent: bool, check_pool: Any
 ) -> None:

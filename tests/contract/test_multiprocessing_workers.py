@@ -52,19 +52,18 @@ def forget() -> None:
     settings["set"] = 0
 
 
-@pytest.mark.concurrent
-def test_what_the_initializer_leaves_in_global_variables_is_there(make_mp: Maker, make_pool: Any) -> None:
+@pytest.mark.threads
+def test_what_the_initializer_leaves_in_global_variables_is_there(make_mp: Maker) -> None:
     with make_mp(2, load, (7,)) as mp:
-        num_set = 1 if make_pool.is_in_processes else 2  # each worker has called it
-        assert mp.map(look, range(6), 1) == [(7, num_set, 1)] * 6
-        assert mp.starmap(look, [(0,)]) == list(mp.imap(look, [0])) == [(7, num_set, 1)]
-        assert mp.apply(functools.partial(look, 1)) == mp.apply(lambda: look()) == (7, num_set, 1)
-    assert model == (None if make_pool.is_in_processes else 7)
+        assert mp.map(look, range(6), 1) == [(7, 2, 1)] * 6, "each worker has called it"
+    assert model == 7
     forget()
 
 
 @pytest.mark.processes
-def test_it_is_called_in_a_worker_that_replaces_another_too(make_mp: Maker, marks: Any) -> None:
+def test_so_it_is_in_processes_also_in_one_that_replaces_another(
+    make_mp: Maker, marks: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def work(number: int) -> Any:
         if number == 3 and not marks.count("died"):
             marks.add("died")
@@ -72,18 +71,14 @@ def test_it_is_called_in_a_worker_that_replaces_another_too(make_mp: Maker, mark
         return model
 
     with make_mp(1, load, (7,)) as mp:
+        assert mp.starmap(look, [(0,)]) == list(mp.imap(look, [0])) == [(7, 1, 1)]
+        assert mp.apply(functools.partial(look, 1)) == mp.apply(lambda: look()) == (7, 1, 1)
         assert mp.map(work, range(6)) == [7] * 6
+        assert model is None
+        monkeypatch.setattr(sys.modules[__name__], "untouched", "new")
+        assert mp.apply(lambda: (model, untouched)) == (7, "new"), "other variables are those of the call"
 
 
-@pytest.mark.processes
-def test_other_global_variables_are_those_of_the_call(make_mp: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
-    with make_mp(1, look) as mp:
-        monkeypatch.setitem(settings, "set", 5)
-        monkeypatch.setattr(sys.modules[__name__], "model", "new")
-        assert mp.apply(lambda: (model, settings["set"], untouched)) == ("new", 5, 1)
-
-
-@pytest.mark.semantics
 def test_an_initializer_that_fails(make_mp: Maker) -> None:
     with pytest.raises(ZeroDivisionError):
         make_mp(1, divmod, (1, 0))
@@ -96,7 +91,6 @@ def test_there_may_be_more_workers_than_cores(make_mp: Maker) -> None:
         assert other.map(abs, [-1]) == mp.map(abs, [-1]) == [1]
 
 
-@pytest.mark.semantics
 def test_nothing_is_printed(make_mp: Maker, capsys: pytest.CaptureFixture[str]) -> None:
     with make_mp(1) as mp:
         mp.map(abs, [-1])
@@ -107,8 +101,8 @@ def test_nothing_is_printed(make_mp: Maker, capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("max_tasks", [pytest.param(1, marks=pytest.mark.long), 3])
-def test_a_process_makes_so_many_tasks(make_mp: Maker, max_tasks: int) -> None:
+def test_a_process_makes_so_many_tasks(make_mp: Maker) -> None:
+    max_tasks = 3
     with make_mp(2, load, (7,), max_tasks) as mp:
         results = [mp.apply_async(lambda: (os.getpid(), model)) for _ in range(2 * max_tasks)]
         answers = [result.get(60) for result in results] + mp.map(lambda _: (os.getpid(), model), range(4), 2)
@@ -128,7 +122,6 @@ def test_pools_on_the_same_worker_count_tasks_of_their_own(pool: ParallelPool) -
     assert pids[6] != pids[0]
 
 
-@pytest.mark.semantics
 def test_elsewhere_that_means_nothing(make_mp: Maker) -> None:
     with make_mp(1, maxtasksperchild=1) as mp:
         assert mp.map(abs, range(10), 1) == list(range(10))
@@ -137,6 +130,7 @@ def test_elsewhere_that_means_nothing(make_mp: Maker) -> None:
 # --- how it ends ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.threads
 def test_after_close_the_workers_end_when_all_is_done(make_mp: Maker) -> None:
     mp = make_mp(2)
     result = mp.map_async(abs, range(-20, 0), 1)
@@ -213,7 +207,7 @@ def test_results_keep_their_pool_and_no_longer(make_mp: Maker, eventually: Any) 
 
 
 @pytest.mark.concurrent
-@pytest.mark.parametrize(("verb", "num_calls"), [("map", 3), ("starmap", 2), ("apply", 1)])
+@pytest.mark.parametrize(("verb", "num_calls"), [("map", 3), ("apply", 1)])
 def test_ctrl_c_stops_what_runs(
     pool: ParallelPool, gate: Any, eventually: Any, check_pool: Any, press_ctrl_c: Any, verb: str, num_calls: int
 ) -> None:
@@ -228,7 +222,6 @@ def test_ctrl_c_stops_what_runs(
     presser.start()
     calls = {
         "map": lambda: mp.map(lambda _: gate.wait(), range(3), 1),
-        "starmap": lambda: mp.starmap(lambda *_: gate.wait(), [(), ()]),
         "apply": lambda: mp.apply(gate.wait),
     }
     with pytest.raises(KeyboardInterrupt):
@@ -240,7 +233,7 @@ def test_ctrl_c_stops_what_runs(
     check_pool(pool)
 
 
-@pytest.mark.concurrent
+@pytest.mark.threads
 @pytest.mark.parametrize("verb", ["map", "starmap", "apply"])
 def test_so_does_ctrl_c_before_it_waits(
     pool: ParallelPool, gate: Any, eventually: Any, check_pool: Any, monkeypatch: pytest.MonkeyPatch, verb: str
@@ -259,7 +252,7 @@ def test_so_does_ctrl_c_before_it_waits(
     check_pool(pool)
 
 
-@pytest.mark.concurrent
+@pytest.mark.threads
 @pytest.mark.parametrize("is_lent", [True, False])
 def test_ctrl_c_ends_an_initializer(
     make_mp: Maker,
@@ -325,7 +318,6 @@ def test_one_that_fails_leaves_a_lent_pool_as_it_was(make_pool: Any, check_pool:
         check_pool(pool)
 
 
-@pytest.mark.semantics
 def test_it_is_no_current_pool(make_mp: Maker) -> None:
     """Its end would be that of others' work, who have not opened it."""
     before = gcp(create=False)
