@@ -6,6 +6,8 @@
 - `concurrent`: several tasks at once. In threads, and on Ray.
 - `processes`: pickling, killing, memory, signals. On Ray.
 - `everywhere`: the promises that hold the four backends together.
+
+On Ray, make test has what is `everywhere`, and what has the mark `quick` beside another.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             break
     else:
         pytest.fail(f"{metafunc.definition.nodeid} needs one of the marks {', '.join(BACKENDS)}.", pytrace=False)
-    lanes = {"threads": [pytest.mark.ci], "ray": [] if "everywhere" in marks else [pytest.mark.ci]}
+    is_quick = "everywhere" in marks or metafunc.definition.get_closest_marker("quick") is not None
+    lanes = {"threads": [pytest.mark.ci], "ray": [] if is_quick else [pytest.mark.ci]}
     backends = [backend for name, backends in BACKENDS.items() if name in marks for backend in backends]
     parameters = [pytest.param(backend, marks=lanes.get(backend, [])) for backend in dict.fromkeys(backends)]
     metafunc.parametrize("make_pool", parameters, indirect=True)
@@ -52,12 +55,13 @@ class PoolMaker:
 
     backend: str
 
-    def __call__(self, num_workers: int = 2, **changes: Any) -> ParallelPool:
+    def __call__(self, num_workers: Any = 2, **changes: Any) -> ParallelPool:
+        changes.setdefault("quiet", True)
         if self.backend == "simulated":
             return sim_pool(num_workers, **changes)
         if self.backend == "ray":
             changes.setdefault("resources", WorkerResources(gpus=0))
-        return parpool(num_workers, profile=self.profile, quiet=True, **changes)
+        return parpool(num_workers, profile=self.profile, **changes)
 
     @property
     def profile(self) -> str:

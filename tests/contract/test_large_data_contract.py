@@ -10,7 +10,7 @@ import pytest
 
 from raypool import ParallelPool
 
-pytestmark = pytest.mark.semantics
+pytestmark = pytest.mark.processes
 
 MIDDLE, LARGE = 1_000_000, 4_000_000
 """Bytes of an array that is copied on arrival, and of one that is mapped."""
@@ -27,8 +27,18 @@ WAYS: dict[str, Callable[[ParallelPool, Callable[[Any], Any], list[Any]], list[A
     "submit": lambda pool, fn, items: [future.result(60) for future in [pool.submit(fn, item) for item in items]],
 }
 
-by_all_ways = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-sizes = pytest.mark.parametrize("num_bytes", [MIDDLE, LARGE])
+by_all_ways = pytest.mark.parametrize(
+    ("way", "num_bytes"),
+    [
+        (WAYS["parfor"], LARGE),
+        (WAYS["parfor, one call"], MIDDLE),
+        (WAYS["parfor, one call"], LARGE),
+        (WAYS["parfor, a call each"], LARGE),
+        (WAYS["map"], MIDDLE),
+        (WAYS["submit"], LARGE),
+    ],
+)
+by_some_ways = pytest.mark.parametrize("way", [WAYS["parfor, one call"], WAYS["submit"]])
 
 
 def filled(number: int, num_bytes: int) -> Any:
@@ -40,14 +50,12 @@ def ends(array: Any) -> tuple[int, int, int]:
 
 
 @by_all_ways
-@sizes
 def test_arguments_come_whole(pool: ParallelPool, way: Any, num_bytes: int) -> None:
     found = way(pool, ends, [filled(number, num_bytes) for number in range(5)])
     assert found == [(num_bytes, number, number) for number in range(5)]
 
 
 @by_all_ways
-@sizes
 def test_results_come_whole(pool: ParallelPool, way: Any, num_bytes: int) -> None:
     found = way(pool, lambda number: {"array": filled(number, num_bytes), "number": number}, list(range(5)))
     assert [(*ends(value["array"]), value["number"]) for value in found] == [
@@ -55,9 +63,7 @@ def test_results_come_whole(pool: ParallelPool, way: Any, num_bytes: int) -> Non
     ]
 
 
-@pytest.mark.processes
 @by_all_ways
-@sizes
 def test_what_a_result_was_does_not_depend_on_what_ran_later(pool: ParallelPool, way: Any, num_bytes: int) -> None:
     """Not even if the function gives out the same array again and again, with something else in it."""
 
@@ -73,8 +79,7 @@ def test_what_a_result_was_does_not_depend_on_what_ran_later(pool: ParallelPool,
     ]
 
 
-@pytest.mark.processes
-@by_all_ways
+@by_some_ways
 def test_only_what_is_mapped_is_read_only_however_calls_are_cut(pool: ParallelPool, way: Any) -> None:
     def is_writeable(array: Any) -> bool:
         return bool(array.flags.writeable)
@@ -90,8 +95,7 @@ def test_only_what_is_mapped_is_read_only_however_calls_are_cut(pool: ParallelPo
         assert [ends(value)[2] for value in results] == [0, 1, 2]
 
 
-@pytest.mark.processes
-@sizes
+@pytest.mark.parametrize("num_bytes", [MIDDLE, LARGE])
 def test_values_that_share_a_call_travel_once(pool: ParallelPool, num_bytes: int) -> None:
     with pool.transfer_bytes() as moved:
         pool.parfor(ends, [filled(number, num_bytes) for number in range(3)], chunk_size=3)
@@ -101,7 +105,6 @@ def test_values_that_share_a_call_travel_once(pool: ParallelPool, num_bytes: int
     assert 3 * num_bytes <= moved.total.received_bytes <= 3 * num_bytes + ON_TOP
 
 
-@pytest.mark.processes
 def test_one_argument_for_many_items_travels_once_for_each_worker(pool: ParallelPool) -> None:
     """Not so in the items: each has its own (`test_transfer_contract`)."""
     table = filled(7, LARGE)
@@ -112,8 +115,7 @@ def test_one_argument_for_many_items_travels_once_for_each_worker(pool: Parallel
     assert (moved.to_frame()["sent_bytes"] <= LARGE + 60 * ON_TOP).all()
 
 
-@pytest.mark.processes
-@by_all_ways
+@by_some_ways
 def test_the_object_store_is_empty_afterwards(pool: ParallelPool, way: Any, eventually: Any) -> None:
     """Twelve times 40 MB, there and back, pass through a store of 200 MB, and leave it as it was."""
     import ray
@@ -135,7 +137,6 @@ def test_the_object_store_is_empty_afterwards(pool: ParallelPool, way: Any, even
     assert eventually(is_as_before)
 
 
-@pytest.mark.processes
 def test_a_result_outlives_those_that_came_with_it(pool: ParallelPool) -> None:
     results = pool.parfor(lambda number: filled(number, LARGE), range(3), chunk_size=3)
     second = results[1]

@@ -43,6 +43,8 @@ def begin(pool: ParallelPool, gate: Any, make_gate: Any, marks: Any) -> Callable
     return begin
 
 
+@pytest.mark.quick
+@pytest.mark.concurrent
 def test_all_others_have_their_results_meanwhile(pool: ParallelPool, begin: Any, gate: Any, marks: Any) -> None:
     jobs = begin()
     lasting = jobs.pop(LASTS)
@@ -118,8 +120,9 @@ def test_in_a_loop_too(pool: ParallelPool, gate: Any, marks: Any, tmp_path: Path
     assert table["duration_s"][LASTS] > table["duration_s"].median()
 
 
-@pytest.mark.parametrize("chunk_size", [100, 25])
-def test_what_the_user_wants_in_one_call_stays_in_it(pool: ParallelPool, gate: Any, chunk_size: int) -> None:
+def test_what_the_user_wants_in_one_call_stays_in_it(pool: ParallelPool, gate: Any) -> None:
+    chunk_size = 25
+
     def run(item: int) -> tuple[int, int]:
         if item == 3:
             gate.wait()
@@ -163,6 +166,7 @@ def test_it_can_be_cancelled(pool: ParallelPool, begin: Any, check_pool: Any, ev
     assert eventually(lambda: not pool.busy)
 
 
+@pytest.mark.threads
 def test_its_worker_ends_in_good_order(make_pool: Any, make_gate: Any, gate: Any, marks: Any, eventually: Any) -> None:
     """It is free when the item has ended: what waited behind that was taken back, though the worker may still have to say so."""
 
@@ -185,10 +189,8 @@ def test_its_worker_ends_in_good_order(make_pool: Any, make_gate: Any, gate: Any
     assert eventually(lambda: marks.count("teardown") == 2)
 
 
-def test_what_was_told_does_not_run_again_when_its_worker_dies(make_pool: Any, pool: ParallelPool, gate: Any, marks: Any) -> None:
-    if not make_pool.is_in_processes:
-        pytest.skip("a thread cannot be killed")
-
+@pytest.mark.processes
+def test_what_was_told_does_not_run_again_when_its_worker_dies(pool: ParallelPool, gate: Any, marks: Any) -> None:
     def run(item: int) -> int:
         if item >= 0:
             marks.add(item)
@@ -208,12 +210,11 @@ def test_what_was_told_does_not_run_again_when_its_worker_dies(make_pool: Any, p
     assert len(marks.all()) == 101, "but for the one that was running"
 
 
+@pytest.mark.processes
 def test_a_message_that_gets_lost_loses_nothing(
-    make_pool: Any, pool: ParallelPool, begin: Any, gate: Any, marks: Any, monkeypatch: pytest.MonkeyPatch, eventually: Any
+    pool: ParallelPool, begin: Any, gate: Any, marks: Any, monkeypatch: pytest.MonkeyPatch, eventually: Any
 ) -> None:
     """The answer to the call has all of it."""
-    if not make_pool.is_in_processes:
-        pytest.skip("there is no message")
     lost: list[Any] = []
     monkeypatch.setattr(pool._engine.hub, "on_early", lambda *message: lost.append(message))
     jobs = begin()

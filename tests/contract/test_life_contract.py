@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from raypool import ParallelPool, PoolClosedError, StartupError, WorkerResources, current_task, parpool
+from raypool import ParallelPool, PoolClosedError, StartupError, current_task
 
 pytestmark = pytest.mark.semantics
 
@@ -40,32 +40,51 @@ def states_of(pool: ParallelPool) -> set[str]:
 # --- setup --------------------------------------------------------------------------------------------------------------
 
 
-def test_setup_runs_once_in_each_worker_before_anything_else(make_pool: Any, marks: Any) -> None:
-    with make_pool(2, setup=lambda: marks.add(f"setup {where()}")) as pool:
+@pytest.mark.semantics
+@pytest.mark.concurrent
+def test_setup_runs_once_in_each_worker_before_anything_else_and_teardown_at_its_end(make_pool: Any, marks: Any) -> None:
+    """Teardown finds what setup has made."""
+
+    def setup() -> None:
+        marks.add(f"setup {where()}")
+        sys.raypool_test_thing = "thing"  # type: ignore[attr-defined]
+
+    def teardown() -> None:
+        marks.add(f"teardown {sys.raypool_test_thing}")  # type: ignore[attr-defined]
+
+    with make_pool(2, setup=setup, teardown=teardown) as pool:
         assert marks.all() == ["setup 0", "setup 1"]
         assert list(pool.parfor(lambda _: marks.count(f"setup {where()}"), 10)) == [1] * 10
         pool.resize(3)
         assert pool.parfeval_on_all(lambda: marks.count(f"setup {where()}")).result(60) == [1] * 3
-    assert marks.all() == ["setup 0", "setup 1", "setup 2"]
+        assert marks.all() == ["setup 0", "setup 1", "setup 2"]
+        pool.resize(2)
+        pool.parfor(abs, 10)
+    assert marks.all() == ["setup 0", "setup 1", "setup 2", *["teardown thing"] * 3]
 
 
+@pytest.mark.semantics
+@pytest.mark.concurrent
 def test_a_worker_that_replaces_another_is_set_up_too(make_pool: Any, marks: Any) -> None:
-    with make_pool(1, setup=lambda: marks.add("setup")) as pool:
+    """One that dies cannot tear down."""
+    with make_pool(1, setup=lambda: marks.add("setup"), teardown=lambda: marks.add("teardown")) as pool:
         pool.options(retries=0).parfeval(end_worker, make_pool.is_in_processes).exception(60)
         assert pool.parfeval(lambda: marks.count("setup")).result(60) == 2
+    if make_pool.is_in_processes:
+        assert marks.count("teardown") == 1
 
 
-@pytest.mark.parametrize(("kind", "words"), [("error", "LookupError.*no such data set"), ("exit", "SystemExit.*3")])
-def test_a_setup_that_fails(make_pool: Any, marks: Any, caplog: pytest.LogCaptureFixture, kind: str, words: str) -> None:
+@pytest.mark.semantics
+@pytest.mark.concurrent
+def test_a_setup_that_fails(make_pool: Any, marks: Any, caplog: pytest.LogCaptureFixture) -> None:
     """What was raised is said at once: trying again would not help. Nothing of the pool is left."""
 
     def fail() -> None:
         marks.add("tried")
-        if kind == "exit":
-            sys.exit(3)
         raise LookupError("no such data set")
 
-    with pytest.raises(StartupError, match=rf"(?s)1 of 1 workers did not start; worker 0: its setup failed.*{words}") as caught:
+    words = r"(?s)1 of 1 workers did not start; worker 0: its setup failed.*LookupError.*no such data set"
+    with pytest.raises(StartupError, match=words) as caught:
         make_pool(1, setup=fail, teardown=lambda: marks.add("teardown"))
     assert 1 <= marks.count("tried") <= 3, "the next may have begun"
     assert marks.count("teardown") == 0
@@ -73,6 +92,14 @@ def test_a_setup_that_fails(make_pool: Any, marks: Any, caplog: pytest.LogCaptur
     assert caplog.text == ""
 
 
+@pytest.mark.semantics
+@pytest.mark.threads
+def test_a_setup_that_exits(make_pool: Any) -> None:
+    with pytest.raises(StartupError, match=r"(?s)its setup failed.*SystemExit.*3"):
+        make_pool(1, setup=lambda: sys.exit(3))
+
+
+@pytest.mark.concurrent
 def test_a_setup_that_fails_in_some_workers_only(make_pool: Any, caplog: pytest.LogCaptureFixture) -> None:
     """A range of sizes is content with the others; that there are fewer is said."""
 
@@ -80,10 +107,7 @@ def test_a_setup_that_fails_in_some_workers_only(make_pool: Any, caplog: pytest.
         if current_task().worker == 1:
             raise LookupError("not here")
 
-    changes: dict[str, Any] = {"setup": fail, "profile": make_pool.profile, "quiet": True, "resources": WorkerResources(gpus=0)}
-    if not make_pool.is_concurrent:
-        return  # it takes the least of a range
-    with parpool((1, 2), **changes) as pool:
+    with make_pool((1, 2), setup=fail) as pool:
         assert pool.parfeval(where).result(60) == 0
         assert "Worker 1 did not start: its setup failed" in caplog.text
 
@@ -91,15 +115,8 @@ def test_a_setup_that_fails_in_some_workers_only(make_pool: Any, caplog: pytest.
 # --- teardown -----------------------------------------------------------------------------------------------------------
 
 
-def test_teardown_runs_once_in_each_worker_at_its_end(make_pool: Any, marks: Any) -> None:
-    with make_pool(3, teardown=lambda: marks.add("teardown")) as pool:
-        assert pool.parfor(abs, 10)[0] == 0
-        assert marks.all() == []
-        pool.resize(2)
-        pool.parfor(abs, 10)
-    assert marks.all() == ["teardown"] * 3
-
-
+@pytest.mark.semantics
+@pytest.mark.threads
 def test_teardown_comes_after_what_runs(make_pool: Any, marks: Any) -> None:
     with make_pool(1, teardown=lambda: marks.add(f"teardown after {marks.count('task')}")) as pool:
         for _ in range(5):
@@ -107,14 +124,8 @@ def test_teardown_comes_after_what_runs(make_pool: Any, marks: Any) -> None:
     assert marks.all() == ["task"] * 5 + ["teardown after 5"]
 
 
-def test_a_worker_that_dies_cannot_tear_down(make_pool: Any, marks: Any) -> None:
-    with make_pool(1, teardown=lambda: marks.add("teardown")) as pool:
-        pool.options(retries=0).parfeval(end_worker, make_pool.is_in_processes).exception(60)
-        assert pool.parfeval(where).result(60) == 0
-    if make_pool.is_in_processes:
-        assert marks.count("teardown") == 1
-
-
+@pytest.mark.semantics
+@pytest.mark.threads
 def test_a_teardown_that_fails_keeps_nobody_from_ending(make_pool: Any, caplog: pytest.LogCaptureFixture) -> None:
     with make_pool(2, teardown=lambda: 1 // 0) as pool:
         assert pool.parfeval(abs, -1).result(60) == 1
@@ -136,26 +147,14 @@ def test_a_teardown_that_hangs_is_given_up(
     gate.open()
 
 
-def test_teardown_finds_what_setup_has_made(make_pool: Any, marks: Any) -> None:
-    def setup() -> None:
-        sys.raypool_test_thing = "thing"  # type: ignore[attr-defined]
-
-    def teardown() -> None:
-        marks.add(sys.raypool_test_thing)  # type: ignore[attr-defined]
-
-    with make_pool(1, setup=setup, teardown=teardown):
-        pass
-    assert marks.all() == ["thing"]
-
-
 # --- nothing to do ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.concurrent
 def test_idle_workers_end_and_are_started_again(make_pool: Any, marks: Any, eventually: Any, capfd: Any) -> None:
-    """Scenario 6."""
+    """Scenario 6. A line says so, once, where that frees memory."""
     changes = {"setup": lambda: marks.add("setup"), "teardown": lambda: marks.add("teardown"), "idle_timeout_s": IDLE_S}
-    with make_pool(2, **changes) as pool:
+    with make_pool(2, quiet=False, **changes) as pool:
         assert pool.parfeval_on_all(where).result(60) == [0, 1]
         pids = [worker.pid for worker in pool.workers]
         assert eventually(lambda: states_of(pool) == {"parked"})
@@ -168,24 +167,14 @@ def test_idle_workers_end_and_are_started_again(make_pool: Any, marks: Any, even
         assert pool.parfeval(where).result(60) in (0, 1)
         assert pool.parfeval_on_all(where).result(60) == [0, 1]
         assert marks.count("setup") >= 4, "as often as it was held up between two calls"
+        assert eventually(lambda: states_of(pool) == {"parked"})
         assert pool.num_workers == 2
     assert marks.count("teardown") == marks.count("setup")
-    assert capfd.readouterr().out == "", "quiet=True"
-
-
-@pytest.mark.concurrent
-def test_a_line_says_so_once(make_pool: Any, eventually: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """And not where no memory is freed."""
-    with parpool(2, profile=make_pool.profile, resources=WorkerResources(gpus=0), idle_timeout_s=IDLE_S) as pool:
-        for _ in range(2):
-            assert eventually(lambda: states_of(pool) == {"parked"})
-            pool.parfeval(where).result(60)
-    said = capsys.readouterr().out
     line = "raypool: idle; 2 workers have ended, and their memory is free; the next call starts them again"
-    assert said.count(line) == (1 if make_pool.is_in_processes else 0)
+    assert capfd.readouterr().out.count(line) == (1 if make_pool.is_in_processes else 0)
 
 
-@pytest.mark.concurrent
+@pytest.mark.threads
 def test_what_runs_long_is_no_idling(make_pool: Any, gate: Any, eventually: Any) -> None:
     with make_pool(2, idle_timeout_s=IDLE_S) as pool:
         future = pool.parfeval(gate.wait)
@@ -196,7 +185,7 @@ def test_what_runs_long_is_no_idling(make_pool: Any, gate: Any, eventually: Any)
         assert eventually(lambda: states_of(pool) == {"parked"})
 
 
-@pytest.mark.concurrent
+@pytest.mark.threads
 @pytest.mark.parametrize("what", ["resize", "shutdown", "delete", "on all", "part", "loop", "bound"])
 def test_what_is_asked_of_a_pool_that_rests(make_pool: Any, eventually: Any, what: str) -> None:
     with make_pool(2, idle_timeout_s=IDLE_S) as pool:
@@ -222,7 +211,7 @@ def test_what_is_asked_of_a_pool_that_rests(make_pool: Any, eventually: Any, wha
             assert pool.options(worker=1).parfeval(where).result(60) == 1
 
 
-@pytest.mark.concurrent
+@pytest.mark.threads
 def test_a_pool_that_is_used_and_rests_again_and_again(make_pool: Any, eventually: Any) -> None:
     with make_pool(1, idle_timeout_s=0.05) as pool:
         for _ in range(4):
@@ -231,7 +220,7 @@ def test_a_pool_that_is_used_and_rests_again_and_again(make_pool: Any, eventuall
         assert pool.statistics().workers_lost == 0
 
 
-@pytest.mark.concurrent
+@pytest.mark.threads
 def test_many_threads_wake_a_pool_at_once(make_pool: Any, eventually: Any) -> None:
     with make_pool(2, idle_timeout_s=IDLE_S) as pool:
         assert eventually(lambda: states_of(pool) == {"parked"})
@@ -244,7 +233,6 @@ def test_many_threads_wake_a_pool_at_once(make_pool: Any, eventually: Any) -> No
         assert sorted(values) == sorted(list(range(5)) * 6)
 
 
-@pytest.mark.semantics
 def test_an_inline_pool_has_nothing_that_could_end(make_pool: Any) -> None:
     with make_pool(2, idle_timeout_s=0.001) as pool:
         time.sleep(0.01)
@@ -252,14 +240,11 @@ def test_an_inline_pool_has_nothing_that_could_end(make_pool: Any) -> None:
         assert "parked" not in states_of(pool)
 
 
-@pytest.mark.concurrent
+@pytest.mark.threads
 def test_constants_are_made_anew_after_a_rest(make_pool: Any, marks: Any, eventually: Callable[..., bool]) -> None:
     with make_pool(1, idle_timeout_s=IDLE_S) as pool:
         table = pool.constant(lambda: marks.add("built") or [1, 2], cleanup=lambda _: marks.add("cleaned"))
         assert pool.parfeval(lambda: table.value).result(60) == [1, 2]
         assert eventually(lambda: states_of(pool) == {"parked"})
         assert pool.parfeval(lambda: table.value).result(60) == [1, 2]
-    if make_pool.is_in_processes:
-        assert marks.all() == ["built", "built", "cleaned", "cleaned"]
-    else:
-        assert marks.all() == ["built", "cleaned"], "one process, which goes on"
+    assert marks.all() == ["built", "cleaned"], "one process, which goes on"

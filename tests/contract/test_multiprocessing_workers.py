@@ -79,9 +79,9 @@ def test_so_it_is_in_processes_also_in_one_that_replaces_another(
         assert mp.apply(lambda: (model, untouched)) == (7, "new"), "other variables are those of the call"
 
 
-def test_an_initializer_that_fails(make_mp: Maker) -> None:
+def test_an_initializer_that_fails() -> None:
     with pytest.raises(ZeroDivisionError):
-        make_mp(1, divmod, (1, 0))
+        Pool(1, divmod, (1, 0), profile="inline")
 
 
 @pytest.mark.threads
@@ -91,8 +91,8 @@ def test_there_may_be_more_workers_than_cores(make_mp: Maker) -> None:
         assert other.map(abs, [-1]) == mp.map(abs, [-1]) == [1]
 
 
-def test_nothing_is_printed(make_mp: Maker, capsys: pytest.CaptureFixture[str]) -> None:
-    with make_mp(1) as mp:
+def test_nothing_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with Pool(1, profile="inline") as mp:
         mp.map(abs, [-1])
     assert capsys.readouterr() == ("", "")
 
@@ -122,8 +122,8 @@ def test_pools_on_the_same_worker_count_tasks_of_their_own(pool: ParallelPool) -
     assert pids[6] != pids[0]
 
 
-def test_elsewhere_that_means_nothing(make_mp: Maker) -> None:
-    with make_mp(1, maxtasksperchild=1) as mp:
+def test_elsewhere_that_means_nothing() -> None:
+    with Pool(1, maxtasksperchild=1, profile="inline") as mp:
         assert mp.map(abs, range(10), 1) == list(range(10))
 
 
@@ -318,9 +318,9 @@ def test_one_that_fails_leaves_a_lent_pool_as_it_was(make_pool: Any, check_pool:
         check_pool(pool)
 
 
-def test_it_is_no_current_pool(make_mp: Maker) -> None:
+def test_it_is_no_current_pool() -> None:
     """Its end would be that of others' work, who have not opened it."""
     before = gcp(create=False)
-    with make_mp(1) as mp:
+    with Pool(1, profile="inline") as mp:
         assert mp.map(abs, [-1]) == [1]
         assert gcp(create=False) is before
