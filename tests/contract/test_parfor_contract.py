@@ -19,7 +19,7 @@ import pandas as pd
 import pytest
 
 import raypool
-from raypool import InvalidValueError, ParallelPool, Results, WorkerLostError, current_task, parpool
+from raypool import InvalidValueError, ParallelPool, Results, WorkerLostError, current_task
 
 pytestmark = pytest.mark.semantics
 
@@ -48,9 +48,9 @@ def root_sum(rank: int) -> float:
 # --- items and their order --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "make_items",
-    [
+@pytest.mark.everywhere
+def test_results_stand_in_the_order_of_the_items(pool: ParallelPool) -> None:
+    sources: list[Callable[[], Any]] = [
         lambda: [5, 3, 8, 1],
         lambda: (5, 3, 8, 1),
         lambda: range(4),
@@ -62,21 +62,20 @@ def root_sum(rank: int) -> float:
         list,
         lambda: 0,
         lambda: iter(()),
-    ],
-    ids=["list", "tuple", "range", "int", "generator", "dict", "array", "text", "empty", "zero", "empty-generator"],
-)
-def test_results_stand_in_the_order_of_the_items(pool: ParallelPool, make_items: Callable[[], Any]) -> None:
-    items = make_items()
-    expected = [(x, x) for x in (range(items) if isinstance(items, int) else make_items())]
+    ]
+    for source in sources:
+        items = source()
+        expected = [(x, x) for x in (range(items) if isinstance(items, int) else items)]
 
-    results = pool.parfor(lambda x: (x, x), make_items())
+        results = pool.parfor(lambda x: (x, x), source())
 
-    assert isinstance(results, Results)
-    assert list(results) == expected
-    assert len(results) == len(expected)
-    assert list(results.to_frame()["status"]) == ["finished"] * len(expected)
+        assert isinstance(results, Results)
+        assert list(results) == expected
+        assert len(results) == len(expected)
+        assert list(results.to_frame()["status"]) == ["finished"] * len(expected)
 
 
+@pytest.mark.everywhere
 def test_each_row_of_a_data_frame_is_a_dict(pool: ParallelPool) -> None:
     configs = pd.DataFrame({"lr": [0.1, 0.2, 0.3], "kind": ["a", "b", "c"]}, index=[7, 5, 9])
 
@@ -89,6 +88,8 @@ def test_each_row_of_a_data_frame_is_a_dict(pool: ParallelPool) -> None:
     assert list(frame.index) == [0, 1, 2]
 
 
+@pytest.mark.quick
+@pytest.mark.concurrent
 def test_many_short_items_keep_their_order_though_they_share_calls(pool: ParallelPool) -> None:
     before = pool.statistics()
     pool.parfor(abs, range(100))
@@ -101,6 +102,7 @@ def test_many_short_items_keep_their_order_though_they_share_calls(pool: Paralle
     assert after.attempts - before.attempts < 2_000, "short items did not share calls"
 
 
+@pytest.mark.quick
 @pytest.mark.concurrent
 def test_each_worker_takes_the_next_item_when_it_is_free(pool: ParallelPool, make_gate: Callable[[], Any]) -> None:
     """Nothing is dealt out in advance: while one worker is held up, the others run all the rest (scenario 10)."""
@@ -120,38 +122,35 @@ def test_each_worker_takes_the_next_item_when_it_is_free(pool: ParallelPool, mak
     assert (frame["worker"] == frame["worker"][0]).sum() == 1
 
 
-@pytest.mark.parametrize("chunk_size", [1, 7, 1000])
-def test_a_chunk_size_is_kept(pool: ParallelPool, chunk_size: int) -> None:
-    before = pool.statistics().attempts
-
-    results = pool.parfor(lambda x: -x, range(50), chunk_size=chunk_size)
-
-    assert list(results) == [-x for x in range(50)]
-    assert pool.statistics().attempts - before == math.ceil(50 / chunk_size)
+@pytest.mark.everywhere
+def test_a_chunk_size_is_kept(pool: ParallelPool) -> None:
+    for chunk_size in (1, 7, 1000):
+        before = pool.statistics().attempts
+        assert list(pool.parfor(lambda x: -x, range(50), chunk_size=chunk_size)) == [-x for x in range(50)]
+        assert pool.statistics().attempts - before == math.ceil(50 / chunk_size)
 
 
+@pytest.mark.quick
 @pytest.mark.concurrent
-@pytest.mark.parametrize("max_workers", [1, 2])
-def test_at_most_max_workers_run_at_once(
-    pool: ParallelPool, gate: Any, marks: Any, eventually: Any, most_at_once: Any, max_workers: int
-) -> None:
+def test_at_most_max_workers_run_at_once(pool: ParallelPool, gate: Any, marks: Any, eventually: Any, most_at_once: Any) -> None:
     def begin(item: int) -> int:
         marks.add(item)
         gate.wait()
         return item
 
     with ThreadPoolExecutor(1) as driver:
-        loop = driver.submit(pool.parfor, begin, range(6), max_workers=max_workers)
-        assert eventually(lambda: len(marks.all()) == max_workers)
+        loop = driver.submit(pool.parfor, begin, range(6), max_workers=2)
+        assert eventually(lambda: len(marks.all()) == 2)
         assert pool.parfeval(abs, -1).result(60) == 1, "there was a free worker"
-        assert marks.all() == [str(item) for item in range(max_workers)]
+        assert marks.all() == ["0", "1"]
         gate.open()
         results = loop.result(60)
 
     assert list(results) == list(range(6))
-    assert most_at_once(results.to_frame()) <= max_workers
+    assert most_at_once(results.to_frame()) <= 2
 
 
+@pytest.mark.everywhere
 def test_max_workers_0_runs_here(pool: ParallelPool) -> None:
     """Scenario 8: in this process and thread, with the same results."""
     before = pool.statistics()
@@ -164,6 +163,7 @@ def test_max_workers_0_runs_here(pool: ParallelPool) -> None:
     assert list(caught.value.results)[:3] == [0, 10, 20]
 
 
+@pytest.mark.everywhere
 def test_an_endless_generator_is_drawn_only_a_little_ahead(pool: ParallelPool, eventually: Any) -> None:
     """Scenario 15, stopped by a failing item."""
     drawn = 0
@@ -231,49 +231,8 @@ def test_an_interrupted_loop_gives_back_what_it_has(
     check_pool(pool)
 
 
-@pytest.mark.parametrize("interrupted", [2, 3])
-def test_ctrl_c_in_an_inline_item_ends_the_loop_wherever_it_comes(interrupted: int) -> None:
-    def begin(item: int) -> int:
-        if item == 1:
-            raise ValueError("before it")
-        if item == interrupted:
-            raise KeyboardInterrupt  # as Python does in the main thread, where items run inline
-        return item
-
-    with parpool(profile="inline", quiet=True) as pool, pytest.raises(KeyboardInterrupt) as caught:
-        pool.parfor(begin, range(4), on_error="collect", chunk_size=1)
-    assert caught.value.results[0] == 0
-    assert type(caught.value.results.errors[1]) is ValueError
-
-
-@pytest.mark.parametrize("on_error", ["collect", "raise"])
-@pytest.mark.parametrize("options", [{}, {"chunk_size": 1}, {"chunk_size": 50}])
-@pytest.mark.parametrize("is_durable", [False, True])
-def test_nothing_begins_after_ctrl_c_in_an_inline_item(
-    tmp_path: Path, on_error: Any, options: dict[str, int], is_durable: bool
-) -> None:
-    begun = []
-
-    def begin(item: int) -> int:
-        begun.append(item)
-        if item == 3:
-            raise KeyboardInterrupt
-        return item
-
-    if is_durable:
-        options = {**options, "run_dir": tmp_path}  # type: ignore[dict-item]
-    with parpool(2, profile="inline", quiet=True) as pool:
-        with pytest.raises(KeyboardInterrupt) as caught:
-            pool.parfor(begin, range(200), on_error=on_error, **options)
-        assert begun[-1] == 3
-        assert [caught.value.results[item] for item in begun[:-1]] == begun[:-1]
-        begun.clear()
-        assert list(pool.parfor(begin, range(3))) == [0, 1, 2]
-
-
 @pytest.mark.concurrent
-@pytest.mark.parametrize("options", [{}, {"chunk_size": 1}, {"chunk_size": 8}])
-@pytest.mark.parametrize("is_durable", [False, True])
+@pytest.mark.parametrize(("options", "is_durable"), [({}, False), ({"chunk_size": 1}, False), ({"chunk_size": 8}, True)])
 def test_a_keyboard_interrupt_of_an_item_on_a_worker_is_its_error(
     pool: ParallelPool, tmp_path: Path, options: dict[str, Any], is_durable: bool
 ) -> None:
@@ -298,6 +257,7 @@ def test_a_keyboard_interrupt_of_an_item_on_a_worker_is_its_error(
     assert type(caught.value.results.errors[2]) is KeyboardInterrupt
 
 
+@pytest.mark.everywhere
 def test_an_error_in_the_generator_comes_out_with_what_had_finished(pool: ParallelPool, check_pool: Any) -> None:
     def spoilt() -> Iterator[int]:
         yield 1
@@ -314,6 +274,7 @@ def test_an_error_in_the_generator_comes_out_with_what_had_finished(pool: Parall
 # --- failures ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.everywhere
 def test_the_first_failure_is_raised_as_itself(pool: ParallelPool, make_pool: Any, check_pool: Any) -> None:
     """Scenario 12: type and fields, item, worker and host in the note, the remote traceback, and what had finished."""
     with pytest.raises(Unlucky, match="item 3 is unlucky") as caught:
@@ -336,6 +297,7 @@ def test_the_first_failure_is_raised_as_itself(pool: ParallelPool, make_pool: An
     check_pool(pool)
 
 
+@pytest.mark.everywhere
 def test_failures_are_collected(pool: ParallelPool) -> None:
     """Scenario 12: four rows and one failure in the table."""
     results = pool.parfor(fail_on_3, range(5), on_error="collect")
@@ -369,6 +331,7 @@ def test_an_error_does_not_fail_the_items_that_share_its_call(pool: ParallelPool
     assert all(results[x] == 10 * (x + 10) for x in range(300) if x % 10)
 
 
+@pytest.mark.everywhere
 def test_an_exception_of_the_users_is_retried_only_if_retry_on_names_it(pool: ParallelPool, marks: Any) -> None:
     def fail_twice(x: int) -> int:
         marks.add(x)
@@ -396,8 +359,9 @@ def test_retries_are_used_up(pool: ParallelPool, marks: Any) -> None:
     assert marks.count(0) == 4
 
 
+@pytest.mark.everywhere
 def test_a_task_that_calls_sys_exit_is_lost_after_its_retries_and_the_others_go_on(
-    make_pool: Any, marks: Any, check_pool: Any
+    pool: ParallelPool, marks: Any, check_pool: Any
 ) -> None:
     def leave(x: int) -> int:
         if x == 2:
@@ -405,21 +369,22 @@ def test_a_task_that_calls_sys_exit_is_lost_after_its_retries_and_the_others_go_
             sys.exit(7)
         return x
 
-    with make_pool(2, retries=1) as own:
-        results = own.parfor(leave, range(6), on_error="collect")
+    before = pool.statistics().workers_lost
+    results = pool.options(retries=1).parfor(leave, range(6), on_error="collect")
 
-        assert [results[x] for x in (0, 1, 3, 4, 5)] == [0, 1, 3, 4, 5]
-        assert isinstance(results.errors[2], WorkerLostError)
-        assert results.errors[2].attempts == 2
-        assert marks.count(2) == 2
-        assert results.to_frame()["attempts"][2] == 2
-        assert own.statistics().workers_lost == 2
-        check_pool(own)
+    assert [results[x] for x in (0, 1, 3, 4, 5)] == [0, 1, 3, 4, 5]
+    assert isinstance(results.errors[2], WorkerLostError)
+    assert results.errors[2].attempts == 2
+    assert marks.count(2) == 2
+    assert results.to_frame()["attempts"][2] == 2
+    assert pool.statistics().workers_lost == before + 2
+    check_pool(pool)
 
 
 # --- reduction and seeds ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.everywhere
 def test_a_reduction_is_the_same_to_the_last_bit_on_any_number_of_workers(pool: ParallelPool) -> None:
     """Scenario 14."""
     expected = functools.reduce(operator.add, [root_sum(x) for x in range(500)])
@@ -453,6 +418,7 @@ def draw(_: Any) -> tuple[Any, ...]:
     )
 
 
+@pytest.mark.everywhere
 def test_the_same_seed_gives_the_same_numbers_on_any_number_of_workers(pool: ParallelPool) -> None:
     """Scenario 13."""
     runs = [list(pool.parfor(draw, range(12), seed=42, max_workers=n)) for n in (1, 2, 3)]
@@ -485,16 +451,18 @@ def test_a_seed_leaves_the_generators_of_this_process_alone(pool: ParallelPool) 
     assert (random.random(), np.random.random()) == expected
 
 
-@pytest.mark.parametrize("seed", [-1, "lucky", 1.5])
-def test_a_seed_that_is_none_is_refused_at_the_call(pool: ParallelPool, check_pool: Any, seed: Any) -> None:
-    with pytest.raises((InvalidValueError, raypool.InvalidTypeError), match="seed"):
-        pool.parfor(abs, range(3), seed=seed)
+@pytest.mark.arguments
+def test_a_seed_that_is_none_is_refused_at_the_call(pool: ParallelPool, check_pool: Any) -> None:
+    for seed in (-1, "lucky", 1.5):
+        with pytest.raises((InvalidValueError, raypool.InvalidTypeError), match="seed"):
+            pool.parfor(abs, range(3), seed=seed)  # type: ignore[arg-type]
     check_pool(pool)
 
 
 # --- what a task sees -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.everywhere
 def test_a_task_knows_what_it_is(pool: ParallelPool) -> None:
     seen = pool.parfor(lambda _: (current_task().index, current_task().attempt, current_task().name), range(5), name="look")
     workers = pool.parfor(lambda _: (current_task().worker, current_task().gpu), range(5))
@@ -511,6 +479,7 @@ def test_outside_a_task_there_is_a_task_too(pool: ParallelPool) -> None:
     assert (current_task().index, current_task().attempt, current_task().seed) == (0, 1, None)
 
 
+@pytest.mark.everywhere
 def test_work_called_for_inside_a_task_runs_serially_there(pool: ParallelPool) -> None:
     """Scenario 7: parfor, parfeval, map, parpool and gcp in tasks; more of them than there are workers, without deadlock."""
 
@@ -532,6 +501,8 @@ def test_work_called_for_inside_a_task_runs_serially_there(pool: ParallelPool) -
     assert list(results) == [(3 + 3 * x, x) for x in range(9)]
 
 
+@pytest.mark.semantics
+@pytest.mark.processes
 def test_the_pool_itself_may_be_in_a_closure(pool: ParallelPool) -> None:
     results = pool.parfor(lambda x: sum(pool.parfor(lambda y: x * y, range(4))), range(5))
 
@@ -555,27 +526,22 @@ def test_two_threads_may_use_a_pool_at_once(pool: ParallelPool) -> None:
 
 
 @pytest.mark.concurrent
-def test_something_urgent_goes_between_the_items_of_a_loop(make_pool: Any, gate: Any, marks: Any, eventually: Any) -> None:
+def test_something_urgent_goes_between_the_items_of_a_loop(pool: ParallelPool, gate: Any, marks: Any, eventually: Any) -> None:
     def begin(item: int) -> None:
         gate.wait()
         marks.add(f"{len(marks.all())} item")
 
-    with make_pool(1) as pool, ThreadPoolExecutor(1) as driver:
-        loop = driver.submit(pool.parfor, begin, range(3), chunk_size=1)
+    part, _ = pool.partition(workers=[0])
+    with ThreadPoolExecutor(1) as driver:
+        loop = driver.submit(part.parfor, begin, range(3), chunk_size=1)
         assert eventually(lambda: pool.statistics().running == 1)
-        urgent = pool.options(priority=1).parfeval(lambda: marks.add(f"{len(marks.all())} urgent"))
-        last = pool.parfeval(lambda: marks.add(f"{len(marks.all())} last"))
+        urgent = part.options(priority=1).parfeval(lambda: marks.add(f"{len(marks.all())} urgent"))
+        last = part.parfeval(lambda: marks.add(f"{len(marks.all())} last"))
         gate.open()
         loop.result(60)
         urgent.result(60)
         last.result(60)
     assert marks.all() == ["0 item", "1 urgent", "2 item", "3 item", "4 last"]
-
-
-def test_a_loop_is_named(pool: ParallelPool) -> None:
-    with pytest.raises(Unlucky) as caught:
-        pool.parfor(fail_on_3, [3], name="folds")
-    assert "folds" in caught.value.__notes__[0]
 
 
 def test_progress_changes_nothing(pool: ParallelPool) -> None:

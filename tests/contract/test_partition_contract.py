@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import gc
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,7 @@ from raypool import (
     ResourceError,
     WorkerLostError,
     current_task,
+    parpool,
 )
 
 pytestmark = pytest.mark.semantics
@@ -36,6 +38,7 @@ def numbers_of(view: Any) -> list[int]:
 # --- which workers ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.everywhere
 def test_two_parts_have_all_workers_between_them(pool: ParallelPool) -> None:
     part, rest = pool.partition(workers=[2, 0])
     assert (numbers_of(part), numbers_of(rest)) == ([0, 2], [1])
@@ -52,14 +55,15 @@ def test_so_many_for_each_host(pool: ParallelPool) -> None:
         assert numbers_of(rest) == [index for index in range(3) if index not in expected]
 
 
-def test_nobody_has_a_gpu(make_pool: Any) -> None:
-    with make_pool(2) as pool:
+def test_nobody_has_a_gpu() -> None:
+    with parpool(2, profile="inline", quiet=True) as pool:
         part, rest = pool.partition(per_gpu=1)
         assert (part.num_workers, rest.num_workers) == (0, 2)
         assert (part.workers, part.idle_workers, part.busy, part.queue.queued, part.queue.running) == ([], 0, False, [], [])
         assert rest.parfeval_on_all(where).result(60) == [0, 1]
 
 
+@pytest.mark.arguments
 def test_an_empty_part_says_so_at_the_call(pool: ParallelPool) -> None:
     empty, rest = pool.partition(workers=[])
     verbs: list[Callable[[], Any]] = [
@@ -89,6 +93,7 @@ def test_parts_of_parts(pool: ParallelPool) -> None:
         part.partition(workers=[0])
 
 
+@pytest.mark.arguments
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
@@ -114,6 +119,7 @@ def test_what_cannot_be_parted(pool: ParallelPool, arguments: dict[str, Any], er
 # --- what runs where ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.everywhere
 def test_all_verbs_keep_to_the_parts_workers(pool: ParallelPool) -> None:
     part, rest = pool.partition(workers=[0, 2])
     for view, own in [(part, {0, 2}), (rest, {1})]:
@@ -131,68 +137,67 @@ def test_all_verbs_keep_to_the_parts_workers(pool: ParallelPool) -> None:
 
 
 def test_a_part_has_the_pools_options(make_pool: Any) -> None:
-    with make_pool(2, retries=5) as pool:
-        assert pool.partition(per_host=1)[0]._options.retries == 5
+    with make_pool(2, retries=0) as pool:
+        error = pool.partition(per_host=1)[0].parfeval(sys.exit, 1).exception(60)
+    assert isinstance(error, WorkerLostError)
+    assert error.attempts == 1
 
 
 @pytest.mark.concurrent
-def test_parts_are_used_at_the_same_time(make_pool: Any, make_gate: Any, eventually: Any) -> None:
+def test_parts_are_used_at_the_same_time(pool: ParallelPool, make_gate: Any, eventually: Any) -> None:
     """Neither waits for the other; nor does the pool itself use up what one of them could use."""
     first, second = make_gate(), make_gate()
-    with make_pool(3) as pool:
-        part, rest = pool.partition(workers=[0])
-        slow = [part.parfeval(first.wait) for _ in range(3)]
-        assert eventually(slow[0].running)
-        assert list(rest.parfor(lambda x: x * x, range(20))) == [x * x for x in range(20)]
-        held = [rest.parfeval(second.wait) for _ in range(2)]
-        assert eventually(lambda: all(future.running() for future in held))
-        everywhere = pool.parfeval(where)
-        assert [future.state for future in slow] == ["running", "queued", "queued"]
-        assert (part.idle_workers, rest.idle_workers, pool.idle_workers) == (0, 0, 0)
-        second.open()
-        assert everywhere.result(60) in (1, 2)
-        assert not slow[1].done()
-        first.open()
-        assert raypool.wait(slow, 60)
+    part, rest = pool.partition(workers=[0])
+    slow = [part.parfeval(first.wait) for _ in range(3)]
+    assert eventually(slow[0].running)
+    assert list(rest.parfor(lambda x: x * x, range(20))) == [x * x for x in range(20)]
+    held = [rest.parfeval(second.wait) for _ in range(2)]
+    assert eventually(lambda: all(future.running() for future in held))
+    everywhere = pool.parfeval(where)
+    assert [future.state for future in slow] == ["running", "queued", "queued"]
+    assert (part.idle_workers, rest.idle_workers, pool.idle_workers) == (0, 0, 0)
+    second.open()
+    assert everywhere.result(60) in (1, 2)
+    assert not slow[1].done()
+    first.open()
+    assert raypool.wait(slow, 60)
 
 
 @pytest.mark.concurrent
-def test_a_part_does_not_leave_its_workers_idle_nor_take_others(make_pool: Any, make_gate: Any, eventually: Any) -> None:
-    gate = make_gate()
-    with make_pool(4) as pool:
-        part, rest = pool.partition(workers=[1, 3])
-        futures = [part.parfeval(lambda: (gate.wait(), current_task().worker)[1]) for _ in range(6)]
-        assert eventually(lambda: sum(future.running() for future in futures) == 2)
-        assert rest.idle_workers == 2
-        assert part.idle_workers == 0
-        gate.open()
-        assert {future.result(60) for future in futures} == {1, 3}
+def test_a_part_does_not_leave_its_workers_idle_nor_take_others(pool: ParallelPool, gate: Any, eventually: Any) -> None:
+    part, rest = pool.partition(workers=[0, 2])
+    futures = [part.parfeval(lambda: (gate.wait(), current_task().worker)[1]) for _ in range(6)]
+    assert eventually(lambda: sum(future.running() for future in futures) == 2)
+    assert rest.idle_workers == 1
+    assert part.idle_workers == 0
+    gate.open()
+    assert {future.result(60) for future in futures} == {0, 2}
 
 
-def test_many_threads_use_pool_and_parts(make_pool: Any) -> None:
+@pytest.mark.semantics
+@pytest.mark.concurrent
+def test_many_threads_use_pool_and_parts(pool: ParallelPool) -> None:
     """Everything comes out right, and in its place, when all of them are asked at once."""
-    with make_pool(4) as pool:
-        part, rest = pool.partition(workers=[1, 2])
-        views = [(pool, {0, 1, 2, 3}), (part, {1, 2}), (rest, {0, 3})] * 2
-        failures: list[Any] = []
+    before = pool.statistics().finished
+    part, rest = pool.partition(workers=[1, 2])
+    views: list[tuple[Any, set[int]]] = [(pool, {0, 1, 2}), (part, {1, 2}), (rest, {0})] * 2
 
-        def use(view: Any, own: set[int]) -> None:
-            for _ in range(5):
-                futures = [view.parfeval(where) for _ in range(10)]
-                values = [*view.parfor(where, 30), *(future.result(60) for future in futures)]
-                if len(values) != 40 or not set(values) <= own:
-                    failures.append((own, values))
+    def use(view: Any, own: set[int]) -> None:
+        for _ in range(5):
+            futures = [view.parfeval(where) for _ in range(10)]
+            values = [*view.parfor(where, 30), *(future.result(60) for future in futures)]
+            assert len(values) == 40
+            assert set(values) <= own
 
-        threads = [threading.Thread(target=use, args=arguments) for arguments in views]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert not failures
-        assert not pool.busy
-        assert pool.statistics().finished == 6 * 5 * 40
+    with concurrent.futures.ThreadPoolExecutor(len(views)) as threads:
+        for call in [threads.submit(use, *view) for view in views]:
+            call.result(60)
+    assert not pool.busy
+    assert pool.statistics().finished == before + 6 * 5 * 40
 
 
+@pytest.mark.semantics
+@pytest.mark.processes
 def test_a_part_inside_a_task_runs_serially(pool: ParallelPool) -> None:
     part, rest = pool.partition(workers=[0])
 
@@ -212,79 +217,80 @@ def test_constants_in_parts(pool: ParallelPool) -> None:
 
 
 @pytest.mark.concurrent
-def test_a_part_shows_its_own_work(make_pool: Any, gate: Any, eventually: Any) -> None:
-    with make_pool(2) as pool:
-        part, rest = pool.partition(workers=[0])
-        own = [part.parfeval(gate.wait) for _ in range(3)]
-        other = rest.parfeval(gate.wait)
-        assert eventually(lambda: own[0].running() and other.running())
-        assert (part.queue.running, part.queue.queued) == (own[:1], own[1:])
-        assert (rest.queue.running, rest.queue.queued) == ([other], [])
-        assert set(pool.queue.running) == {own[0], other}
-        assert part.busy
-        bound = pool.options(worker=1).parfeval(where)
-        assert eventually(lambda: rest.queue.queued == [bound])
-        nested, _ = part.partition(per_host=1)
-        assert nested.queue.queued == own[1:]
+def test_a_part_shows_its_own_work(pool: ParallelPool, gate: Any, eventually: Any) -> None:
+    part, rest = pool.partition(workers=[0, 1])[0].partition(workers=[0])
+    own = [part.parfeval(gate.wait) for _ in range(3)]
+    other = rest.parfeval(gate.wait)
+    assert eventually(lambda: own[0].running() and other.running())
+    assert (part.queue.running, part.queue.queued) == (own[:1], own[1:])
+    assert (rest.queue.running, rest.queue.queued) == ([other], [])
+    assert set(pool.queue.running) == {own[0], other}
+    assert part.busy
+    bound = pool.options(worker=1).parfeval(where)
+    assert eventually(lambda: rest.queue.queued == [bound])
+    nested, _ = part.partition(per_host=1)
+    assert nested.queue.queued == own[1:]
 
-        part.cancel_all()
-        assert [future.cancelled() for future in own] == [True] * 3
-        assert eventually(lambda: not part.busy)
-        assert rest.busy
-        gate.open()
-        other.result(60)
+    part.cancel_all()
+    assert [future.cancelled() for future in own] == [True] * 3
+    assert eventually(lambda: not part.busy)
+    assert rest.busy
+    gate.open()
+    other.result(60)
+    bound.result(60)
 
 
 @pytest.mark.concurrent
-def test_cancel_all_of_a_part_ends_its_loops(make_pool: Any, gate: Any, eventually: Any) -> None:
-    with make_pool(2) as pool, concurrent.futures.ThreadPoolExecutor(2) as callers:
+def test_cancel_all_of_a_part_ends_its_loops(pool: ParallelPool, gate: Any, eventually: Any) -> None:
+    with concurrent.futures.ThreadPoolExecutor(2) as callers:
         part, rest = pool.partition(workers=[0])
         loop = callers.submit(part.parfor, lambda _: gate.wait(), 5)
-        other = callers.submit(rest.parfor, lambda _: gate.wait(), 2)
+        other = callers.submit(rest.parfor, lambda _: gate.wait(), 3)
         assert eventually(lambda: part.idle_workers == rest.idle_workers == 0)
         part.cancel_all()
         assert isinstance(loop.exception(60), concurrent.futures.CancelledError)
         gate.open()
-        assert len(other.result(60)) == 2
+        assert len(other.result(60)) == 3
 
 
 # --- the end ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_part_that_is_shut_down_leaves_the_pool_as_it_is(make_pool: Any) -> None:
-    with make_pool(2) as pool:
-        with pool.partition(workers=[0])[0] as part:
-            nested, view = part.partition(per_host=1)[0], part.options(name="x")
-            future = part.parfeval(where)
-        assert future.done()
-        assert part.is_closed
-        for closed in (part, nested, view):
-            with pytest.raises(PoolClosedError, match="This part of the pool was shut down"):
-                closed.parfeval(where)
-        part.delete()
-        assert "closed" in repr(part)
-        assert not pool.is_closed
-        assert pool.parfeval_on_all(where).result(60) == [0, 1]
-        again, _ = pool.partition(workers=[0])
-        assert again.parfeval(where).result(60) == 0
+@pytest.mark.everywhere
+def test_a_part_that_is_shut_down_leaves_the_pool_as_it_is(pool: ParallelPool) -> None:
+    with pool.partition(workers=[0])[0] as part:
+        nested, view = part.partition(per_host=1)[0], part.options(name="x")
+        future = part.parfeval(where)
+    assert future.done()
+    assert part.is_closed
+    for closed in (part, nested, view):
+        with pytest.raises(PoolClosedError, match="This part of the pool was shut down"):
+            closed.parfeval(where)
+    part.delete()
+    assert "closed" in repr(part)
+    assert not pool.is_closed
+    assert pool.parfeval_on_all(where).result(60) == [0, 1, 2]
+    again, _ = pool.partition(workers=[0])
+    assert again.parfeval(where).result(60) == 0
 
 
 @pytest.mark.concurrent
-def test_delete_of_a_part_cancels_what_waits(make_pool: Any, gate: Any, eventually: Any) -> None:
-    with make_pool(2) as pool:
-        part, rest = pool.partition(workers=[0])
-        running, waiting = part.parfeval(gate.wait), part.parfeval(where)
-        assert eventually(running.running)
-        ender = threading.Thread(target=part.delete)
-        ender.start()
-        assert eventually(waiting.cancelled)
-        assert ender.is_alive()
-        assert rest.parfeval(where).result(60) == 1
-        gate.open()
-        ender.join(60)
-        assert running.exception(0) is None
+def test_delete_of_a_part_cancels_what_waits(pool: ParallelPool, gate: Any, eventually: Any) -> None:
+    part, rest = pool.partition(workers=[0])
+    running, waiting = part.parfeval(gate.wait), part.parfeval(where)
+    assert eventually(running.running)
+    ender = threading.Thread(target=part.delete)
+    ender.start()
+    assert eventually(waiting.cancelled)
+    assert ender.is_alive()
+    assert rest.parfeval(where).result(60) in (1, 2)
+    gate.open()
+    ender.join(60)
+    assert running.exception(0) is None
 
 
+@pytest.mark.semantics
+@pytest.mark.threads
 def test_a_pool_that_is_over_ends_its_parts(make_pool: Any) -> None:
     with make_pool(2) as pool:
         part, _ = pool.partition(per_host=1)
@@ -295,16 +301,18 @@ def test_a_pool_that_is_over_ends_its_parts(make_pool: Any) -> None:
             verb()
 
 
+@pytest.mark.semantics
+@pytest.mark.threads
 def test_a_part_keeps_its_pool(make_pool: Any) -> None:
+    """And nobody else does: the leak check sees that its workers are gone."""
     pool = make_pool(2)
     part, _ = pool.partition(per_host=1)
     del pool
     gc.collect()
     assert part.parfeval(where).result(60) == 0
-    part._engine.shutdown(wait=True)
 
 
-@pytest.mark.concurrent
+@pytest.mark.threads
 def test_a_part_that_has_lost_its_workers_to_resize(make_pool: Any, gate: Any, eventually: Any) -> None:
     with make_pool(3) as pool:
         part, rest = pool.partition(workers=[0])
@@ -320,7 +328,7 @@ def test_a_part_that_has_lost_its_workers_to_resize(make_pool: Any, gate: Any, e
         assert pool.parfor(where, 30).errors == {}
 
 
-@pytest.mark.concurrent
+@pytest.mark.threads
 def test_what_waits_for_workers_that_go_fails(make_pool: Any, gate: Any, eventually: Any) -> None:
     with make_pool(2) as pool:
         part, rest = pool.partition(workers=[1])
