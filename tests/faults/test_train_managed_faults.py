@@ -14,14 +14,13 @@ from typing import Any
 
 import pytest
 
-from raypool import ParallelPool, RunOptions, TrainingError, TrainingOptions, WorkerLostError, parpool
+from raypool import RunOptions, TrainingError, TrainingOptions, WorkerLostError
 from raypool.train.checkpoints import list_kept
 
 torch = pytest.importorskip("torch")
 
 pytestmark = [
     pytest.mark.timeout(600),
-    pytest.mark.long,
     pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data.context"),  # Ray warns of itself
 ]
 
@@ -29,19 +28,23 @@ LONG_S = 300.0
 
 
 @pytest.fixture(scope="module")
-def pool(ray_session: None, by_value: None) -> Iterator[ParallelPool]:
-    """Two workers, each with a GPU that does not exist."""
-    # Ray's own, one for a cluster; it stays when the first training has made it.
+def coordinator(ray_session: None) -> Iterator[None]:
+    """Have Ray's autoscaling coordinator now: the first training in the managed lane makes it, and then it stays."""
     from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import get_or_create_autoscaling_coordinator
 
-    coordinator = get_or_create_autoscaling_coordinator()
-    with parpool(2, quiet=True) as pool:
-        yield pool
-    del coordinator
+    handle = get_or_create_autoscaling_coordinator()
+    yield
+    del handle
+
+
+@pytest.fixture
+def pool(coordinator: None, two_workers: Any) -> Any:
+    """Give the workers that train: two."""
+    return two_workers
 
 
 @pytest.fixture(autouse=True)
-def all_is_free_afterwards(pool: ParallelPool, eventually: Callable[..., bool]) -> Iterator[None]:
+def all_is_free_afterwards(pool: Any, eventually: Callable[..., bool]) -> Iterator[None]:
     """After whatever it was, the pool's workers are the same, idle, and a warm training works."""
     before = [worker.pid for worker in pool.workers]
     yield
@@ -79,8 +82,9 @@ def count_up(config: dict[str, Any]) -> list[int]:
     return [start, rank]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("culprit", [0, 1])
-def test_a_rank_that_raises_in_its_backward_pass(pool: ParallelPool, tmp_path: Path, culprit: int) -> None:
+def test_a_rank_that_raises_in_its_backward_pass(pool: Any, tmp_path: Path, culprit: int) -> None:
     def strike(rank: int, epoch: int) -> None:
         if (rank, epoch) == (culprit, 2):
             raise KeyError("of the user's")
@@ -98,8 +102,8 @@ def test_a_rank_that_raises_in_its_backward_pass(pool: ParallelPool, tmp_path: P
     assert again.values == [[2, 0], [2, 1]]
 
 
-@pytest.mark.parametrize("culprit", [0, 1])
-def test_a_rank_that_is_killed_in_its_backward_pass(pool: ParallelPool, tmp_path: Path, culprit: int) -> None:
+@pytest.mark.parametrize("culprit", [1, pytest.param(0, marks=pytest.mark.long)])
+def test_a_rank_that_is_killed_in_its_backward_pass(pool: Any, tmp_path: Path, culprit: int) -> None:
     """Not again without retries; with the same folder the warm lane goes on from where it was."""
     mark = tmp_path / "mark"
 
@@ -138,7 +142,7 @@ class Fatal(torch.nn.Module):
         return self.layers(x)
 
 
-def test_fit_ends_as_if_nothing_had_happened(pool: ParallelPool, tmp_path: Path) -> None:
+def test_fit_ends_as_if_nothing_had_happened(pool: Any, tmp_path: Path) -> None:
     """To the last bit, and as in the warm lane."""
     x = torch.randn(60, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     data = x, x.sum(1, keepdim=True).sin()
@@ -157,8 +161,9 @@ def test_fit_ends_as_if_nothing_had_happened(pool: ParallelPool, tmp_path: Path)
     assert result.metrics["epoch"] == 5
 
 
+@pytest.mark.long
 def test_a_driver_that_is_killed(
-    pool: ParallelPool, tmp_path: Path, make_gate: Callable[[], Any], start_python: Any, eventually: Any
+    pool: Any, tmp_path: Path, make_gate: Callable[[], Any], start_python: Any, eventually: Any
 ) -> None:
     """No process is left, of Ray Train's neither; another driver goes on from the last checkpoint."""
     inside = make_gate()

@@ -22,13 +22,26 @@ from typing import Any
 import psutil
 import pytest
 
-from raypool import CloudError, Profile
+from raypool import CloudError, ParallelPool, Profile
 from raypool.cloud.connect import host_and_port
 from raypool.cloud.dashboard import Dashboard
 from raypool.engine.ray_session import LOOPBACK_ONLY
 from tests.leaks import MARK, SHARED
 
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def pool(shared_pool: ParallelPool) -> ParallelPool:
+    """Give the pool that tests on Ray share: three workers, each with a GPU that does not exist."""
+    return shared_pool
+
+
+@pytest.fixture
+def two_workers(shared_pool: ParallelPool) -> Any:
+    """Give two of its workers."""
+    part, _ = shared_pool.partition(workers=[0, 1])
+    return part
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,21 +34,10 @@ from raypool.train.runs import RunOptions
 pytestmark = [
     pytest.mark.timeout(400),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data.context"),  # Ray warns of itself
+    pytest.mark.usefixtures("coordinator"),
 ]
 
 LONG_S = 300.0
-
-
-@pytest.fixture(scope="module")
-def pool(ray_session: None, by_value: None) -> Iterator[ParallelPool]:
-    """Three workers on GPUs that do not exist."""
-    # Ray's own, one for a cluster; it stays when the first training has made it.
-    from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import get_or_create_autoscaling_coordinator
-
-    coordinator = get_or_create_autoscaling_coordinator()
-    with parpool(3, quiet=True) as pool:
-        yield pool
-    del coordinator
 
 
 def folders(tmp_path: Path) -> dict[str, RunOptions]:
@@ -173,7 +162,6 @@ def test_guests_are_on_the_workers_gpus(pool: ParallelPool, tmp_path: Path) -> N
     assert is_free(pool)
 
 
-@pytest.mark.long
 def test_an_exception_of_the_loops_ends_it(pool: ParallelPool, tmp_path: Path) -> None:
     """It is raised once, though there are retries left, and what was kept before stays."""
 
@@ -223,7 +211,6 @@ def test_no_trainer(pool: ParallelPool) -> None:
 # --- what can happen to it --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.long
 def test_a_lost_guest_is_started_again(pool: ParallelPool, tmp_path: Path, marks: Any, eventually: Callable[..., bool]) -> None:
     """Scenario 40: from the last checkpoint, on the same GPUs, by Ray Train."""
     config = {"marks": marks, "every": 5}
@@ -273,8 +260,7 @@ def test_a_lost_host_ends_the_attempt_and_the_next_one_goes_on(
     assert is_free(pool)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("after_s", [0.0, 1.0, 4.0, 8.0, None])
+@pytest.mark.parametrize("after_s", [None, *(pytest.param(after_s, marks=pytest.mark.long) for after_s in (0.0, 1.0, 4.0, 8.0))])
 def test_cancelled_at_any_moment(
     pool: ParallelPool, marks: Any, after_s: float | None, eventually: Callable[..., bool], tmp_path: Path
 ) -> None:
@@ -285,10 +271,8 @@ def test_cancelled_at_any_moment(
         assert eventually(lambda: marks.count("begun") == 3, LONG_S)
     else:
         eventually(lambda: False, after_s)
-    begun = time.monotonic()
     assert run.cancel()
     assert run.cancel()
-    assert time.monotonic() - begun < 10, "it has waited for the guests"
     assert is_free(pool)
     pids = [int(mark.split()[1]) for mark in marks.all() if mark.startswith("pid")]
     assert eventually(lambda: not any(map(psutil.pid_exists, pids)), 60)
@@ -305,7 +289,6 @@ def test_its_time_is_up(pool: ParallelPool, marks: Any, tmp_path: Path) -> None:
     assert is_free(pool)
 
 
-@pytest.mark.long
 def test_ray_trains_controller_is_killed(pool: ParallelPool, marks: Any, tmp_path: Path, eventually: Callable[..., bool]) -> None:
     """Nothing stays behind that only the controller knew of."""
     run = pool.options(retries=0).train(steps_forever, {"marks": marks}, workers=2, lane="managed", **folders(tmp_path))
@@ -404,7 +387,6 @@ def test_other_trainers_of_rays(pool: ParallelPool) -> None:
     assert [(value["rank"], value["pin"]) for value in result.values] == [(0, "2"), (1, "1")]
 
 
-@pytest.mark.long
 def test_the_workers_processes_end_first(pool: ParallelPool) -> None:
     """What they have on their GPUs goes with them; those that were not named stay."""
     assert is_free(pool)
