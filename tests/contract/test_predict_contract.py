@@ -32,8 +32,6 @@ from raypool.train import predictor
 
 pytestmark = pytest.mark.semantics
 
-SIZES = (0, 1, 2, 7, 8, 9, 50)
-
 Pair = namedtuple("Pair", ["double", "negative"])
 
 
@@ -91,10 +89,10 @@ class Stream(IterableDataset):
 # --- every size, every kind of data -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [1, 3, 8, 1000])
-def test_the_same_as_in_one_process_to_the_last_bit(pool: ParallelPool, size: int) -> None:
+@pytest.mark.everywhere
+def test_the_same_as_in_one_process_to_the_last_bit(pool: ParallelPool) -> None:
     model = make_model()
-    for count in SIZES:
+    for count, size in ((0, 3), (1, 1), (2, 1000), (7, 8), (8, 8), (9, 8), (50, 3), (50, 1000)):
         x = inputs(count)
         outputs = pool.predict(model, x, mini_batch_size=size)
         assert isinstance(outputs, np.ndarray)
@@ -102,6 +100,8 @@ def test_the_same_as_in_one_process_to_the_last_bit(pool: ParallelPool, size: in
         np.testing.assert_array_equal(outputs, alone(model, x, size))
 
 
+@pytest.mark.semantics
+@pytest.mark.processes
 def test_a_model_of_the_user_stays_as_it_is(pool: ParallelPool) -> None:
     model, x = make_model(), inputs(20)
     model[2].eval()  # part of it is frozen
@@ -119,6 +119,7 @@ def test_a_model_of_the_user_stays_as_it_is(pool: ParallelPool) -> None:
     (outputs * nn.Parameter(torch.ones(3))).sum().backward()  # an ordinary tensor, not one of inference mode
 
 
+@pytest.mark.everywhere
 def test_every_kind_of_data(pool: ParallelPool) -> None:
     model, x = make_model(), inputs(21)
     expected = alone(model, x, 128)
@@ -194,6 +195,7 @@ def test_a_function_in_place_of_a_model(pool: ParallelPool) -> None:
 # --- output -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.everywhere
 def test_output_is_called_where_the_model_is(pool: ParallelPool, make_pool: Any) -> None:
     model, x = make_model(), inputs(50)
     best = pool.predict(model, x, mini_batch_size=8, output=lambda y: y.argmax(1))
@@ -225,6 +227,7 @@ def test_a_list_of_a_model_has_an_entry_for_each_sample(pool: ParallelPool) -> N
 # --- classify ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.everywhere
 def test_classes_are_numbers_or_labels(pool: ParallelPool) -> None:
     model, x = make_model(), inputs(50)
     expected = alone(model, x, 16).argmax(1)
@@ -238,6 +241,7 @@ def test_classes_are_numbers_or_labels(pool: ParallelPool) -> None:
     np.testing.assert_array_equal(pool.classify(nn.Identity(), images), images.argmax(1).numpy(), "of every pixel")
 
 
+@pytest.mark.arguments
 @pytest.mark.parametrize(
     ("shape", "labels", "kind", "words"),
     [
@@ -319,7 +323,7 @@ def test_all_workers_take_part_and_order_does_not_depend_on_them(pool: ParallelP
     assert len({worker for _, worker in workers}) >= 2
 
 
-@pytest.mark.semantics
+@pytest.mark.arguments
 def test_the_model_is_on_the_device_of_the_worker(pool: ParallelPool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shown with a device that every machine has; with GPUs in tests/gpu."""
     monkeypatch.setattr(predictor, "device_here", lambda: torch.device("meta"))
@@ -330,6 +334,8 @@ def test_the_model_is_on_the_device_of_the_worker(pool: ParallelPool, monkeypatc
     assert not predictor._on_gpu, "and nothing stays behind"
 
 
+@pytest.mark.semantics
+@pytest.mark.processes
 def test_a_part_of_a_pool_and_a_named_worker(pool: ParallelPool) -> None:
     part, _ = pool.partition(workers=[1])
     where = lambda y: [current_task().worker] * len(y)  # noqa: E731 - it travels
@@ -337,6 +343,8 @@ def test_a_part_of_a_pool_and_a_named_worker(pool: ParallelPool) -> None:
     assert set(pool.options(worker=2).predict(nn.Identity(), torch.arange(20), mini_batch_size=2, output=where)) == {2}
 
 
+@pytest.mark.semantics
+@pytest.mark.processes
 def test_within_a_task_it_runs_there(pool: ParallelPool) -> None:
     model, x = make_model(), inputs(20)
 
@@ -356,8 +364,8 @@ class OwnError(Exception):
     """A user's."""
 
 
-@pytest.mark.parametrize("where", ["model", "data", "output"])
-def test_an_exception_is_the_users_own_and_says_at_which_samples(pool: ParallelPool, check_pool: Any, where: str) -> None:
+@pytest.mark.everywhere
+def test_an_exception_is_the_users_own_and_says_at_which_samples(pool: ParallelPool, check_pool: Any) -> None:
     def bad(x: Any) -> Any:
         if int(x.max()) >= 25:
             raise OwnError("too much")
@@ -367,13 +375,16 @@ def test_an_exception_is_the_users_own_and_says_at_which_samples(pool: ParallelP
         def __getitem__(self, index: int) -> Any:
             return bad(torch.tensor(index)), 0
 
-    data = Bad(np.arange(40)) if where == "data" else np.arange(40)
-    model = bad if where == "model" else nn.Identity()
-    with pytest.raises(OwnError, match="too much") as caught:
-        pool.predict(model, data, mini_batch_size=10, output=bad if where == "output" else None)
-    notes = " ".join(caught.value.__notes__)
-    assert "samples 20 to 29" in notes
-    assert "predict, attempt 1" in notes
+    for model, data, output in (
+        (bad, np.arange(40), None),
+        (nn.Identity(), Bad(np.arange(40)), None),
+        (nn.Identity(), np.arange(40), bad),
+    ):
+        with pytest.raises(OwnError, match="too much") as caught:
+            pool.predict(model, data, mini_batch_size=10, output=output)
+        notes = " ".join(caught.value.__notes__)
+        assert "samples 20 to 29" in notes
+        assert "predict, attempt 1" in notes
     check_pool(pool)
 
 
@@ -398,6 +409,7 @@ BAD_DATA: dict[str, tuple[Any, type[Exception], str]] = {
 }
 
 
+@pytest.mark.arguments
 @pytest.mark.parametrize("what", BAD_DATA)
 def test_data_that_is_none(pool: ParallelPool, what: str) -> None:
     data, kind, words = BAD_DATA[what]
@@ -405,6 +417,7 @@ def test_data_that_is_none(pool: ParallelPool, what: str) -> None:
         pool.predict(nn.Identity(), data)
 
 
+@pytest.mark.arguments
 def test_samples_of_three_are_asked_about(pool: ParallelPool) -> None:
     with pytest.raises(InvalidValueError, match="tuple of 3"):
         pool.predict(nn.Identity(), TensorDataset(torch.ones(4), torch.ones(4), torch.ones(4)))
@@ -412,14 +425,14 @@ def test_samples_of_three_are_asked_about(pool: ParallelPool) -> None:
         pool.predict(nn.Identity(), [(1, 2, 3)])
 
 
-@pytest.mark.parametrize(
-    ("size", "kind"), [(0, InvalidValueError), (-1, InvalidValueError), (2.5, InvalidTypeError), (None, InvalidTypeError)]
-)
-def test_a_size_that_is_none(pool: ParallelPool, size: Any, kind: type[Exception]) -> None:
-    with pytest.raises(kind, match="mini_batch_size"):
-        pool.predict(nn.Identity(), np.ones(3), mini_batch_size=size)
+@pytest.mark.arguments
+def test_a_size_that_is_none(pool: ParallelPool) -> None:
+    for size, kind in ((0, InvalidValueError), (-1, InvalidValueError), (2.5, InvalidTypeError), (None, InvalidTypeError)):
+        with pytest.raises(kind, match="mini_batch_size"):
+            pool.predict(nn.Identity(), np.ones(3), mini_batch_size=size)  # type: ignore[arg-type]
 
 
+@pytest.mark.arguments
 def test_a_model_that_is_none(pool: ParallelPool) -> None:
     for model in (None, 5, nn.Linear, "model", {"weight": 1}):
         with pytest.raises(InvalidTypeError, match="is not a model"):
@@ -434,6 +447,7 @@ def test_a_model_that_is_none(pool: ParallelPool) -> None:
         pool.predict(model, np.ones(3))
 
 
+@pytest.mark.arguments
 def test_outputs_that_are_none(pool: ParallelPool) -> None:
     with pytest.raises(InvalidValueError, match=r"an output of shape \(\) for 3 samples"):
         pool.predict(lambda x: x.sum(), np.ones(3))
@@ -482,6 +496,7 @@ def test_what_cannot_travel_is_named(pool: ParallelPool) -> None:
         pool.predict(nn.Identity(), np.ones(3), output=lambda y: (lock, y))
 
 
+@pytest.mark.arguments
 def test_a_pool_that_was_shut_down(make_pool: Any) -> None:
     with make_pool(1) as pool:
         pass
@@ -490,7 +505,7 @@ def test_a_pool_that_was_shut_down(make_pool: Any) -> None:
 
 
 @pytest.mark.processes
-def test_a_worker_that_dies_is_replaced_and_nothing_is_missing(make_pool: Any, marks: Any) -> None:
+def test_a_worker_that_dies_is_replaced_and_nothing_is_missing(pool: ParallelPool, marks: Any) -> None:
     class Dying(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             if 8 in x and not marks.all():
@@ -498,16 +513,14 @@ def test_a_worker_that_dies_is_replaced_and_nothing_is_missing(make_pool: Any, m
                 os._exit(3)
             return x
 
-    with make_pool(2) as pool:
-        assert pool.predict(Dying(), torch.arange(30), mini_batch_size=4).tolist() == list(range(30))
+    assert pool.predict(Dying(), torch.arange(30), mini_batch_size=4).tolist() == list(range(30))
     assert marks.count("died") == 1
 
 
 @pytest.mark.processes
-def test_memory_stays_flat(make_pool: Any) -> None:
+def test_memory_stays_flat(pool: ParallelPool) -> None:
     """Of data that would not fit into the object store (200 MB), a piece at a time is there."""
     x = np.zeros((600, 500_000), np.float16)  # 600 MB of which nothing is touched
 
-    with make_pool(2) as pool:
-        outputs = pool.predict(lambda y: y[:, 0].float(), x, mini_batch_size=10)
+    outputs = pool.predict(lambda y: y[:, 0].float(), x, mini_batch_size=10)
     assert outputs.shape == (600,)

@@ -18,6 +18,7 @@ from raypool import (
     ParallelPool,
     QueueClosedError,
     SerializationError,
+    parpool,
 )
 
 pytestmark = pytest.mark.semantics
@@ -37,16 +38,10 @@ def take(queue: DataQueue[Any], count: int) -> list[Any]:
     return [queue.get(TIMEOUT_S) for _ in range(count)]
 
 
-@pytest.fixture
-def beside(make_pool: Any) -> None:
-    """Leave out pools whose tasks do not run beside whoever reads."""
-    if not make_pool.is_concurrent:
-        pytest.skip("a task would wait for the thread that it runs in")
-
-
 # --- what arrives -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.everywhere
 def test_nothing_is_lost_and_each_sender_keeps_its_order(pool: ParallelPool) -> None:
     queue: DataQueue[Any] = DataQueue()
     pool.parfor(lambda i: [queue.put((i, step)) for step in range(500)] and None, range(12))
@@ -54,6 +49,7 @@ def test_nothing_is_lost_and_each_sender_keeps_its_order(pool: ParallelPool) -> 
     assert queue.backlog == 0
 
 
+@pytest.mark.everywhere
 def test_what_a_task_has_put_is_there_when_its_result_is(pool: ParallelPool) -> None:
     queue: DataQueue[int] = DataQueue()
     for number in range(30):
@@ -62,22 +58,21 @@ def test_what_a_task_has_put_is_there_when_its_result_is(pool: ParallelPool) -> 
         assert queue.get(timeout_s=0) == number
 
 
-def test_live_curves_from_four_trainings(pool: ParallelPool, make_pool: Any, gate: Any, eventually: Any) -> None:
+@pytest.mark.concurrent
+def test_live_curves_from_four_trainings(pool: ParallelPool, gate: Any, eventually: Any) -> None:
     losses: DataQueue[Any] = DataQueue()
     curves: dict[int, list[float]] = defaultdict(list)
 
     def train(model: int) -> None:
         for epoch in range(3):
             losses.put((model, epoch))
-        if make_pool.is_concurrent:
-            gate.wait()
+        gate.wait()
         losses.put((model, 3))
 
     futures = [pool.parfeval(train, model) for model in range(3)]
-    if make_pool.is_concurrent:
-        assert eventually(lambda: losses.backlog == 9)  # while they run
+    assert eventually(lambda: losses.backlog == 9), "while they run"
     losses.after_each(lambda value: curves[value[0]].append(value[1]))
-    assert eventually(lambda: all(curves[model][:3] == [0, 1, 2] for model in range(3)))
+    assert eventually(lambda: all(curves[model] == [0, 1, 2] for model in range(3)))
     gate.open()
     futures.append(pool.parfeval(train, 3))
     for future in futures:
@@ -86,7 +81,8 @@ def test_live_curves_from_four_trainings(pool: ParallelPool, make_pool: Any, gat
     assert curves == {model: [0, 1, 2, 3] for model in range(4)}
 
 
-def test_what_was_put_before_a_task_failed_or_was_cancelled_arrives(pool: ParallelPool, beside: None, gate: Any) -> None:
+@pytest.mark.concurrent
+def test_what_was_put_before_a_task_failed_or_was_cancelled_arrives(pool: ParallelPool, gate: Any) -> None:
     queue: DataQueue[str] = DataQueue()
 
     def fail() -> None:
@@ -110,39 +106,14 @@ def test_what_was_put_before_a_task_failed_or_was_cancelled_arrives(pool: Parall
     assert queue.get(TIMEOUT_S) == "at the end"
 
 
-def test_what_was_put_arrives_though_the_worker_ends_at_once(make_pool: Any) -> None:
+@pytest.mark.semantics
+@pytest.mark.concurrent
+def test_what_was_put_arrives_though_the_worker_or_the_pool_ends_at_once(make_pool: Any) -> None:
     queue: DataQueue[int] = DataQueue()
     with make_pool(3) as pool:
         pool.parfor(lambda i: queue.put(i), range(60), chunk_size=1)
         pool.resize(1)
-    assert sorted(queue.get(timeout_s=0) for _ in range(60)) == list(range(60))
-
-
-def test_what_a_task_in_a_process_of_its_own_puts_arrives(make_pool: Any) -> None:
-    queue: DataQueue[Any] = DataQueue()
-    with make_pool(2) as pool:
-        futures = [
-            pool.options(fresh_process=True).parfeval(lambda i: [queue.put((i, k)) for k in range(50)], i) for i in range(4)
-        ]
-        for future in futures:
-            future.result(TIMEOUT_S)
-        queue.close()
-    assert by_sender(queue) == {i: list(range(50)) for i in range(4)}
-
-
-def test_what_workers_put_before_they_went_to_rest_arrives(make_pool: Any, eventually: Any) -> None:
-    queue: DataQueue[int] = DataQueue()
-    with make_pool(2, idle_timeout_s=0.1) as pool:
-        for number in range(3):
-            assert pool.parfeval(queue.put, number).result(TIMEOUT_S) is None
-            if make_pool.is_concurrent:
-                assert eventually(lambda: all(worker.state == "parked" for worker in pool.workers))
-    assert [queue.get(timeout_s=0) for _ in range(3)] == [0, 1, 2]
-
-
-def test_what_was_put_before_the_pool_ended_is_there_after_it(make_pool: Any) -> None:
-    queue: DataQueue[int] = DataQueue()
-    with make_pool(2) as pool:
+        assert sorted(queue.get(timeout_s=0) for _ in range(60)) == list(range(60))
         for number in range(20):
             pool.parfeval(queue.put, number)
     assert sorted(queue.get(timeout_s=0) for _ in range(20)) == list(range(20))
@@ -150,6 +121,30 @@ def test_what_was_put_before_the_pool_ended_is_there_after_it(make_pool: Any) ->
         queue.get(timeout_s=0)
 
 
+@pytest.mark.semantics
+@pytest.mark.processes
+def test_what_a_task_in_a_process_of_its_own_puts_arrives(pool: ParallelPool) -> None:
+    queue: DataQueue[Any] = DataQueue()
+    view = pool.options(fresh_process=True)
+    futures = [view.parfeval(lambda i: [queue.put((i, k)) for k in range(50)], i) for i in range(2)]
+    for future in futures:
+        future.result(60)
+    queue.close()
+    assert by_sender(queue) == {i: list(range(50)) for i in range(2)}
+
+
+@pytest.mark.concurrent
+def test_what_workers_put_before_they_went_to_rest_arrives(make_pool: Any, eventually: Any) -> None:
+    queue: DataQueue[int] = DataQueue()
+    with make_pool(1, idle_timeout_s=0.1) as pool:
+        for number in range(2):
+            assert pool.parfeval(queue.put, number).result(TIMEOUT_S) is None
+            assert eventually(lambda: all(worker.state == "parked" for worker in pool.workers))
+    assert [queue.get(timeout_s=0) for _ in range(2)] == [0, 1]
+
+
+@pytest.mark.semantics
+@pytest.mark.processes
 def test_threads_of_a_task_may_put(pool: ParallelPool) -> None:
     queue: DataQueue[Any] = DataQueue()
 
@@ -164,6 +159,8 @@ def test_threads_of_a_task_may_put(pool: ParallelPool) -> None:
     assert by_sender(take(queue, 450)) == {(i, name): list(range(50)) for i in range(3) for name in range(3)}
 
 
+@pytest.mark.semantics
+@pytest.mark.processes
 def test_queues_travel_in_whatever_holds_them(pool: ParallelPool) -> None:
     queues: list[DataQueue[Any]] = [DataQueue() for _ in range(3)]
 
@@ -177,23 +174,28 @@ def test_queues_travel_in_whatever_holds_them(pool: ParallelPool) -> None:
     assert all(ours is theirs for ours, (theirs, _) in zip(queues, back, strict=True))
 
 
+@pytest.mark.semantics
+@pytest.mark.processes
 def test_a_loop_in_a_task_puts_too(pool: ParallelPool) -> None:
     queue: DataQueue[int] = DataQueue()
     pool.parfor(lambda i: pool.parfor(lambda j: queue.put(10 * i + j), range(3)) and None, range(3))
     assert sorted(take(queue, 9)) == [0, 1, 2, 10, 11, 12, 20, 21, 22]
 
 
-def test_two_pools_may_use_one_queue(make_pool: Any) -> None:
+@pytest.mark.semantics
+@pytest.mark.processes
+def test_two_pools_may_use_one_queue(pool: ParallelPool) -> None:
     queue: DataQueue[Any] = DataQueue(maxsize=None)
-    with make_pool(1) as first, make_pool(1) as second:
-        futures = [pool.parfeval(lambda: [queue.put((1, k)) for k in range(100)] and None) for pool in (first,)]
-        futures += [pool.parfeval(lambda: [queue.put((2, k)) for k in range(100)] and None) for pool in (second,)]
+    with parpool(1, profile="threads", quiet=True) as other:
+        futures = [pool.parfeval(lambda: [queue.put((1, k)) for k in range(100)] and None)]
+        futures += [other.parfeval(lambda: [queue.put((2, k)) for k in range(100)] and None)]
         for future in futures:
             future.result(TIMEOUT_S)
         queue.close()
         assert by_sender(queue) == {1: list(range(100)), 2: list(range(100))}
 
 
+@pytest.mark.everywhere
 def test_values_of_every_kind(pool: ParallelPool) -> None:
     queue: DataQueue[Any] = DataQueue()
     large = np.arange(600_000.0)
@@ -212,9 +214,8 @@ def test_values_of_every_kind(pool: ParallelPool) -> None:
     assert isinstance(error, ValueError)
 
 
-def test_a_value_that_cannot_travel_is_refused_by_name(pool: ParallelPool, make_pool: Any) -> None:
-    if not make_pool.is_in_processes:
-        pytest.skip("in this process everything travels")
+@pytest.mark.processes
+def test_a_value_that_cannot_travel_is_refused_by_name(pool: ParallelPool) -> None:
     queue: DataQueue[Any] = DataQueue()
     with pytest.raises(SerializationError, match=r"a value of a queue: \['lock'\]"):
         pool.parfeval(lambda: queue.put({"lock": threading.Lock()})).result(TIMEOUT_S)
@@ -222,9 +223,8 @@ def test_a_value_that_cannot_travel_is_refused_by_name(pool: ParallelPool, make_
     assert queue.get(timeout_s=0) == "next"
 
 
-def test_on_ray_what_is_sent_is_what_the_value_was(pool: ParallelPool, make_pool: Any) -> None:
-    if not make_pool.is_in_processes:
-        pytest.skip("in this process it is the value itself")
+@pytest.mark.processes
+def test_on_ray_what_is_sent_is_what_the_value_was(pool: ParallelPool) -> None:
     queue: DataQueue[Any] = DataQueue()
 
     def task() -> None:
@@ -240,7 +240,9 @@ def test_on_ray_what_is_sent_is_what_the_value_was(pool: ParallelPool, make_pool
 # --- a limit ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_slow_reader_holds_up_those_who_put(pool: ParallelPool, beside: None, marks: Any, eventually: Any) -> None:
+@pytest.mark.quick
+@pytest.mark.concurrent
+def test_a_slow_reader_holds_up_those_who_put(pool: ParallelPool, marks: Any, eventually: Any) -> None:
     queue: DataQueue[Any] = DataQueue(maxsize=3)
 
     def task(sender: int) -> None:
@@ -261,7 +263,8 @@ def test_a_slow_reader_holds_up_those_who_put(pool: ParallelPool, beside: None, 
     assert queue.backlog == 0
 
 
-def test_a_slow_listener_holds_them_up_too(pool: ParallelPool, beside: None, marks: Any, eventually: Any) -> None:
+@pytest.mark.concurrent
+def test_a_slow_listener_holds_them_up_too(pool: ParallelPool, marks: Any, eventually: Any) -> None:
     queue: DataQueue[int] = DataQueue(maxsize=2)
     seen: list[int] = []
     go_on = threading.Event()
@@ -279,7 +282,8 @@ def test_a_slow_listener_holds_them_up_too(pool: ParallelPool, beside: None, mar
     assert seen == list(range(10))
 
 
-def test_two_pools_share_the_room_of_a_queue(make_pool: Any, beside: None, marks: Any, eventually: Any) -> None:
+@pytest.mark.concurrent
+def test_two_pools_share_the_room_of_a_queue(pool: ParallelPool, marks: Any, eventually: Any) -> None:
     queue: DataQueue[Any] = DataQueue(maxsize=2)
 
     def task(sender: int) -> None:
@@ -287,8 +291,8 @@ def test_two_pools_share_the_room_of_a_queue(make_pool: Any, beside: None, marks
             queue.put((sender, k))
             marks.add("put")
 
-    with make_pool(1) as first, make_pool(1) as second:
-        futures = [first.parfeval(task, 1), second.parfeval(task, 2)]
+    with parpool(1, profile="threads", quiet=True) as other:
+        futures = [pool.parfeval(task, 1), other.parfeval(task, 2)]
         assert eventually(lambda: marks.count("put") == 2)
         values = take(queue, 10)
         assert eventually(lambda: marks.count("put") == 12)
@@ -298,6 +302,7 @@ def test_two_pools_share_the_room_of_a_queue(make_pool: Any, beside: None, marks
     assert by_sender(values) == {sender: list(range(10)) for sender in (1, 2)}
 
 
+@pytest.mark.everywhere
 def test_the_latest_are_kept_and_nobody_waits(pool: ParallelPool) -> None:
     queue: DataQueue[int] = DataQueue(maxsize=2, policy="latest")
     pool.parfeval(lambda: [queue.put(k) for k in range(1000)] and None).result(TIMEOUT_S)
@@ -305,7 +310,8 @@ def test_the_latest_are_kept_and_nobody_waits(pool: ParallelPool) -> None:
     assert take(queue, 2) == [998, 999]
 
 
-def test_a_task_that_waits_for_room_can_be_cancelled(pool: ParallelPool, beside: None, check_pool: Any) -> None:
+@pytest.mark.concurrent
+def test_a_task_that_waits_for_room_can_be_cancelled(pool: ParallelPool, check_pool: Any) -> None:
     queue: DataQueue[int] = DataQueue(maxsize=1)
 
     def task() -> None:
@@ -321,7 +327,8 @@ def test_a_task_that_waits_for_room_can_be_cancelled(pool: ParallelPool, beside:
     check_pool(pool)
 
 
-def test_a_pool_may_end_while_a_task_waits_for_room(make_pool: Any, beside: None, eventually: Any) -> None:
+@pytest.mark.threads
+def test_a_pool_may_end_while_a_task_waits_for_room(make_pool: Any, eventually: Any) -> None:
     queue: DataQueue[int] = DataQueue(maxsize=1)
     pool = make_pool(1)
     future = pool.parfeval(lambda: [queue.put(number) for number in range(5)] and None)
@@ -335,6 +342,7 @@ def test_a_pool_may_end_while_a_task_waits_for_room(make_pool: Any, beside: None
 # --- the end ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.everywhere
 def test_putting_into_a_closed_queue_is_an_error_in_tasks_too(pool: ParallelPool) -> None:
     for queue in (DataQueue(), DataQueue(maxsize=2), DataQueue(policy="latest")):
         pool.parfor(lambda i, queue=queue: queue.put(i), range(1))
@@ -344,10 +352,9 @@ def test_putting_into_a_closed_queue_is_an_error_in_tasks_too(pool: ParallelPool
         assert list(queue) == [0]
 
 
+@pytest.mark.concurrent
 @pytest.mark.parametrize("maxsize", [None, 5])
-def test_a_running_task_hears_of_the_end_when_close_returns(
-    maxsize: int | None, pool: ParallelPool, beside: None, gate: Any
-) -> None:
+def test_a_running_task_hears_of_the_end_when_close_returns(maxsize: int | None, pool: ParallelPool, gate: Any) -> None:
     queue: DataQueue[str] = DataQueue(maxsize)
 
     def task() -> str:
@@ -367,7 +374,8 @@ def test_a_running_task_hears_of_the_end_when_close_returns(
     assert list(queue) == []
 
 
-def test_every_put_is_either_refused_or_arrives(pool: ParallelPool, beside: None) -> None:
+@pytest.mark.concurrent
+def test_every_put_is_either_refused_or_arrives(pool: ParallelPool) -> None:
     queue: DataQueue[Any] = DataQueue()
 
     def task(sender: int) -> int:
@@ -389,7 +397,8 @@ def test_every_put_is_either_refused_or_arrives(pool: ParallelPool, beside: None
     }
 
 
-def test_closing_releases_tasks_that_wait_for_room(pool: ParallelPool, beside: None, eventually: Any) -> None:
+@pytest.mark.concurrent
+def test_closing_releases_tasks_that_wait_for_room(pool: ParallelPool, eventually: Any) -> None:
     queue: DataQueue[int] = DataQueue(maxsize=1)
 
     def task() -> str:
@@ -405,9 +414,8 @@ def test_closing_releases_tasks_that_wait_for_room(pool: ParallelPool, beside: N
     assert [future.result(TIMEOUT_S) for future in futures] == ["released"] * 3
 
 
-def test_tasks_go_on_when_nobody_holds_the_queue_any_more(pool: ParallelPool, beside: None, make_pool: Any, gate: Any) -> None:
-    if not make_pool.is_in_processes:
-        pytest.skip("in this process the task holds it")
+@pytest.mark.processes
+def test_tasks_go_on_when_nobody_holds_the_queue_any_more(pool: ParallelPool) -> None:
     bounded: DataQueue[int] | None = DataQueue(maxsize=1)
     free: DataQueue[int] | None = DataQueue()
 
@@ -426,6 +434,8 @@ def test_tasks_go_on_when_nobody_holds_the_queue_any_more(pool: ParallelPool, be
 # --- what belongs where it was made -----------------------------------------------------------------------------------
 
 
+@pytest.mark.semantics
+@pytest.mark.processes
 def test_in_a_task_one_can_only_put(pool: ParallelPool) -> None:
     queue: DataQueue[int] = DataQueue()
     queue.put(1)
@@ -450,9 +460,8 @@ def test_a_task_may_have_a_queue_of_its_own(pool: ParallelPool) -> None:
 # --- workers that are lost --------------------------------------------------------------------------------------------
 
 
-def test_a_replaced_worker_puts_into_the_same_queue(make_pool: Any, marks: Any) -> None:
-    if not make_pool.is_in_processes:
-        pytest.skip("needs workers that can be killed")
+@pytest.mark.processes
+def test_a_replaced_worker_puts_into_the_same_queue(pool: ParallelPool, marks: Any) -> None:
     queue: DataQueue[Any] = DataQueue()
 
     def task(i: int) -> None:
@@ -461,29 +470,26 @@ def test_a_replaced_worker_puts_into_the_same_queue(make_pool: Any, marks: Any) 
             marks.add("killed")
             os.kill(os.getpid(), signal.SIGKILL)
 
-    with make_pool(2) as pool:
-        pool.parfor(task, range(12), chunk_size=1)
-        queue.close()
+    pool.parfor(task, range(12), chunk_size=1)
+    queue.close()
     arrived = by_sender(queue)
     assert set(arrived) == set(range(12))
     assert len({pid for pids in arrived.values() for pid in pids}) >= 2
 
 
-def test_a_killed_worker_that_waited_for_room_keeps_nobody_waiting(make_pool: Any, eventually: Any, marks: Any) -> None:
-    if not make_pool.is_in_processes:
-        pytest.skip("needs workers that can be killed")
+@pytest.mark.processes
+def test_a_killed_worker_that_waited_for_room_keeps_nobody_waiting(pool: ParallelPool, eventually: Any, marks: Any) -> None:
     queue: DataQueue[Any] = DataQueue(maxsize=1)
 
     def task(i: int) -> None:
         marks.add(f"pid {os.getpid()}")
         queue.put(i)
 
-    with make_pool(1) as pool:
-        queue.put("full")
-        future = pool.options(retries=1).parfeval(task, 1)
-        assert eventually(lambda: len(queue._end._putters) == 1)  # type: ignore[union-attr]
-        os.kill(int(marks.all()[0].split()[1]), signal.SIGKILL)
-        assert eventually(lambda: len(queue._end._putters) == 2, 60)  # type: ignore[union-attr]  # it runs again
-        assert take(queue, 3) == ["full", 1, 1]
-        future.result(TIMEOUT_S)
-        queue.close()
+    queue.put("full")
+    future = pool.options(retries=1).parfeval(task, 1)
+    assert eventually(lambda: len(queue._end._putters) == 1)  # type: ignore[union-attr]
+    os.kill(int(marks.all()[0].split()[1]), signal.SIGKILL)
+    assert eventually(lambda: len(queue._end._putters) == 2, 60)  # type: ignore[union-attr]  # it runs again
+    assert take(queue, 3) == ["full", 1, 1]
+    future.result(TIMEOUT_S)
+    queue.close()

@@ -29,12 +29,13 @@ def score(config: dict[str, Any]) -> dict[str, Any]:
     return {"accuracy": 1 - config["lr"] / config["depth"], "depth": -config["depth"]}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def sweep(pool: ParallelPool) -> Results:
     configs = [{"lr": lr, "depth": depth} for lr in (0.1, 0.4) for depth in (1, 2, 3)]
     return pool.parfor(score, configs, on_error="collect")
 
 
+@pytest.mark.everywhere
 def test_the_table_has_a_row_for_each_item(sweep: Results) -> None:
     frame = sweep.to_frame()
 
@@ -51,6 +52,7 @@ def test_the_table_has_a_row_for_each_item(sweep: Results) -> None:
     assert frame["started_at"].is_monotonic_increasing or frame["worker"].nunique() > 1
 
 
+@pytest.mark.concurrent
 def test_the_timeline_is_plausible(pool: ParallelPool) -> None:
     import time
 
@@ -84,6 +86,8 @@ def test_there_is_no_best_of_nothing(pool: ParallelPool) -> None:
         pool.parfor(score, []).best("accuracy")
 
 
+@pytest.mark.semantics
+@pytest.mark.processes
 def test_errors_stand_by_item(sweep: Results) -> None:
     assert list(sweep.errors) == [2, 5]
     assert {type(error) for error in sweep.errors.values()} == {ArithmeticError}
@@ -139,6 +143,8 @@ def test_names_that_raypool_uses_itself_are_not_lost(pool: ParallelPool) -> None
     assert frame.columns.is_unique
 
 
+@pytest.mark.semantics
+@pytest.mark.processes
 def test_results_can_be_saved(sweep: Results) -> None:
     import pickle
 
@@ -157,6 +163,7 @@ def test_an_empty_table(pool: ParallelPool) -> None:
     assert isinstance(frame, pd.DataFrame)
 
 
+@pytest.mark.everywhere
 def test_large_values_are_all_there(pool: ParallelPool) -> None:
     import numpy as np
 
