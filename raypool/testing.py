@@ -164,17 +164,20 @@ class SimBackend(InlineBackend):
             self._run_all([call])
 
     def _run_all(self, calls: list[_Call]) -> None:
-        """Run a call, or all ranks of a gang; none if one is to die first, as the others would wait for it until they are stopped."""
+        """Run a call, or all ranks of a gang; none if one is to die first, for which the others would wait until stopped.
+
+        Ranks that have run end together: what each has raised is known, and not only that of the first to answer.
+        """
         dying = [call for call in calls if call.dies_first]
         for call in [] if dying else calls:
             super().run(call.worker_id, call.attempt_id, call.parts, call.functions, None)
+        longest_s = max(call.seconds * sum(part.num_items for part in call.parts) for call in calls)
         for call in dying or calls:
-            self._finish(call)
+            self._finish(call, longest_s)
 
-    def _finish(self, call: _Call) -> None:
-        """Let a call end: with what the worker answers, or with its death."""
-        ends_at = self._clock.now() + call.seconds * sum(part.num_items for part in call.parts)
-        self._dice.note(call.worker_id, Course(call.attempt_id, ends_at, len(call.parts)))
+    def _finish(self, call: _Call, longest_s: float) -> None:
+        """Let a call end: with what the worker answers, or with its death. It takes so long at most; a rank always does."""
+        self._dice.note(call.worker_id, Course(call.attempt_id, self._clock.now() + longest_s, len(call.parts)))
         event, what = self._answers.pop(call.worker_id, (None, None))
         num_done = 1
         if isinstance(event, m.AttemptFinished):
@@ -184,7 +187,7 @@ class SimBackend(InlineBackend):
                 result.started_at = self._clock.now()
         if call.is_lost:
             event, what = m.WorkerLost(call.worker_id, LossReason.EXIT), "it was planned that it would die"
-        self._clock.put_later(call.seconds * num_done, (event, what))
+        self._clock.put_later(longest_s if call.parts[0].is_rank else call.seconds * num_done, (event, what))
 
     def signal(self, worker_id: int, attempt_id: int, task_id: int, wish: m.Signal) -> None:
         """Let a call that is told to end come back soon, or lose its worker. The function has run already."""
