@@ -30,15 +30,10 @@ def add_up(context: Any) -> int:
     return context.all_reduce(context.rank + 1)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def warm(pool: ParallelPool) -> None:
-    """Make a first call: what it starts in the pool (the thread of its exchange, say) stays as long as the pool."""
-    assert list(pool.spmd(add_up)) == [6, 6, 6]
-
-
 # --- its ranks --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.everywhere
 def test_each_worker_is_a_rank(pool: ParallelPool) -> None:
     def fn(context: Any, *args: Any) -> Any:
         task = current_task()
@@ -49,6 +44,7 @@ def test_each_worker_is_a_rank(pool: ParallelPool) -> None:
     assert list(composite) == [(rank, 3, rank, rank, 1, ("a", 2)) for rank in range(3)]
 
 
+@pytest.mark.everywhere
 def test_the_ranks_are_there_at_the_same_time(pool: ParallelPool) -> None:
     """Also on a pool whose tasks run one after the other."""
 
@@ -61,6 +57,7 @@ def test_the_ranks_are_there_at_the_same_time(pool: ParallelPool) -> None:
     assert list(pool.spmd(fn)) == [[2, 12, 22], [0, 10, 20], [1, 11, 21]]
 
 
+@pytest.mark.everywhere
 def test_all_collectives(pool: ParallelPool) -> None:
     def fn(context: Any) -> Any:
         import torch
@@ -93,6 +90,7 @@ def test_all_collectives(pool: ParallelPool) -> None:
         )
 
 
+@pytest.mark.everywhere
 def test_one_to_one(pool: ParallelPool) -> None:
     def fn(context: Any) -> Any:
         import torch
@@ -109,21 +107,26 @@ def test_one_to_one(pool: ParallelPool) -> None:
     assert list(pool.spmd(fn)) == [({"a": 1}, [0, 1, 2]), None, None]
 
 
+@pytest.mark.everywhere
 def test_calls_one_after_the_other(pool: ParallelPool) -> None:
-    for _ in range(30):
+    for _ in range(10):
         assert list(pool.spmd(add_up)) == [6, 6, 6]
     assert list(pool.parfor(abs, [-1, -2])) == [1, 2]
     assert list(pool.spmd(add_up)) == [6, 6, 6]
 
 
-@pytest.mark.parametrize("workers", [[2, 0], [1], (0, 1, 2), [2, 1, 0], 2, 1])
-def test_some_workers(pool: ParallelPool, workers: Any) -> None:
-    composite = pool.spmd(lambda context: (current_task().worker, context.world_size, context.all_reduce(1)), workers=workers)
-    count = workers if isinstance(workers, int) else len(workers)
-    assert [seen[1:] for seen in composite] == [(count, count)] * count
-    assert tuple(seen[0] for seen in composite) == composite.workers
-    if not isinstance(workers, int):
-        assert composite.workers == tuple(workers)
+@pytest.mark.everywhere
+def test_some_workers(pool: ParallelPool) -> None:
+    def look(context: Any) -> tuple[int, int, int]:
+        return current_task().worker, context.world_size, context.all_reduce(1)
+
+    for workers in ([2, 0], [1], (0, 1, 2), [2, 1, 0], 2, 1):
+        composite = pool.spmd(look, workers=workers)
+        count = workers if isinstance(workers, int) else len(workers)
+        assert [seen[1:] for seen in composite] == [(count, count)] * count
+        assert tuple(seen[0] for seen in composite) == composite.workers
+        if not isinstance(workers, int):
+            assert composite.workers == tuple(workers)
 
 
 def test_no_workers_means_this_process(pool: ParallelPool) -> None:
@@ -131,6 +134,7 @@ def test_no_workers_means_this_process(pool: ParallelPool) -> None:
     assert list(composite) == [(os.getpid(), 1, 3)]
 
 
+@pytest.mark.arguments
 @pytest.mark.parametrize(
     ("workers", "kind", "words"),
     [
@@ -147,6 +151,8 @@ def test_a_wrong_choice_of_workers(pool: ParallelPool, workers: Any, kind: type[
         pool.spmd(add_up, workers=workers)
 
 
+@pytest.mark.semantics
+@pytest.mark.processes
 def test_a_call_within_a_task_has_one_rank(pool: ParallelPool) -> None:
     def alone(item: int) -> list[Any]:
         return list(pool.spmd(lambda context: (context.rank, context.world_size, context.all_reduce(item))))
@@ -160,6 +166,8 @@ def test_a_call_within_a_task_has_one_rank(pool: ParallelPool) -> None:
     assert list(pool.spmd(add_up)) == [6, 6, 6]
 
 
+@pytest.mark.semantics
+@pytest.mark.processes
 def test_a_function_runs_by_itself(pool: ParallelPool) -> None:
     def fn(context: Any) -> Any:
         import torch
@@ -176,6 +184,8 @@ def test_a_function_runs_by_itself(pool: ParallelPool) -> None:
     assert fn(SpmdContext()) == there == [[1.0, 1.0], ["a"], 5, [0, 1], (0, 1)]
 
 
+@pytest.mark.semantics
+@pytest.mark.processes
 def test_arguments_are_those_of_the_time_of_the_call(pool: ParallelPool, make_pool: Any) -> None:
     """On Ray each rank has its own; in this process they are objects of the caller's."""
     items = [1]
@@ -187,6 +197,7 @@ def test_arguments_are_those_of_the_time_of_the_call(pool: ParallelPool, make_po
 # --- its future -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.everywhere
 def test_a_future_of_it_is_like_any_other(pool: ParallelPool) -> None:
     future = pool.options(name="sum").spmd_async(add_up)
     assert wait([future], 60)
@@ -198,6 +209,7 @@ def test_a_future_of_it_is_like_any_other(pool: ParallelPool) -> None:
     assert not future.cancel()
 
 
+@pytest.mark.everywhere
 def test_reports_have_the_rank(pool: ParallelPool) -> None:
     def fn(context: Any) -> None:
         for step in range(2):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -18,19 +17,12 @@ from raypool import (
     PoolClosedError,
     SerializationError,
     current_task,
+    parpool,
 )
 
 pytestmark = pytest.mark.semantics
 
 TIMEOUT_S = 30.0
-
-
-@pytest.fixture(scope="module")
-def pool(make_pool: Any, by_value: None) -> Iterator[ParallelPool]:
-    """Give a pool whose store has its thread already (in this process), which then is nothing that a test leaves behind."""
-    with make_pool(3) as pool:
-        assert len(pool.store) == 0
-        yield pool
 
 
 @pytest.fixture(autouse=True)
@@ -42,13 +34,7 @@ def empty_store(request: pytest.FixtureRequest) -> None:
             store.remove(key)
 
 
-@pytest.fixture
-def beside(make_pool: Any) -> None:
-    """Leave out pools whose tasks do not run beside whoever has called them."""
-    if not make_pool.is_concurrent:
-        pytest.skip("a task would wait for the thread that it runs in")
-
-
+@pytest.mark.everywhere
 def test_what_tasks_put_is_read_here_and_by_other_tasks(pool: ParallelPool) -> None:
     def put(i: int) -> None:
         current_task().store[("square", i)] = i * i
@@ -59,7 +45,8 @@ def test_what_tasks_put_is_read_here_and_by_other_tasks(pool: ParallelPool) -> N
     assert list(pool.parfor(lambda i: current_task().store["square", i], range(5))) == [0, 1, 4, 9, 16]
 
 
-def test_what_is_put_here_is_read_by_tasks_however_the_store_gets_there(pool: ParallelPool, make_pool: Any) -> None:
+@pytest.mark.everywhere
+def test_what_is_put_here_is_read_by_tasks_however_the_store_gets_there(pool: ParallelPool) -> None:
     store = pool.store
     store["model"] = np.arange(200_000.0)
 
@@ -68,12 +55,12 @@ def test_what_is_put_here_is_read_by_tasks_however_the_store_gets_there(pool: Pa
 
     assert pool.parfeval(read, store, "model").result(TIMEOUT_S) == [199_999.0] * 4
     assert pool.parfeval(lambda: {"store": [store]}).result(TIMEOUT_S)["store"][0] is store
-    with make_pool(1) as other:
-        back = other.parfeval(lambda: current_task().store).result(TIMEOUT_S)
-        back["from here"] = 1
-        assert other.store.keys() == ["from here"]
+    back = pool.parfeval(lambda: current_task().store).result(TIMEOUT_S)
+    back["from here"] = 1
+    assert pool.store["from here"] == 1
 
 
+@pytest.mark.everywhere
 def test_everything_that_a_store_can_do_works_in_a_task(pool: ParallelPool) -> None:
     def task() -> list[Any]:
         store = current_task().store
@@ -92,6 +79,8 @@ def test_everything_that_a_store_can_do_works_in_a_task(pool: ParallelPool) -> N
     assert "a" not in pool.store
 
 
+@pytest.mark.semantics
+@pytest.mark.processes
 def test_a_loop_in_a_task_and_one_that_runs_here_use_the_pools_store(pool: ParallelPool) -> None:
     def put(i: int) -> None:
         current_task().store[i] = i
@@ -101,7 +90,8 @@ def test_a_loop_in_a_task_and_one_that_runs_here_use_the_pools_store(pool: Paral
     assert sorted(pool.store.keys()) == [0, 1, 2, 3, 4]
 
 
-def test_a_running_task_waits_for_what_is_put_later(pool: ParallelPool, beside: None) -> None:
+@pytest.mark.concurrent
+def test_a_running_task_waits_for_what_is_put_later(pool: ParallelPool) -> None:
     def task(i: int) -> Any:
         current_task().store["ready", i] = True
         return current_task().store.wait("start", TIMEOUT_S)
@@ -114,7 +104,8 @@ def test_a_running_task_waits_for_what_is_put_later(pool: ParallelPool, beside: 
     assert [future.result(TIMEOUT_S) for future in futures] == ["go", "go"]
 
 
-def test_a_task_that_waits_can_be_cancelled(pool: ParallelPool, beside: None, check_pool: Any) -> None:
+@pytest.mark.concurrent
+def test_a_task_that_waits_can_be_cancelled(pool: ParallelPool, check_pool: Any) -> None:
     def task() -> None:
         current_task().store["waits"] = True
         current_task().store.wait("never")
@@ -125,6 +116,7 @@ def test_a_task_that_waits_can_be_cancelled(pool: ParallelPool, beside: None, ch
     check_pool(pool)
 
 
+@pytest.mark.everywhere
 def test_changes_by_tasks_are_told_here(pool: ParallelPool, eventually: Any) -> None:
     seen: list[Any] = []
     listener = pool.store.on_change(lambda store, key: seen.append((key, key in store)))
@@ -137,7 +129,8 @@ def test_changes_by_tasks_are_told_here(pool: ParallelPool, eventually: Any) -> 
     assert len(seen) == 11
 
 
-def test_changes_are_told_in_tasks_too(pool: ParallelPool, beside: None) -> None:
+@pytest.mark.concurrent
+def test_changes_are_told_in_tasks_too(pool: ParallelPool) -> None:
     def task() -> list[Any]:
         changes: DataQueue[Any] = DataQueue()
         listener = current_task().store.on_change(lambda store, key: changes.put((key, store[key])))
@@ -152,9 +145,8 @@ def test_changes_are_told_in_tasks_too(pool: ParallelPool, beside: None) -> None
     assert future.result(TIMEOUT_S) == [("listens", 0), ("answer", 42)]
 
 
-def test_on_ray_who_reads_gets_a_copy_of_what_the_value_was(pool: ParallelPool, make_pool: Any) -> None:
-    if not make_pool.is_in_processes:
-        pytest.skip("in this process it is the value itself")
+@pytest.mark.processes
+def test_on_ray_who_reads_gets_a_copy_of_what_the_value_was(pool: ParallelPool) -> None:
     value = [1]
     pool.store["list"] = value
     value.append(2)
@@ -164,6 +156,8 @@ def test_on_ray_who_reads_gets_a_copy_of_what_the_value_was(pool: ParallelPool, 
         pool.store["lock"] = threading.Lock()
 
 
+@pytest.mark.semantics
+@pytest.mark.threads
 def test_each_pool_has_a_store_of_its_own_which_ends_with_it(make_pool: Any, pool: ParallelPool) -> None:
     with make_pool(1) as other:
         other.store["mine"] = 1
@@ -176,14 +170,16 @@ def test_each_pool_has_a_store_of_its_own_which_ends_with_it(make_pool: Any, poo
             use()
 
 
-def test_the_store_of_another_pool_is_refused_in_a_task(make_pool: Any, pool: ParallelPool) -> None:
-    if not make_pool.is_in_processes:
-        pytest.skip("in this process any store can be reached")
-    store = pool.store
-    with make_pool(1) as other, pytest.raises(InvalidValueError, match="the store of another pool"):
-        other.parfeval(lambda: store.keys()).result(TIMEOUT_S)
+@pytest.mark.processes
+def test_the_store_of_another_pool_is_refused_in_a_task(pool: ParallelPool) -> None:
+    with parpool(1, profile="threads", quiet=True) as other:
+        store = other.store
+        with pytest.raises(InvalidValueError, match="the store of another pool"):
+            pool.parfeval(lambda: store.keys()).result(TIMEOUT_S)
 
 
+@pytest.mark.semantics
+@pytest.mark.threads
 def test_who_waits_or_listens_is_released_at_the_end_of_the_pool(make_pool: Any, eventually: Any) -> None:
     pool = make_pool(1)
     errors: list[BaseException] = []
@@ -205,10 +201,8 @@ def test_who_waits_or_listens_is_released_at_the_end_of_the_pool(make_pool: Any,
     assert eventually(lambda: not any(other.name == "raypool-store" for other in threading.enumerate()))
 
 
-def test_what_a_worker_has_put_outlives_it(make_pool: Any) -> None:
-    if not make_pool.is_in_processes:
-        pytest.skip("needs workers that can be killed")
-
+@pytest.mark.processes
+def test_what_a_worker_has_put_outlives_it(pool: ParallelPool) -> None:
     def task() -> Any:
         store = current_task().store
         if "checkpoint" in store:
@@ -216,6 +210,5 @@ def test_what_a_worker_has_put_outlives_it(make_pool: Any) -> None:
         store["checkpoint"] = np.full(300_000, 7.0)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    with make_pool(1) as pool:
-        assert float(pool.parfeval(task).result(60)[-1]) == 7.0
-        assert float(pool.store["checkpoint"][0]) == 7.0
+    assert float(pool.parfeval(task).result(60)[-1]) == 7.0
+    assert float(pool.store["checkpoint"][0]) == 7.0

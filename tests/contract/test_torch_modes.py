@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from raypool import ParallelPool
 from raypool.engine.torch_modes import TorchModes, torch_modes
 
 from .conftest import PoolMaker
-
-pytestmark = pytest.mark.semantics
 
 
 def here() -> tuple[int, int, TorchModes]:
@@ -22,7 +21,7 @@ def here() -> tuple[int, int, TorchModes]:
 
 
 @pytest.mark.concurrent
-def test_a_cancelled_task_leaves_no_mode_of_torchs_behind(make_pool: PoolMaker, gate: Any, marks: Any, eventually: Any) -> None:
+def test_a_cancelled_task_leaves_no_mode_of_torchs_behind(pool: ParallelPool, gate: Any, marks: Any, eventually: Any) -> None:
     """As if it had been interrupted in `__exit__`, before that has switched anything back."""
 
     def hang() -> None:
@@ -31,13 +30,13 @@ def test_a_cancelled_task_leaves_no_mode_of_torchs_behind(make_pool: PoolMaker, 
         marks.add("hangs")
         gate.wait()
 
-    with make_pool(1) as pool:
-        before = pool.submit(here).result(60)
-        future = pool.submit(hang)
-        assert eventually(lambda: marks.count("hangs"))
-        assert future.cancel()
-        assert pool.submit(here).result(60) == before
-        assert before[2].is_grad_enabled
+    view = pool.options(worker=0)
+    before = view.submit(here).result(60)
+    future = view.submit(hang)
+    assert eventually(lambda: marks.count("hangs"), 60)
+    assert future.cancel()
+    assert view.submit(here).result(60) == before
+    assert before[2].is_grad_enabled
 
 
 @pytest.mark.threads
