@@ -185,7 +185,8 @@ def no_process_or_file_is_left() -> Iterator[None]:
     yield
     if "raypool.folders" in sys.modules:  # what ran outside a pool has a folder as long as this process
         sys.modules["raypool.folders"]._of_process.remove()
-    gc.collect()  # pools that were made for one call go with it, and their folders
+    if strays() - before or groups_left() - shared.size > groups or files_left():
+        gc.collect()  # pools that were made for one call go with it, and their folders
     assert poll(lambda: not strays() - before), [psutil.Process(pid).cmdline() for pid in strays() - before]
     assert poll(lambda: groups_left() - shared.size <= groups)
     assert poll(lambda: not files_left()), files_left()
