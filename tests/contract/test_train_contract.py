@@ -1,6 +1,6 @@
 """What a training does on every kind of pool: Ray Train's functions in the loop, checkpoints, stop, what is left afterwards.
 
-On Ray two workers are the ranks; "threads" and "inline" have one rank, in this process, and need no Ray that runs.
+On Ray three workers are the ranks; "threads" and "inline" have one rank, in this process, and need no Ray that runs.
 """
 
 from __future__ import annotations
@@ -8,8 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,17 +30,9 @@ pytest.importorskip("torch")
 pytestmark = [pytest.mark.semantics, pytest.mark.timeout(120)]
 
 
-@pytest.fixture(scope="module")
-def pool(make_pool: Any, by_value: None) -> Iterator[ParallelPool]:
-    """Give a pool of two workers, which the tests of this file share."""
-    with make_pool(2) as pool:
-        pool.train(lambda: None).result(60)  # what a first training starts in the pool stays as long as the pool
-        yield pool
-
-
 @pytest.fixture
 def size(make_pool: Any) -> int:
-    return 2 if make_pool.is_in_processes else 1
+    return 3 if make_pool.is_in_processes else 1
 
 
 @pytest.fixture
@@ -55,10 +46,10 @@ def train(pool: ParallelPool, tmp_path: Path) -> Callable[..., Any]:
     return run
 
 
-def culprit(train: Callable[..., Any], loop: Callable[..., Any], **options: Any) -> BaseException:
+def culprit(train: Callable[..., Any], loop: Callable[..., Any], config: Any = None) -> BaseException:
     """Return why a training fails."""
     with pytest.raises(TrainingError) as caught:
-        train(loop, **options)
+        train(loop, config)
     assert caught.value.__cause__ is not None
     return caught.value.__cause__
 
@@ -93,6 +84,7 @@ def epochs(config: dict[str, Any]) -> list[int]:
 # --- the loop ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.everywhere
 def test_what_a_loop_finds_out(train: Callable[..., Any], size: int) -> None:
     def loop(config: dict[str, Any]) -> Any:
         import ray.train
@@ -118,12 +110,15 @@ def test_what_a_loop_finds_out(train: Callable[..., Any], size: int) -> None:
     assert (result.metrics, result.checkpoint, result.path) == ({}, None, None)
 
 
+@pytest.mark.semantics
+@pytest.mark.processes
 def test_a_loop_without_an_argument(train: Callable[..., Any], size: int) -> None:
     assert train(lambda: "done", {"ignored": 1}).values == ["done"] * size
     assert train(lambda config: config).values == [{}] * size
     assert train(lambda a=5: a, {"ignored": 1}).values == [5] * size
 
 
+@pytest.mark.everywhere
 def test_barrier_and_broadcast(train: Callable[..., Any], size: int) -> None:
     def loop() -> Any:
         import ray.train
@@ -136,6 +131,7 @@ def test_barrier_and_broadcast(train: Callable[..., Any], size: int) -> None:
     assert train(loop).values == [({"from": 0}, "0")] * size
 
 
+@pytest.mark.everywhere
 def test_metrics(train: Callable[..., Any], size: int) -> None:
     def loop() -> None:
         import ray.train
@@ -155,6 +151,8 @@ def test_metrics(train: Callable[..., Any], size: int) -> None:
     assert frame.groupby("rank")["own"].count().to_dict() == dict.fromkeys(range(size), 3)
 
 
+@pytest.mark.semantics
+@pytest.mark.processes
 def test_metrics_of_any_kind(train: Callable[..., Any]) -> None:
     """They are what they were when they were reported."""
 
@@ -171,48 +169,48 @@ def test_metrics_of_any_kind(train: Callable[..., Any]) -> None:
     assert metrics == {"none": None, "some": [1, None, {"a": (2,)}], "text": "x" * 1000, "yes": True}
 
 
-@pytest.mark.parametrize(
-    ("make", "text"),
-    [
-        (lambda torch: {"loss": torch.tensor(1.0)}, r"report loss\.item\(\)"),
-        (lambda torch: {"loss": [torch.tensor(1.0)]}, r"report\(loss=...\) got a list"),
-        (lambda torch: {"loss": (x for x in [])}, "cannot be pickled"),
-        (lambda torch: 0.5, "got a float. Metrics are a dict"),
-        (lambda torch: None, "got a NoneType. Metrics are a dict"),
-        (lambda torch: {1: 0.5}, "Metrics are a dict"),
-    ],
-    ids=["tensor", "tensors", "generator", "float", "None", "number"],
-)
-def test_metrics_that_cannot_be_reported(train: Callable[..., Any], make: Callable[[Any], Any], text: str) -> None:
-    def loop() -> None:
-        import ray.train
-        import torch
+def test_metrics_that_cannot_be_reported(train: Callable[..., Any]) -> None:
+    import torch
 
-        ray.train.report(make(torch))
+    cases: list[tuple[Callable[[], Any], str]] = [
+        (lambda: {"loss": torch.tensor(1.0)}, r"report loss\.item\(\)"),
+        (lambda: {"loss": [torch.tensor(1.0)]}, r"report\(loss=...\) got a list"),
+        (lambda: {"loss": (x for x in [])}, "cannot be pickled"),
+        (lambda: 0.5, "got a float. Metrics are a dict"),
+        (lambda: None, "got a NoneType. Metrics are a dict"),
+        (lambda: {1: 0.5}, "Metrics are a dict"),
+    ]
+    for make, text in cases:
 
-    error = culprit(train, loop)
-    assert type(error) is InvalidTypeError
-    assert re.search(text, str(error))
+        def loop(make: Callable[[], Any] = make) -> None:
+            import ray.train
+
+            ray.train.report(make())
+
+        error = culprit(train, loop)
+        assert type(error) is InvalidTypeError
+        assert re.search(text, str(error))
 
 
-@pytest.mark.parametrize("what", ["get_storage", "get_dataset_shard", "validation"])
-def test_what_needs_the_managed_lane(train: Callable[..., Any], tmp_path: Path, what: str) -> None:
+def test_what_needs_the_managed_lane(train: Callable[..., Any], tmp_path: Path) -> None:
     def loop(config: dict[str, Any]) -> None:
         import ray.train
 
-        if what == "get_storage":
+        if config["what"] == "get_storage":
             ray.train.get_context().get_storage()
-        elif what == "get_dataset_shard":
+        elif config["what"] == "get_dataset_shard":
             ray.train.get_dataset_shard("train")
         else:
             ray.train.report({}, checkpoint=ray.train.Checkpoint.from_directory(str(tmp_path)), validation=True)
 
-    error = culprit(train, loop)
-    assert type(error) is InvalidValueError
-    assert 'lane="managed"' in str(error)
-    assert what in str(error)
+    for what in ("get_storage", "get_dataset_shard", "validation"):
+        error = culprit(train, loop, {"what": what})
+        assert type(error) is InvalidValueError
+        assert 'lane="managed"' in str(error)
+        assert what in str(error)
 
 
+@pytest.mark.everywhere
 def test_an_exception_is_the_users_own(train: Callable[..., Any], pool: ParallelPool) -> None:
     def loop() -> None:
         import ray.train
@@ -230,6 +228,7 @@ def test_an_exception_is_the_users_own(train: Callable[..., Any], pool: Parallel
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.everywhere
 def test_a_run_goes_on_from_its_last_checkpoint(train: Callable[..., Any], size: int, tmp_path: Path) -> None:
     first = train(epochs, {"epochs": 2})
     assert first.values == [[0, 1]] * size
@@ -242,6 +241,8 @@ def test_a_run_goes_on_from_its_last_checkpoint(train: Callable[..., Any], size:
     assert other.values == [[2, 3]] * size
 
 
+@pytest.mark.semantics
+@pytest.mark.processes
 def test_so_many_checkpoints_are_kept(train: Callable[..., Any], tmp_path: Path) -> None:
     result = train(epochs, {"epochs": 5}, keep_checkpoints=2, best_metric="loss", best_mode="max")
     folders = sorted(path.name for path in (tmp_path / "run").iterdir() if path.is_dir())
@@ -249,6 +250,7 @@ def test_so_many_checkpoints_are_kept(train: Callable[..., Any], tmp_path: Path)
     assert Path(result.best_checkpoint.path).name == "checkpoint_000001"
 
 
+@pytest.mark.everywhere
 def test_what_a_loop_sees_of_its_checkpoints(train: Callable[..., Any], size: int) -> None:
     """Each rank puts in its part, and all see the whole."""
 
@@ -275,6 +277,8 @@ def test_what_a_loop_sees_of_its_checkpoints(train: Callable[..., Any], size: in
     assert train(loop).values == [expected] * size
 
 
+@pytest.mark.semantics
+@pytest.mark.processes
 def test_upload_modes(train: Callable[..., Any], size: int, tmp_path: Path) -> None:
     def loop(config: dict[str, Any]) -> Any:
         import shutil
@@ -333,6 +337,7 @@ def test_a_checkpoint_in_remote_storage_is_brought_here(train: Callable[..., Any
     assert [path.name for path in Path(result.checkpoint.path).iterdir()] == ["state.json"]
 
 
+@pytest.mark.semantics
 @pytest.mark.parametrize("what", ["missing", "file", "text", "name", "around", "upload", "returned"])
 def test_checkpoints_that_are_none(train: Callable[..., Any], tmp_path: Path, what: str) -> None:
     (tmp_path / "file").touch()
@@ -375,6 +380,8 @@ def test_checkpoints_that_are_none(train: Callable[..., Any], tmp_path: Path, wh
     assert left == []
 
 
+@pytest.mark.semantics
+@pytest.mark.processes
 def test_a_folder_that_cannot_be_made(train: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(TrainingError) as caught:
@@ -395,7 +402,7 @@ def test_what_a_killed_run_has_left_is_removed(train: Callable[..., Any], tmp_pa
 
 
 @pytest.mark.concurrent
-def test_ranks_stop_together(pool: ParallelPool, size: int, tmp_path: Path) -> None:
+def test_ranks_stop_together(pool: ParallelPool, size: int, eventually: Callable[..., bool]) -> None:
     """Whenever the wish comes, all find it after the same report; between two reports nothing changes."""
 
     def loop() -> tuple[int, bool]:
@@ -409,9 +416,7 @@ def test_ranks_stop_together(pool: ParallelPool, size: int, tmp_path: Path) -> N
         return -1, False
 
     run = pool.train(loop)
-    while run.metrics.empty:
-        assert not run.done()
-        threading.Event().wait(0.01)
+    assert eventually(lambda: not run.metrics.empty)
     run.request_stop()
     values = run.result(60).values
     assert values == [(values[0][0], False)] * size
@@ -462,11 +467,15 @@ def assert_nothing_is_left(pool: ParallelPool) -> None:
     assert list(pool.parfor(look, range(4))) == [(True, False, 1, False)] * 4
 
 
+@pytest.mark.semantics
+@pytest.mark.processes
 def test_nothing_is_left_afterwards(train: Callable[..., Any], pool: ParallelPool) -> None:
     train(epochs, {"epochs": 1})
     assert_nothing_is_left(pool)
 
 
+@pytest.mark.semantics
+@pytest.mark.processes
 def test_threads_of_the_loop_belong_to_it(train: Callable[..., Any], size: int) -> None:
     def loop() -> int:
         import threading
@@ -482,6 +491,8 @@ def test_threads_of_the_loop_belong_to_it(train: Callable[..., Any], size: int) 
     assert train(loop).values == [size] * size
 
 
+@pytest.mark.semantics
+@pytest.mark.processes
 def test_a_training_in_a_training(train: Callable[..., Any], size: int) -> None:
     """Inside a task a pool is a serial one; afterwards the outer training goes on."""
 
@@ -505,14 +516,16 @@ def test_a_training_in_a_training(train: Callable[..., Any], size: int) -> None:
     assert result.metrics_frame["outer"].tolist() == [1, 2]
 
 
+@pytest.mark.semantics
+@pytest.mark.processes
 def test_many_trainings(train: Callable[..., Any], size: int) -> None:
-    for _ in range(10):
+    for _ in range(5):
         assert train(lambda config: config["a"], {"a": 3}).values == [3] * size
     assert math.isfinite(train(epochs, {"epochs": 3}).metrics["loss"])
 
 
 @pytest.mark.threads
-def test_two_trainings_in_one_process(pool: ParallelPool, make_gate: Any) -> None:
+def test_two_trainings_in_one_process(pool: ParallelPool, make_gate: Any, eventually: Callable[..., bool]) -> None:
     """Each thread finds its own training, also while others begin and end."""
     gate = make_gate()
 
@@ -528,8 +541,7 @@ def test_two_trainings_in_one_process(pool: ParallelPool, make_gate: Any) -> Non
         return seen
 
     halves = [pool.options(name=f"half-{number}").train(loop, {"name": number}, workers=[number]) for number in range(2)]
-    while any(half.metrics.empty for half in halves):
-        threading.Event().wait(0.01)
+    assert eventually(lambda: not any(half.metrics.empty for half in halves))
     import ray.train
 
     with pytest.raises(RuntimeError, match="belongs to no training"):
@@ -555,6 +567,7 @@ def test_a_group_of_the_users_own_is_left_alone(pool: ParallelPool) -> None:
         dist.destroy_process_group()
 
 
+@pytest.mark.ci
 def test_no_ray_is_started(run_python: Callable[..., Any]) -> None:
     run_python(
         """

@@ -25,6 +25,7 @@ def ten_times(x: int) -> int:
     return 10 * x
 
 
+@pytest.mark.everywhere
 def test_after_each_then_after_all(pool: ParallelPool) -> None:
     """Scenario 24: callbacks here, a failing element skipped."""
     called: list[int] = []
@@ -46,6 +47,7 @@ def test_after_each_then_after_all(pool: ParallelPool) -> None:
     assert not any(future.read for future in [*futures, *followers])
 
 
+@pytest.mark.everywhere
 def test_whoever_asks_is_given_the_failing_ones_too(pool: ParallelPool) -> None:
     """Scenario 24: a failing element skipped unless asked for."""
     futures = [pool.parfeval(ten_times, x) for x in range(3)]
@@ -57,6 +59,8 @@ def test_whoever_asks_is_given_the_failing_ones_too(pool: ParallelPool) -> None:
     assert errors.result(60) == [None, None, futures[2].error]
 
 
+@pytest.mark.semantics
+@pytest.mark.threads
 def test_the_calls_are_made_here_one_after_the_other_in_one_thread(pool: ParallelPool) -> None:
     inside, most = 0, 0
     names = []
@@ -111,6 +115,8 @@ def test_the_new_futures_can_be_read_like_others(pool: ParallelPool) -> None:
     assert story.running_duration_s >= 0
 
 
+@pytest.mark.semantics
+@pytest.mark.threads
 def test_what_the_function_raises_is_the_new_futures_error(pool: ParallelPool, check_pool: Any) -> None:
     def fail(value: Any) -> None:
         raise KeyError(value)
@@ -145,6 +151,7 @@ def test_futures_that_have_ended_long_ago(pool: ParallelPool) -> None:
     assert after_all(futures, list).result(60) == [0, 1, 2]
 
 
+@pytest.mark.everywhere
 def test_futures_of_several_pools(pool: ParallelPool) -> None:
     with parpool(1, profile="threads", quiet=True) as other:
         futures = [pool.parfeval(abs, -1), other.parfeval(abs, -2), pool.parfeval(abs, -3)]
@@ -154,12 +161,16 @@ def test_futures_of_several_pools(pool: ParallelPool) -> None:
         assert wait(futures)
 
 
+@pytest.mark.semantics
+@pytest.mark.threads
 def test_the_function_may_hand_in_more_work(pool: ParallelPool) -> None:
     """Unlike a done callback, which the pool itself would wait for, it may also wait for that work."""
     followers = after_each([pool.parfeval(abs, x) for x in range(3)], lambda x: list(pool.parfor(abs, [x, -x])))
     assert fetch_outputs(followers) == [[0, 0], [1, 1], [2, 2]]
 
 
+@pytest.mark.semantics
+@pytest.mark.threads
 def test_the_function_is_told_that_it_would_wait_for_itself(pool: ParallelPool) -> None:
     futures = [pool.parfeval(abs, x) for x in range(3)]
     assert wait(futures, 60), "so the calls are made in this order"
@@ -220,6 +231,8 @@ def test_a_call_that_has_not_begun_can_be_cancelled(pool: ParallelPool, gate: An
     assert called == []
 
 
+@pytest.mark.semantics
+@pytest.mark.threads
 def test_a_call_that_runs_here_cannot_be_cancelled(pool: ParallelPool) -> None:
     begun, end = threading.Event(), threading.Event()
 
@@ -240,6 +253,7 @@ def test_a_call_that_runs_here_cannot_be_cancelled(pool: ParallelPool) -> None:
 # --- bad input --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.arguments
 def test_only_futures_and_functions_are_taken(pool: ParallelPool) -> None:
     future = pool.parfeval(abs, 1)
     for function in (after_each, after_all):
@@ -258,40 +272,40 @@ def test_only_futures_and_functions_are_taken(pool: ParallelPool) -> None:
 
 
 @pytest.mark.concurrent
-def test_as_completed_yields_one_that_is_cancelled_while_it_runs(make_pool: Any, gate: Any, eventually: Any) -> None:
-    with make_pool(2) as pool:
-        running, other = pool.parfeval(gate.wait), pool.parfeval(gate.wait)
-        assert eventually(lambda: running.running() and other.running())
-        ended = concurrent.futures.as_completed([running, other], 60)
-        assert running.cancel()
-        assert next(ended) is running
-        assert concurrent.futures.wait([running, other], 60, concurrent.futures.FIRST_COMPLETED).done == {running}
-        gate.open()
-        assert next(ended) is other
-        assert pool.parfeval(abs, -1).result(60) == 1
+def test_as_completed_yields_one_that_is_cancelled_while_it_runs(pool: ParallelPool, gate: Any, eventually: Any) -> None:
+    running, other = pool.parfeval(gate.wait), pool.parfeval(gate.wait)
+    assert eventually(lambda: running.running() and other.running())
+    ended = concurrent.futures.as_completed([running, other], 60)
+    assert running.cancel()
+    assert next(ended) is running
+    assert concurrent.futures.wait([running, other], 60, concurrent.futures.FIRST_COMPLETED).done == {running}
+    gate.open()
+    assert next(ended) is other
+    assert pool.parfeval(abs, -1).result(60) == 1
 
 
 @pytest.mark.concurrent
-def test_fetch_next_and_callbacks_meet_one_that_is_cancelled_while_it_runs(make_pool: Any, gate: Any, eventually: Any) -> None:
-    with make_pool(1) as pool:
-        running = pool.parfeval(gate.wait)
-        followers = after_each([running], lambda future: future.state, pass_future=True)
-        skipped = after_each([running], str)
-        seen: list[str] = []
-        running.add_done_callback(lambda future: seen.append(future.state))
-        assert eventually(running.running)
-        assert running.cancel()
-        with pytest.raises(CancelledError):
-            fetch_next([running], timeout_s=60)
-        assert running.read
-        assert seen == ["cancelled"]
-        assert followers[0].result(60) == "cancelled"
-        assert wait(skipped, 60)
-        assert skipped[0].state == "cancelled"
+def test_fetch_next_and_callbacks_meet_one_that_is_cancelled_while_it_runs(
+    pool: ParallelPool, gate: Any, eventually: Any
+) -> None:
+    running = pool.parfeval(gate.wait)
+    followers = after_each([running], lambda future: future.state, pass_future=True)
+    skipped = after_each([running], str)
+    seen: list[str] = []
+    running.add_done_callback(lambda future: seen.append(future.state))
+    assert eventually(running.running)
+    assert running.cancel()
+    with pytest.raises(CancelledError):
+        fetch_next([running], timeout_s=60)
+    assert running.read
+    assert seen == ["cancelled"]
+    assert followers[0].result(60) == "cancelled"
+    assert wait(skipped, 60)
+    assert skipped[0].state == "cancelled"
 
 
 @pytest.mark.concurrent
-def test_asyncio_cancels_one_that_runs(make_pool: Any, gate: Any, eventually: Any) -> None:
+def test_asyncio_cancels_one_that_runs(pool: ParallelPool, gate: Any, eventually: Any) -> None:
     """A coroutine that gives up (a time limit, say) stops the work that it waited for."""
 
     async def give_up(future: Future[Any]) -> str:
@@ -308,10 +322,9 @@ def test_asyncio_cancels_one_that_runs(make_pool: Any, gate: Any, eventually: An
             return "cancelled elsewhere"
         return "it came"
 
-    with make_pool(1) as pool:
-        running = pool.parfeval(gate.wait)
-        assert eventually(running.running)
-        assert asyncio.run(give_up(running)) == "gave up"
-        assert eventually(running.cancelled)
-        assert asyncio.run(meet(running)) == "cancelled elsewhere"
-        assert pool.parfeval(abs, -1).result(60) == 1
+    running = pool.parfeval(gate.wait)
+    assert eventually(running.running)
+    assert asyncio.run(give_up(running)) == "gave up"
+    assert eventually(running.cancelled)
+    assert asyncio.run(meet(running)) == "cancelled elsewhere"
+    assert pool.parfeval(abs, -1).result(60) == 1

@@ -27,6 +27,7 @@ def train(epochs: int, name: str = "train") -> int:
 # --- metrics ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.everywhere
 def test_a_future_has_what_its_task_has_reported(pool: ParallelPool) -> None:
     future = pool.parfeval(train, 5)
     assert future.result(60) == 5
@@ -49,13 +50,16 @@ def test_a_task_that_reports_nothing_has_an_empty_table(pool: ParallelPool) -> N
     assert pool.parfor(abs, [1, 2]).metrics.empty
 
 
+@pytest.mark.everywhere
 def test_all_of_it_is_there_at_once_when_the_result_is(pool: ParallelPool) -> None:
-    for count in (1, 7, 1000, 20_000):
+    for count in (1, 7, 20_000):
         future = pool.parfeval(train, count)
         future.result(60)
         assert future.metrics["epoch"].tolist() == list(range(count))
 
 
+@pytest.mark.semantics
+@pytest.mark.processes
 def test_a_failed_task_has_what_it_had_reported(pool: ParallelPool) -> None:
     def fail() -> None:
         report(loss=math.nan)
@@ -67,6 +71,7 @@ def test_a_failed_task_has_what_it_had_reported(pool: ParallelPool) -> None:
     assert future.metrics["loss"].isna().tolist() == [True]
 
 
+@pytest.mark.quick
 @pytest.mark.concurrent
 def test_metrics_and_diary_are_live(pool: ParallelPool, make_gate: Callable[[], Gate], eventually: Callable[..., bool]) -> None:
     gates = [make_gate() for _ in range(3)]
@@ -104,6 +109,8 @@ def test_tasks_that_run_at_once_are_told_apart(pool: ParallelPool, marks: Marks,
         assert future.diary == "".join(f"{number} {step}\n" for step in range(300))
 
 
+@pytest.mark.semantics
+@pytest.mark.processes
 def test_tasks_that_share_a_call_are_told_apart(pool: ParallelPool) -> None:
     def work(number: int) -> None:
         report(number=number)
@@ -132,7 +139,7 @@ def test_a_cancelled_task_has_what_it_had_said(pool: ParallelPool, gate: Gate, e
 
 @pytest.mark.concurrent
 def test_cancelling_tasks_in_the_middle_of_a_report_breaks_nothing(
-    make_pool: PoolMaker, eventually: Callable[..., bool], check_pool: Callable[[ParallelPool], None]
+    pool: ParallelPool, eventually: Callable[..., bool], check_pool: Callable[[ParallelPool], None]
 ) -> None:
     def work() -> None:
         step = 0
@@ -141,20 +148,20 @@ def test_cancelling_tasks_in_the_middle_of_a_report_breaks_nothing(
             print(step)
             step += 1
 
-    with make_pool(2) as own:
-        for _ in range(15):
-            futures = [own.parfeval(work) for _ in range(2)]
-            assert all(eventually(lambda: len(future.diary) > 0) for future in futures)  # noqa: B023
-            assert all(future.cancel() for future in futures)
-            for future in futures:
-                steps = future.metrics["step"].tolist()
-                assert steps == sorted(set(steps))
-        future = own.parfeval(train, 1000)
-        future.result(60)
-        assert len(future.metrics) == 1000
-        check_pool(own)
+    for _ in range(10):
+        futures = [pool.parfeval(work) for _ in range(3)]
+        assert all(eventually(lambda: len(future.diary) > 0) for future in futures)  # noqa: B023
+        assert all(future.cancel() for future in futures)
+        for future in futures:
+            steps = future.metrics["step"].tolist()
+            assert steps == sorted(set(steps))
+    future = pool.parfeval(train, 1000)
+    future.result(60)
+    assert len(future.metrics) == 1000
+    check_pool(pool)
 
 
+@pytest.mark.everywhere
 def test_a_retried_task_has_the_rows_of_both_attempts(pool: ParallelPool) -> None:
     def work() -> str:
         report(attempt_was=current_task().attempt)
@@ -167,6 +174,8 @@ def test_a_retried_task_has_the_rows_of_both_attempts(pool: ParallelPool) -> Non
     assert future.metrics[["attempt", "attempt_was"]].values.tolist() == [[1, 1], [2, 2]]
 
 
+@pytest.mark.semantics
+@pytest.mark.concurrent
 def test_what_was_said_can_be_read_after_the_pool_has_gone(make_pool: PoolMaker) -> None:
     def work(x: int) -> None:
         report(x=x)
@@ -180,6 +189,8 @@ def test_what_was_said_can_be_read_after_the_pool_has_gone(make_pool: PoolMaker)
     assert results.metrics["x"].tolist() == [0, 1, 2, 3]
 
 
+@pytest.mark.semantics
+@pytest.mark.processes
 def test_a_callback_finds_all_of_it(pool: ParallelPool) -> None:
     seen: list[tuple[int, str]] = []
     is_seen = threading.Event()
@@ -197,6 +208,7 @@ def test_a_callback_finds_all_of_it(pool: ParallelPool) -> None:
     assert seen == [(3000, "end\n")]
 
 
+@pytest.mark.everywhere
 def test_a_call_on_all_workers_has_what_they_all_said(pool: ParallelPool) -> None:
     def work() -> None:
         report(worker=current_task().worker)
@@ -211,21 +223,25 @@ def test_a_call_on_all_workers_has_what_they_all_said(pool: ParallelPool) -> Non
 # --- loops ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("max_workers", [None, 0, 1])
-def test_a_loop_has_what_its_items_have_reported(pool: ParallelPool, max_workers: int | None) -> None:
-    results = pool.parfor(train, [3, 1, 0, 2], max_workers=max_workers, progress=False)
-    frame = results.metrics
-    assert list(frame) == ["time", "item", "attempt", "epoch", "loss", "phase"]
-    assert frame[["item", "epoch"]].values.tolist() == [[0, 0], [0, 1], [0, 2], [1, 0], [3, 0], [3, 1]]
-    assert set(frame["attempt"]) == {1}
+@pytest.mark.everywhere
+def test_a_loop_has_what_its_items_have_reported(pool: ParallelPool) -> None:
+    for max_workers in (None, 0, 1):
+        frame = pool.parfor(train, [3, 1, 0, 2], max_workers=max_workers, progress=False).metrics
+        assert list(frame) == ["time", "item", "attempt", "epoch", "loss", "phase"]
+        assert frame[["item", "epoch"]].values.tolist() == [[0, 0], [0, 1], [0, 2], [1, 0], [3, 0], [3, 1]]
+        assert set(frame["attempt"]) == {1}
 
 
+@pytest.mark.semantics
+@pytest.mark.processes
 def test_a_long_loop_of_short_items_loses_no_report(pool: ParallelPool) -> None:
-    results = pool.parfor(lambda x: report(x=x, square=x * x), range(20_000), progress=False)
+    results = pool.parfor(lambda x: report(x=x, square=x * x), range(5_000), progress=False)
     frame = results.metrics
-    assert frame["item"].tolist() == frame["x"].tolist() == list(range(20_000))
+    assert frame["item"].tolist() == frame["x"].tolist() == list(range(5_000))
 
 
+@pytest.mark.semantics
+@pytest.mark.processes
 def test_a_loop_that_fails_has_what_its_items_had_reported(pool: ParallelPool) -> None:
     def work(x: int) -> None:
         report(x=x)
@@ -237,6 +253,8 @@ def test_a_loop_that_fails_has_what_its_items_had_reported(pool: ParallelPool) -
     assert raised.value.results.metrics["x"].tolist()[:3] == [0, 1, 2]  # type: ignore[attr-defined]
 
 
+@pytest.mark.semantics
+@pytest.mark.processes
 def test_results_travel_with_their_metrics(pool: ParallelPool) -> None:
     results = pool.parfor(train, [2, 1], progress=False)
     again = pickle.loads(pickle.dumps(results))
@@ -244,6 +262,8 @@ def test_results_travel_with_their_metrics(pool: ParallelPool) -> None:
     assert len(again.metrics) == 3
 
 
+@pytest.mark.semantics
+@pytest.mark.processes
 def test_a_loop_in_a_task_keeps_its_reports_to_itself(pool: ParallelPool) -> None:
     def outer() -> tuple[int, list[int]]:
         report(outer=True)
@@ -260,6 +280,8 @@ def test_a_loop_in_a_task_keeps_its_reports_to_itself(pool: ParallelPool) -> Non
 # --- what is printed --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.semantics
+@pytest.mark.processes
 def test_what_is_printed_outside_of_tasks_is_nobodys(pool: ParallelPool, capsys: pytest.CaptureFixture[str]) -> None:
     print("before")
     future = pool.parfeval(print, "in it", end="!\n")
@@ -270,7 +292,6 @@ def test_what_is_printed_outside_of_tasks_is_nobodys(pool: ParallelPool, capsys:
     assert [line for line in seen if line != "in it!"] == ["before", "after"]
 
 
-@pytest.mark.semantics
 def test_what_is_printed_in_this_process_is_printed(pool: ParallelPool, capsys: pytest.CaptureFixture[str]) -> None:
     before = sys.stdout, sys.stderr
     assert pool.parfeval(print, "once").result(60) is None
@@ -295,6 +316,7 @@ def test_threads_of_a_task_speak_for_it(pool: ParallelPool) -> None:
     assert future.metrics["thread"].tolist() == [True]
 
 
+@pytest.mark.everywhere
 def test_an_error_says_what_was_printed_last(pool: ParallelPool) -> None:
     def fail(x: int) -> None:
         print("loading", x)
@@ -319,6 +341,7 @@ def test_an_error_after_nothing_printed_says_nothing_of_it(pool: ParallelPool) -
     assert "printed" not in str(future.exception().__notes__)
 
 
+@pytest.mark.processes
 def test_much_text_is_kept_from_its_end(pool: ParallelPool) -> None:
     def work() -> None:
         for number in range(200_000):
@@ -336,7 +359,7 @@ def test_much_text_is_kept_from_its_end(pool: ParallelPool) -> None:
 
 
 @pytest.mark.processes
-def test_what_a_lost_worker_had_said_is_kept(make_pool: PoolMaker, gate: Gate, eventually: Callable[..., bool]) -> None:
+def test_what_a_lost_worker_had_said_is_kept(pool: ParallelPool, gate: Gate, eventually: Callable[..., bool]) -> None:
     def work() -> Any:
         import os
 
@@ -347,18 +370,17 @@ def test_what_a_lost_worker_had_said_is_kept(make_pool: PoolMaker, gate: Gate, e
             os._exit(1)
         return "done"
 
-    with make_pool(1) as own:
-        future = own.parfeval(work)
-        assert eventually(lambda: future.diary == "attempt 1\n")
-        gate.open()
-        assert future.result(60) == "done"
-        assert future.diary == "attempt 1\nattempt 2\n"
-        assert future.metrics[["attempt", "attempt_was"]].values.tolist() == [[1, 1], [2, 2]]
+    future = pool.parfeval(work)
+    assert eventually(lambda: future.diary == "attempt 1\n")
+    gate.open()
+    assert future.result(60) == "done"
+    assert future.diary == "attempt 1\nattempt 2\n"
+    assert future.metrics[["attempt", "attempt_was"]].values.tolist() == [[1, 1], [2, 2]]
 
 
 @pytest.mark.processes
 def test_the_error_of_a_lost_worker_says_what_was_printed_last(
-    make_pool: PoolMaker, gate: Gate, eventually: Callable[..., bool]
+    pool: ParallelPool, gate: Gate, eventually: Callable[..., bool]
 ) -> None:
     def work() -> None:
         import os
@@ -367,12 +389,11 @@ def test_the_error_of_a_lost_worker_says_what_was_printed_last(
         gate.wait()
         os._exit(1)
 
-    with make_pool(1) as own:
-        future = own.options(retries=0).parfeval(work)
-        assert eventually(lambda: future.diary == "loading the model\n")
-        gate.open()
-        error = future.exception(60)
-        assert "raypool: it printed last:\n  loading the model" in getattr(error, "__notes__", ())
+    future = pool.options(retries=0).parfeval(work)
+    assert eventually(lambda: future.diary == "loading the model\n")
+    gate.open()
+    error = future.exception(60)
+    assert "raypool: it printed last:\n  loading the model" in getattr(error, "__notes__", ())
 
 
 @pytest.mark.processes
