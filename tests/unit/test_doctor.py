@@ -59,34 +59,34 @@ def torch(**told: Any) -> Import:
 # --- GPUs, drivers, torch ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("found", "driver", "words", "advice"),
-    [
-        (torch(), DRIVER, None, None),
-        (torch(cuda="12.8"), DRIVER, None, None),  # any CUDA 12 runs on a driver for 12
-        (torch(archs=["sm_80", "compute_80"]), DRIVER, None, None),  # what is made when it runs
-        (torch(cuda=None, available=False), DRIVER, "built without CUDA, so that 1 GPU", "download.pytorch.org/whl/cu12"),
-        (
-            torch(cuda="13.0", available=False),
-            DRIVER,
-            "built for CUDA 13.0; the driver runs CUDA up to 12.4",
-            "Update the driver",
-        ),
-        (torch(available=False), DRIVER, "torch sees no GPU; torch 2.9.0 was built for CUDA 12.4", "nvidia-smi"),
-        (torch(available=False)._replace(warning="unknown error"), DRIVER, "torch sees no GPU: unknown error", "nvidia-smi"),
-        (torch(available=False), Driver(), "which CUDA the driver runs is unknown", "nvidia-smi"),
-        (
-            torch(archs=["sm_80", "sm_100a"]),
-            DRIVER,
-            r"has no code for GPU 0 \(NVIDIA H100, 9.0\); it has sm_80",
-            "leave them out",
-        ),
-        (Import({}, "ImportError: no"), DRIVER, "cannot be imported", None),
-    ],
-)
-def test_torch_against_the_driver_and_the_cards(found: Import, driver: Driver, words: str | None, advice: str | None) -> None:
-    finding = judge_torch(found, driver, [CARD])
-    check(finding, "ok" if words is None else "problem", words or "built for CUDA 12", advice)
+TORCHES = [
+    (torch(), DRIVER, None, None),
+    (torch(cuda="12.8"), DRIVER, None, None),  # any CUDA 12 runs on a driver for 12
+    (torch(archs=["sm_80", "compute_80"]), DRIVER, None, None),  # what is made when it runs
+    (torch(cuda=None, available=False), DRIVER, "built without CUDA, so that 1 GPU", "download.pytorch.org/whl/cu12"),
+    (
+        torch(cuda="13.0", available=False),
+        DRIVER,
+        "built for CUDA 13.0; the driver runs CUDA up to 12.4",
+        "Update the driver",
+    ),
+    (torch(available=False), DRIVER, "torch sees no GPU; torch 2.9.0 was built for CUDA 12.4", "nvidia-smi"),
+    (torch(available=False)._replace(warning="unknown error"), DRIVER, "torch sees no GPU: unknown error", "nvidia-smi"),
+    (torch(available=False), Driver(), "which CUDA the driver runs is unknown", "nvidia-smi"),
+    (
+        torch(archs=["sm_80", "sm_100a"]),
+        DRIVER,
+        r"has no code for GPU 0 \(NVIDIA H100, 9.0\); it has sm_80",
+        "leave them out",
+    ),
+    (Import({}, "ImportError: no"), DRIVER, "cannot be imported", None),
+]
+
+
+def test_torch_against_the_driver_and_the_cards() -> None:
+    for found, driver, words, advice in TORCHES:
+        finding = judge_torch(found, driver, [CARD])
+        check(finding, "ok" if words is None else "problem", words or "built for CUDA 12", advice)
 
 
 def check(finding: Finding, state: str, words: str, advice: str | None = None) -> None:
@@ -99,28 +99,28 @@ def test_torch_without_a_gpu_is_well() -> None:
     check(judge_torch(torch(cuda=None, available=False), Driver(code=NO_LIBRARY), []), "ok", "no GPU")
 
 
-@pytest.mark.parametrize(
-    ("driver", "cards", "kernel", "state", "words", "advice"),
-    [
-        (DRIVER, ["0000:41:00.0"], "550.54.15", "ok", "550.54.15, which runs CUDA up to 12.4", None),
-        (Driver(code=NO_LIBRARY, error="not found"), [], None, "ok", "none, and no GPU", None),
-        (
-            Driver(code=NO_LIBRARY, error="not found"),
-            ["0000:41:00.0"],
-            None,
-            "problem",
-            "at 0000:41:00.0",
-            "docker run --gpus all",
-        ),
-        (Driver(code=NO_LIBRARY, error="not found"), [], "550.1", "problem", "in the kernel is 550.1", "docker run --gpus all"),
-        (Driver(code=MISMATCH, error="mismatch"), ["a"], "550.1", "problem", "mismatch; in the kernel is 550.1", "Restart"),
-        (Driver(code=NOT_LOADED, error="not loaded"), ["a"], None, "problem", "not loaded", "modprobe"),
-        (Driver(code=NO_PERMISSION, error="no"), ["a"], None, "problem", "does not answer", "/dev/nvidia"),
-        (Driver(code=999, error="unknown"), ["a"], None, "problem", "unknown", "nvidia-smi"),
-    ],
-)
-def test_the_driver(driver: Driver, cards: list[str], kernel: str | None, state: str, words: str, advice: str | None) -> None:
-    check(judge_driver(driver, cards, kernel), state, words, advice)
+DRIVERS = [
+    (DRIVER, ["0000:41:00.0"], "550.54.15", "ok", "550.54.15, which runs CUDA up to 12.4", None),
+    (Driver(code=NO_LIBRARY, error="not found"), [], None, "ok", "none, and no GPU", None),
+    (
+        Driver(code=NO_LIBRARY, error="not found"),
+        ["0000:41:00.0"],
+        None,
+        "problem",
+        "at 0000:41:00.0",
+        "docker run --gpus all",
+    ),
+    (Driver(code=NO_LIBRARY, error="not found"), [], "550.1", "problem", "in the kernel is 550.1", "docker run --gpus all"),
+    (Driver(code=MISMATCH, error="mismatch"), ["a"], "550.1", "problem", "mismatch; in the kernel is 550.1", "Restart"),
+    (Driver(code=NOT_LOADED, error="not loaded"), ["a"], None, "problem", "not loaded", "modprobe"),
+    (Driver(code=NO_PERMISSION, error="no"), ["a"], None, "problem", "does not answer", "/dev/nvidia"),
+    (Driver(code=999, error="unknown"), ["a"], None, "problem", "unknown", "nvidia-smi"),
+]
+
+
+def test_the_driver() -> None:
+    for driver, cards, kernel, state, words, advice in DRIVERS:
+        check(judge_driver(driver, cards, kernel), state, words, advice)
 
 
 class Library:

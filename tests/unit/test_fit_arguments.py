@@ -223,28 +223,28 @@ def test_data_sets() -> None:
         first_batch([torch.ones(2)] * 3)
 
 
-@pytest.mark.parametrize(
-    ("make", "kind", "message"),
-    [
-        (lambda: (np.ones((3, 1)), np.ones(4)), InvalidValueError, "3 inputs and 4 targets"),
-        (lambda: (np.ones((0, 1)), np.ones(0)), InvalidValueError, "no samples"),
-        (lambda: (np.array(["a"]), np.ones(1)), InvalidTypeError, "type <U1, not numbers"),
-        (lambda: (np.float64(1), np.ones(1)), InvalidValueError, "a single number"),
-        (lambda: (torch.tensor(1.0), torch.ones(1)), InvalidValueError, "a single number"),
-        (lambda: torch.ones(3), InvalidTypeError, "of type Tensor, without targets"),
-        (lambda: np.ones(3), InvalidTypeError, "of type ndarray, without targets"),
-        (lambda: Endless(), InvalidTypeError, "no samples by number"),
-        (lambda: DataLoader(Pairs()), InvalidTypeError, "Give its data set, data.dataset"),
-        (lambda: None, InvalidTypeError, "of type NoneType"),
-        (lambda: 7, InvalidTypeError, "of type int"),
-        (list, InvalidValueError, "no samples"),
-        (lambda: pd.DataFrame(), InvalidValueError, "no column"),
-        (lambda: pd.DataFrame({"a": [1.0]}), InvalidValueError, "the target"),
-    ],
-)
-def test_data_that_cannot_be_trained_on(make: Any, kind: type[RaypoolError], message: str) -> None:
-    with pytest.raises(kind, match=message):
-        take_samples(make())
+NO_DATA = [
+    (lambda: (np.ones((3, 1)), np.ones(4)), InvalidValueError, "3 inputs and 4 targets"),
+    (lambda: (np.ones((0, 1)), np.ones(0)), InvalidValueError, "no samples"),
+    (lambda: (np.array(["a"]), np.ones(1)), InvalidTypeError, "type <U1, not numbers"),
+    (lambda: (np.float64(1), np.ones(1)), InvalidValueError, "a single number"),
+    (lambda: (torch.tensor(1.0), torch.ones(1)), InvalidValueError, "a single number"),
+    (lambda: torch.ones(3), InvalidTypeError, "of type Tensor, without targets"),
+    (lambda: np.ones(3), InvalidTypeError, "of type ndarray, without targets"),
+    (lambda: Endless(), InvalidTypeError, "no samples by number"),
+    (lambda: DataLoader(Pairs()), InvalidTypeError, "Give its data set, data.dataset"),
+    (lambda: None, InvalidTypeError, "of type NoneType"),
+    (lambda: 7, InvalidTypeError, "of type int"),
+    (list, InvalidValueError, "no samples"),
+    (lambda: pd.DataFrame(), InvalidValueError, "no column"),
+    (lambda: pd.DataFrame({"a": [1.0]}), InvalidValueError, "the target"),
+]
+
+
+def test_data_that_cannot_be_trained_on() -> None:
+    for make, kind, message in NO_DATA:
+        with pytest.raises(kind, match=message):
+            take_samples(make())
 
 
 # --- models and losses ------------------------------------------------------------------------------------------------

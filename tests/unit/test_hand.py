@@ -74,23 +74,23 @@ def tensors(x: Any) -> list[torch.Tensor]:
 # --- as_device --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("pack", CONTAINERS)
-@pytest.mark.parametrize("device", ["cpu", torch.device("cpu"), cpu()], ids=str)
-def test_what_is_there_already_is_the_very_object(pack: Any, device: Any) -> None:
-    x = pack(torch.ones(2))
-    assert as_device(x, device) is x
-    assert as_device(x, device, pinned=True, non_blocking=True) is x, "without a GPU both mean nothing"
+def test_what_is_there_already_is_the_very_object() -> None:
+    for device in ["cpu", torch.device("cpu"), cpu()]:
+        for pack in CONTAINERS:
+            x = pack(torch.ones(2))
+            assert as_device(x, device) is x
+            assert as_device(x, device, pinned=True, non_blocking=True) is x, "without a GPU both mean nothing"
 
 
-@pytest.mark.parametrize("pack", CONTAINERS)
-def test_what_is_elsewhere_comes(pack: Any) -> None:
-    x = pack(torch.ones(2))
-    moved = as_device(x, META)
-    assert type(moved) is type(x)
-    assert len(tensors(moved)) == len(tensors(x)) > 0
-    assert {each.device for each in tensors(moved)} == {META}
-    assert {each.device for each in tensors(x)} == {cpu()}, "the original is as it was"
-    assert as_device(moved, META) is moved
+def test_what_is_elsewhere_comes() -> None:
+    for pack in CONTAINERS:
+        x = pack(torch.ones(2))
+        moved = as_device(x, META)
+        assert type(moved) is type(x)
+        assert len(tensors(moved)) == len(tensors(x)) > 0
+        assert {each.device for each in tensors(moved)} == {META}
+        assert {each.device for each in tensors(x)} == {cpu()}, "the original is as it was"
+        assert as_device(moved, META) is moved
 
 
 def test_only_what_changes_is_new() -> None:
@@ -159,28 +159,28 @@ def test_gradients_flow_back() -> None:
 # --- copy_to ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("pack", CONTAINERS)
-def test_a_copy_has_memory_of_its_own(pack: Any) -> None:
-    x = pack(torch.ones(2))
-    before = copy.deepcopy(x)
-    copied = copy_to(x, cpu())
-    assert type(copied) is type(x)
-    assert copied is not x
-    for mine, other in zip(tensors(copied), tensors(x), strict=True):
-        assert mine.data_ptr() != other.data_ptr()
-        assert mine.equal(other)
-    copied_once = {each.data_ptr(): each for each in tensors(copied)}
-    for each in copied_once.values():
-        each.zero_()
-    assert all(mine.equal(other) for mine, other in zip(tensors(x), tensors(before), strict=True))
+def test_a_copy_has_memory_of_its_own() -> None:
+    for pack in CONTAINERS:
+        x = pack(torch.ones(2))
+        before = copy.deepcopy(x)
+        copied = copy_to(x, cpu())
+        assert type(copied) is type(x)
+        assert copied is not x
+        for mine, other in zip(tensors(copied), tensors(x), strict=True):
+            assert mine.data_ptr() != other.data_ptr()
+            assert mine.equal(other)
+        copied_once = {each.data_ptr(): each for each in tensors(copied)}
+        for each in copied_once.values():
+            each.zero_()
+        assert all(mine.equal(other) for mine, other in zip(tensors(x), tensors(before), strict=True))
 
 
-@pytest.mark.parametrize("pack", CONTAINERS)
-def test_a_copy_can_be_elsewhere(pack: Any) -> None:
-    x = pack(torch.ones(2))
-    assert {each.device for each in tensors(copy_to(x, META))} == {META}
-    there = as_device(x, META)
-    assert not {id(each) for each in tensors(copy_to(there, META))} & {id(each) for each in tensors(there)}
+def test_a_copy_can_be_elsewhere() -> None:
+    for pack in CONTAINERS:
+        x = pack(torch.ones(2))
+        assert {each.device for each in tensors(copy_to(x, META))} == {META}
+        there = as_device(x, META)
+        assert not {id(each) for each in tensors(copy_to(there, META))} & {id(each) for each in tensors(there)}
 
 
 def test_containers_and_arrays_are_copied_too() -> None:

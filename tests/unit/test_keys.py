@@ -15,6 +15,7 @@ import threading
 import uuid
 from typing import Any, NamedTuple
 
+import cloudpickle
 import numpy as np
 import pandas as pd
 import pytest
@@ -194,37 +195,35 @@ def test_all_that_differs_has_a_key_of_its_own():
         by_key[key(value)] = value
 
 
-@pytest.mark.parametrize("value", DIFFERENT, ids=lambda value: f"{type(value).__name__}")
-def test_a_copy_has_the_same_key(value):
-    import cloudpickle
-
-    copied = cloudpickle.loads(cloudpickle.dumps(value))
-    assert key(copied) == key(value)
-    assert len(key(value)) == 24
-    int(key(value), 16)
+def test_a_copy_has_the_same_key():
+    for value in DIFFERENT:
+        copied = cloudpickle.loads(cloudpickle.dumps(value))
+        assert key(copied) == key(value)
+        assert len(key(value)) == 24
+        int(key(value), 16)
 
 
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
-        ({1, 2, 3}, {3, 2, 1}),
-        (np.float64(1.5), 1.5),
-        (np.int64(3), 3),
-        (np.bool_(True), True),
-        (np.str_("a"), "a"),
-        (np.float32(0.5), 0.5),
-        ([np.int32(1)], [1]),
-        (np.arange(6)[::2], np.array([0, 2, 4])),
-        (np.asfortranarray(np.eye(2)), np.eye(2)),
-        (collections.defaultdict(int, a=1, b=2), collections.defaultdict(int, b=2, a=1)),
-        (Plain(x=1, y=2), Plain(y=2, x=1)),
-        (float("nan"), -float("nan")),
-        (pathlib.Path("a"), pathlib.PurePosixPath("a")),
-    ],
-)
-def test_what_is_the_same_has_the_same_key(one, other):
-    assert key(one) == key(other)
+EQUAL = [
+    ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
+    ({1, 2, 3}, {3, 2, 1}),
+    (np.float64(1.5), 1.5),
+    (np.int64(3), 3),
+    (np.bool_(True), True),
+    (np.str_("a"), "a"),
+    (np.float32(0.5), 0.5),
+    ([np.int32(1)], [1]),
+    (np.arange(6)[::2], np.array([0, 2, 4])),
+    (np.asfortranarray(np.eye(2)), np.eye(2)),
+    (collections.defaultdict(int, a=1, b=2), collections.defaultdict(int, b=2, a=1)),
+    (Plain(x=1, y=2), Plain(y=2, x=1)),
+    (float("nan"), -float("nan")),
+    (pathlib.Path("a"), pathlib.PurePosixPath("a")),
+]
+
+
+def test_what_is_the_same_has_the_same_key():
+    for one, other in EQUAL:
+        assert key(one) == key(other)
 
 
 def test_tensors_are_known_by_what_is_in_them():

@@ -9,65 +9,64 @@ import pytest
 from raypool import InvalidTypeError, InvalidValueError, Profile, WorkerResources, parpool
 from raypool.profile_files import resolve_profile
 
+REFUSED = [
+    ({"gpus": [0, 0]}, InvalidValueError, "GPU 0 is named twice"),
+    ({"gpus": [-1]}, InvalidValueError, "GPU index -1 is negative"),
+    ({"gpus": []}, InvalidValueError, "names no GPU"),
+    ({"gpus": ["0"]}, InvalidTypeError, "'0' is not an integer"),
+    ({"gpus": [True]}, InvalidTypeError, "True is not an integer"),
+    ({"gpus": 3}, InvalidTypeError, "not a list of GPU indices"),
+    ({"gpus": {}}, InvalidValueError, "names no GPU"),
+    ({"gpus": {"lab": []}}, InvalidValueError, "names no GPU"),
+    ({"gpus": {"lab": [1, 1]}}, InvalidValueError, "GPU 1 is named twice"),
+    ({"gpus": {"lab": 1}}, InvalidTypeError, "not a list of GPU indices"),
+    ({"gpus": {3: [0]}}, InvalidTypeError, "3 in it, which is not the name of a machine"),
+    ({"min_free_memory_bytes": 0}, InvalidValueError, "min_free_memory_bytes=0 is less than 1"),
+    ({"min_free_memory_bytes": 8.5}, InvalidTypeError, "not a whole number of bytes"),
+    ({"min_free_memory_bytes": True}, InvalidTypeError, "not a whole number of bytes"),
+    ({"start_timeout_s": 0}, InvalidValueError, "leaves no time"),
+    ({"retries": -1}, InvalidValueError, "negative"),
+    ({"backend": "mpi"}, InvalidValueError, "none of ray, threads, inline"),
+    ({"resources": 2}, InvalidTypeError, "not a WorkerResources"),
+    ({"env": {"CUDA_VISIBLE_DEVICES": "1"}}, InvalidValueError, "Choose GPUs with gpus="),
+    ({"num_gpus": 2, "color": "red"}, InvalidTypeError, "no field num_gpus, color"),
+    ({"resources": []}, InvalidValueError, "names no worker"),
+    ({"resources": [WorkerResources(), 3]}, InvalidTypeError, "has 3 in it"),
+    ({"resources": "gpu"}, InvalidTypeError, "nor a list of them"),
+    ({"resources": {1: WorkerResources()}}, InvalidTypeError, "nor a list of them"),
+    (
+        {"resources": [WorkerResources(gpus=1), WorkerResources(gpus=0.5)], "gpus": [0]},
+        InvalidValueError,
+        "names 2 kinds of worker with a GPU",
+    ),
+    ({"resources": [WorkerResources(gpus=0)] * 2, "gpus": [0]}, InvalidValueError, "each worker is to have 0"),
+    ({"setup": "load"}, InvalidTypeError, "setup='load' is not callable"),
+    ({"setup": lambda config: None}, InvalidTypeError, "setup=<lambda> cannot be called without arguments.*'config'"),
+    ({"teardown": 3}, InvalidTypeError, "teardown=3 is not callable"),
+    ({"idle_timeout_s": 0}, InvalidValueError, "idle_timeout_s=0 would end workers"),
+    ({"idle_timeout_s": "60"}, InvalidTypeError, "idle_timeout_s='60' is not a number of seconds"),
+    ({"cancel_grace_s": -1}, InvalidValueError, "cancel_grace_s=-1 is negative"),
+    ({"cancel_grace_s": None}, InvalidTypeError, "cancel_grace_s=None is not a number of seconds"),
+    ({"start_timeout_s": float("nan")}, InvalidValueError, "leaves no time"),
+    ({"address": 7}, InvalidTypeError, "address=7 is not the address"),
+    ({"address": "http://head:8265"}, InvalidValueError, "neither 'ray://HOST:10001' nor 'HOST:6379'"),
+    ({"address": "ray://head:10001", "gpus": [0]}, InvalidValueError, "GPUs of this machine, which is no node of ray://head"),
+    ({"jobs_address": "127.0.0.1:8265"}, InvalidValueError, "is not a URL"),
+    ({"jobs_address": 8265}, InvalidTypeError, "is not a URL"),
+    ({"token_file": 7}, InvalidTypeError, "token_file=7 is not the path of a file"),
+    ({"working_dir": True}, InvalidTypeError, "working_dir=True is not the path of a folder"),
+    ({"tls": {"key": "k"}}, InvalidTypeError, "is not a Tls"),
+    ({"packages": "torch"}, InvalidTypeError, "not a list of what pip is to install"),
+    ({"packages": [""]}, InvalidTypeError, "names no package"),
+    ({"quiet": "yes"}, InvalidTypeError, "quiet='yes' is neither True nor False"),
+    ({"gpus": [0], "resources": WorkerResources(gpus=2)}, InvalidValueError, "each worker is to have 2"),
+]
 
-@pytest.mark.parametrize(
-    ("changes", "error", "words"),
-    [
-        ({"gpus": [0, 0]}, InvalidValueError, "GPU 0 is named twice"),
-        ({"gpus": [-1]}, InvalidValueError, "GPU index -1 is negative"),
-        ({"gpus": []}, InvalidValueError, "names no GPU"),
-        ({"gpus": ["0"]}, InvalidTypeError, "'0' is not an integer"),
-        ({"gpus": [True]}, InvalidTypeError, "True is not an integer"),
-        ({"gpus": 3}, InvalidTypeError, "not a list of GPU indices"),
-        ({"gpus": {}}, InvalidValueError, "names no GPU"),
-        ({"gpus": {"lab": []}}, InvalidValueError, "names no GPU"),
-        ({"gpus": {"lab": [1, 1]}}, InvalidValueError, "GPU 1 is named twice"),
-        ({"gpus": {"lab": 1}}, InvalidTypeError, "not a list of GPU indices"),
-        ({"gpus": {3: [0]}}, InvalidTypeError, "3 in it, which is not the name of a machine"),
-        ({"min_free_memory_bytes": 0}, InvalidValueError, "min_free_memory_bytes=0 is less than 1"),
-        ({"min_free_memory_bytes": 8.5}, InvalidTypeError, "not a whole number of bytes"),
-        ({"min_free_memory_bytes": True}, InvalidTypeError, "not a whole number of bytes"),
-        ({"start_timeout_s": 0}, InvalidValueError, "leaves no time"),
-        ({"retries": -1}, InvalidValueError, "negative"),
-        ({"backend": "mpi"}, InvalidValueError, "none of ray, threads, inline"),
-        ({"resources": 2}, InvalidTypeError, "not a WorkerResources"),
-        ({"env": {"CUDA_VISIBLE_DEVICES": "1"}}, InvalidValueError, "Choose GPUs with gpus="),
-        ({"num_gpus": 2, "color": "red"}, InvalidTypeError, "no field num_gpus, color"),
-        ({"resources": []}, InvalidValueError, "names no worker"),
-        ({"resources": [WorkerResources(), 3]}, InvalidTypeError, "has 3 in it"),
-        ({"resources": "gpu"}, InvalidTypeError, "nor a list of them"),
-        ({"resources": {1: WorkerResources()}}, InvalidTypeError, "nor a list of them"),
-        (
-            {"resources": [WorkerResources(gpus=1), WorkerResources(gpus=0.5)], "gpus": [0]},
-            InvalidValueError,
-            "names 2 kinds of worker with a GPU",
-        ),
-        ({"resources": [WorkerResources(gpus=0)] * 2, "gpus": [0]}, InvalidValueError, "each worker is to have 0"),
-        ({"setup": "load"}, InvalidTypeError, "setup='load' is not callable"),
-        ({"setup": lambda config: None}, InvalidTypeError, "setup=<lambda> cannot be called without arguments.*'config'"),
-        ({"teardown": 3}, InvalidTypeError, "teardown=3 is not callable"),
-        ({"idle_timeout_s": 0}, InvalidValueError, "idle_timeout_s=0 would end workers"),
-        ({"idle_timeout_s": "60"}, InvalidTypeError, "idle_timeout_s='60' is not a number of seconds"),
-        ({"cancel_grace_s": -1}, InvalidValueError, "cancel_grace_s=-1 is negative"),
-        ({"cancel_grace_s": None}, InvalidTypeError, "cancel_grace_s=None is not a number of seconds"),
-        ({"start_timeout_s": float("nan")}, InvalidValueError, "leaves no time"),
-        ({"address": 7}, InvalidTypeError, "address=7 is not the address"),
-        ({"address": "http://head:8265"}, InvalidValueError, "neither 'ray://HOST:10001' nor 'HOST:6379'"),
-        ({"address": "ray://head:10001", "gpus": [0]}, InvalidValueError, "GPUs of this machine, which is no node of ray://head"),
-        ({"jobs_address": "127.0.0.1:8265"}, InvalidValueError, "is not a URL"),
-        ({"jobs_address": 8265}, InvalidTypeError, "is not a URL"),
-        ({"token_file": 7}, InvalidTypeError, "token_file=7 is not the path of a file"),
-        ({"working_dir": True}, InvalidTypeError, "working_dir=True is not the path of a folder"),
-        ({"tls": {"key": "k"}}, InvalidTypeError, "is not a Tls"),
-        ({"packages": "torch"}, InvalidTypeError, "not a list of what pip is to install"),
-        ({"packages": [""]}, InvalidTypeError, "names no package"),
-        ({"quiet": "yes"}, InvalidTypeError, "quiet='yes' is neither True nor False"),
-        ({"gpus": [0], "resources": WorkerResources(gpus=2)}, InvalidValueError, "each worker is to have 2"),
-    ],
-)
-def test_what_cannot_work_is_refused(changes: dict[str, object], error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
-        resolve_profile("local", changes)
+
+def test_what_cannot_work_is_refused() -> None:
+    for changes, error, words in REFUSED:
+        with pytest.raises(error, match=words):
+            resolve_profile("local", changes)
 
 
 def test_an_unknown_profile_names_those_that_exist() -> None:
@@ -80,11 +79,12 @@ def test_a_profile_of_another_kind_is_refused() -> None:
         parpool(profile=3)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("gpus", "share"), [(None, 1), (0, 1), (1, 1), (2, 1), (0.5, 2), (0.33, 3), (0.25, 4), (1 / 3, 3), (0.167, 6), (1 / 7, 7)]
-)
-def test_workers_per_gpu(gpus: float | None, share: int) -> None:
-    assert WorkerResources(gpus=gpus).workers_per_gpu == share
+SHARES = [(None, 1), (0, 1), (1, 1), (2, 1), (0.5, 2), (0.33, 3), (0.25, 4), (1 / 3, 3), (0.167, 6), (1 / 7, 7)]
+
+
+def test_workers_per_gpu() -> None:
+    for gpus, share in SHARES:
+        assert WorkerResources(gpus=gpus).workers_per_gpu == share
 
 
 @pytest.mark.parametrize(
@@ -102,11 +102,11 @@ def test_a_part_that_does_not_divide_a_gpu(gpus: float, words: str) -> None:
         WorkerResources(gpus=gpus)
 
 
-@pytest.mark.parametrize("share", range(2, 60))
-def test_parts_may_be_rounded(share: int) -> None:
+def test_parts_may_be_rounded() -> None:
     """As one writes them, and as the message proposes them."""
-    assert WorkerResources(gpus=1 / share).workers_per_gpu == share
-    assert WorkerResources(gpus=float(f"{1 / share:.3g}")).workers_per_gpu == share
+    for share in range(2, 60):
+        assert WorkerResources(gpus=1 / share).workers_per_gpu == share
+        assert WorkerResources(gpus=float(f"{1 / share:.3g}")).workers_per_gpu == share
 
 
 @pytest.mark.parametrize("bad", [{"gpus": -1}, {"cpus": -0.5}, {"memory_bytes": -1}, {"gpus": 1.5}])

@@ -7,55 +7,54 @@ from raypool.core.model import Report
 from raypool.core.scheduler import STORY_LENGTH
 from raypool.errors import InternalError
 
+IMPOSSIBLE = {
+    "a task id again": lambda pool: pool.submit(1),
+    "an older task id": lambda pool: pool.submit(0),
+    "a negative size": lambda pool: pool.submit(9, size=-1),
+    "negative retries": lambda pool: pool.submit(9, retries=-1),
+    "no workers allowed": lambda pool: pool.submit(9, max_workers=0),
+    "empty chunks": lambda pool: pool.submit(9, chunk_size=0),
+    "a gang without a size": lambda pool: pool.submit(9, is_gang=True, is_open=True),
+    "a gang on one worker": lambda pool: pool.submit(9, is_gang=True, place=0),
+    "a gang that does not wait for its ranks": lambda pool: pool.submit(9, is_gang=True, fail_fast=True),
+    "a gang of which less may run": lambda pool: pool.submit(9, is_gang=True, size=2, max_workers=1),
+    "items for a task to come": lambda pool: pool.add_items(2, 1, is_open=True),
+    "items for a closed task": lambda pool: pool.add_items(0, 1, is_open=False),
+    "fewer items": lambda pool: pool.add_items(1, -1, is_open=True),
+    "a task to come is cancelled": lambda pool: pool.cancel(2),
+    "a worker is ready twice": lambda pool: pool.ready(0),
+    "a worker to come is ready": lambda pool: pool.ready(2),
+    "a worker to come is lost": lambda pool: pool.lose(2),
+    "a timer of a worker to come": lambda pool: pool.fire("ready", 2),
+    "a place again": lambda pool: pool.resize(add=[5, 1]),
+    "a place twice": lambda pool: pool.resize(add=[5, 5]),
+    "fewer than none are to go": lambda pool: pool.resize(remove=-1),
+    "an attempt to come": lambda pool: pool.tell(AttemptFinished(0, 1, (Report(1),))),
+    "an answer of a worker to come": lambda pool: pool.tell(AttemptFinished(2, 0, (Report(1),))),
+    "too few reports": lambda pool: pool.tell(AttemptFinished(0, 0, ())),
+    "too many reports": lambda pool: pool.finish(0, Report(1), Report(1)),
+    "more done than sent": lambda pool: pool.finish(0, Report(4)),
+    "less than nothing done": lambda pool: pool.finish(0, Report(-1)),
+    "more failed than done": lambda pool: pool.finish(0, Report(1, failed=2)),
+    "more to retry than failed": lambda pool: pool.finish(0, Report(3, failed=1, retry=(0, 1))),
+    "retries out of order": lambda pool: pool.finish(0, Report(3, failed=2, retry=(1, 0))),
+    "retries twice": lambda pool: pool.finish(0, Report(3, failed=2, retry=(1, 1))),
+    "a retry of what was not begun": lambda pool: pool.finish(0, Report(1, failed=1, retry=(1,))),
+    "a retry of what was not sent": lambda pool: pool.finish(0, Report(3, failed=1, retry=(3,))),
+}
 
-@pytest.mark.parametrize(
-    "impossible",
-    [
-        pytest.param(lambda pool: pool.submit(1), id="a task id again"),
-        pytest.param(lambda pool: pool.submit(0), id="an older task id"),
-        pytest.param(lambda pool: pool.submit(9, size=-1), id="a negative size"),
-        pytest.param(lambda pool: pool.submit(9, retries=-1), id="negative retries"),
-        pytest.param(lambda pool: pool.submit(9, max_workers=0), id="no workers allowed"),
-        pytest.param(lambda pool: pool.submit(9, chunk_size=0), id="empty chunks"),
-        pytest.param(lambda pool: pool.submit(9, is_gang=True, is_open=True), id="a gang without a size"),
-        pytest.param(lambda pool: pool.submit(9, is_gang=True, place=0), id="a gang on one worker"),
-        pytest.param(lambda pool: pool.submit(9, is_gang=True, fail_fast=True), id="a gang that does not wait for its ranks"),
-        pytest.param(lambda pool: pool.submit(9, is_gang=True, size=2, max_workers=1), id="a gang of which less may run"),
-        pytest.param(lambda pool: pool.add_items(2, 1, is_open=True), id="items for a task to come"),
-        pytest.param(lambda pool: pool.add_items(0, 1, is_open=False), id="items for a closed task"),
-        pytest.param(lambda pool: pool.add_items(1, -1, is_open=True), id="fewer items"),
-        pytest.param(lambda pool: pool.cancel(2), id="a task to come is cancelled"),
-        pytest.param(lambda pool: pool.ready(0), id="a worker is ready twice"),
-        pytest.param(lambda pool: pool.ready(2), id="a worker to come is ready"),
-        pytest.param(lambda pool: pool.lose(2), id="a worker to come is lost"),
-        pytest.param(lambda pool: pool.fire("ready", 2), id="a timer of a worker to come"),
-        pytest.param(lambda pool: pool.resize(add=[5, 1]), id="a place again"),
-        pytest.param(lambda pool: pool.resize(add=[5, 5]), id="a place twice"),
-        pytest.param(lambda pool: pool.resize(remove=-1), id="fewer than none are to go"),
-        pytest.param(lambda pool: pool.tell(AttemptFinished(0, 1, (Report(1),))), id="an attempt to come"),
-        pytest.param(lambda pool: pool.tell(AttemptFinished(2, 0, (Report(1),))), id="an answer of a worker to come"),
-        pytest.param(lambda pool: pool.tell(AttemptFinished(0, 0, ())), id="too few reports"),
-        pytest.param(lambda pool: pool.finish(0, Report(1), Report(1)), id="too many reports"),
-        pytest.param(lambda pool: pool.finish(0, Report(4)), id="more done than sent"),
-        pytest.param(lambda pool: pool.finish(0, Report(-1)), id="less than nothing done"),
-        pytest.param(lambda pool: pool.finish(0, Report(1, failed=2)), id="more failed than done"),
-        pytest.param(lambda pool: pool.finish(0, Report(3, failed=1, retry=(0, 1))), id="more to retry than failed"),
-        pytest.param(lambda pool: pool.finish(0, Report(3, failed=2, retry=(1, 0))), id="retries out of order"),
-        pytest.param(lambda pool: pool.finish(0, Report(3, failed=2, retry=(1, 1))), id="retries twice"),
-        pytest.param(lambda pool: pool.finish(0, Report(1, failed=1, retry=(1,))), id="a retry of what was not begun"),
-        pytest.param(lambda pool: pool.finish(0, Report(3, failed=1, retry=(3,))), id="a retry of what was not sent"),
-    ],
-)
-def test_impossible_events_raise_and_change_nothing(pool_of, impossible):
-    pool = pool_of(2)
-    pool.submit(0, size=3, chunk_size=3)
-    pool.submit(1, size=0, is_open=True)
-    with pytest.raises(InternalError, match="mistake in raypool"):
-        impossible(pool)
-    assert pool.finish(0)[0] == pool.settles(0, (0, 0, 3))
-    pool.add_items(1, 1, is_open=False)
-    assert pool.submit(2) == [pool.runs(1, 2, (2, 0, 1))]
-    assert sorted(pool.scheduler.crew.places) == [0, 1]
+
+def test_impossible_events_raise_and_change_nothing(pool_of):
+    for what, tell in IMPOSSIBLE.items():
+        pool = pool_of(2)
+        pool.submit(0, size=3, chunk_size=3)
+        pool.submit(1, size=0, is_open=True)
+        with pytest.raises(InternalError, match="mistake in raypool"):
+            tell(pool)
+        assert pool.finish(0)[0] == pool.settles(0, (0, 0, 3)), what
+        pool.add_items(1, 1, is_open=False)
+        assert pool.submit(2) == [pool.runs(1, 2, (2, 0, 1))]
+        assert sorted(pool.scheduler.crew.places) == [0, 1]
 
 
 def test_the_error_tells_the_story_of_the_worker(pool_of):

@@ -6,24 +6,23 @@ import pytest
 
 from raypool.train.shares import Share, divide, share_of, split_batch
 
+BATCHES = [
+    (130, [1, 1, 1, 1], [33, 33, 32, 32]),
+    (96, [2, 1], [64, 32]),
+    (37, [1, 1, 1, 0, 1], [10, 9, 9, 0, 9]),
+    (10, [3, 1], [8, 2]),
+    (1, [1, 1], [1, 0]),
+    (100, [0.5, 0.25, 0.25], [50, 25, 25]),
+    (3, [0.1, 0.1, 0.1], [1, 1, 1]),
+    (10, [1e-9, 1e-9], [5, 5]),
+    (7, [1e300, 1e300], [4, 3]),
+    (5, [1], [5]),
+]
 
-@pytest.mark.parametrize(
-    ("size", "loads", "shares"),
-    [
-        (130, [1, 1, 1, 1], [33, 33, 32, 32]),
-        (96, [2, 1], [64, 32]),
-        (37, [1, 1, 1, 0, 1], [10, 9, 9, 0, 9]),
-        (10, [3, 1], [8, 2]),
-        (1, [1, 1], [1, 0]),
-        (100, [0.5, 0.25, 0.25], [50, 25, 25]),
-        (3, [0.1, 0.1, 0.1], [1, 1, 1]),
-        (10, [1e-9, 1e-9], [5, 5]),
-        (7, [1e300, 1e300], [4, 3]),
-        (5, [1], [5]),
-    ],
-)
-def test_a_batch_is_split_by_loads(size: int, loads: list[float], shares: list[int]) -> None:
-    assert split_batch(size, loads) == shares
+
+def test_a_batch_is_split_by_loads() -> None:
+    for size, loads, shares in BATCHES:
+        assert split_batch(size, loads) == shares
 
 
 def test_a_share_says_where_it_is() -> None:

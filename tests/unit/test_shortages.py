@@ -35,44 +35,44 @@ def claim(host: str, *cards: GpuDevice, share: int = 1) -> Claim:
     return Claim(None, demand(share=share, GPU=1.0), host=host, cards=cards)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("wanted", "there", "fits"),
-    [
-        (demand(GPU=1), node(GPU=3, CPU=1), 3),
-        (demand(GPU=1, CPU=2), node(GPU=3, CPU=5), 2),
-        (demand(GPU=2), node(GPU=3), 1),
-        (demand(GPU=1), node(CPU=8), 0),
-        (demand({"market": "!spot"}, GPU=1), node(labels={"market": "spot"}, GPU=3), 0),
-        (demand({"market": "!spot"}, GPU=1), node(GPU=3), 3),
-        (demand(GPU=1, accelerator_type_H100=0.001), node(GPU=3, accelerator_type_H100=1), 3),
-        (demand(GPU=1, accelerator_type_H100=0.001), node(GPU=3, accelerator_type_T4=1), 0),
-    ],
-)
-def test_how_many_claims_a_node_could_hold(wanted: Demand, there: dict[str, Any], fits: int) -> None:
-    assert wanted.fits(there) == fits
+CLAIMS = [
+    (demand(GPU=1), node(GPU=3, CPU=1), 3),
+    (demand(GPU=1, CPU=2), node(GPU=3, CPU=5), 2),
+    (demand(GPU=2), node(GPU=3), 1),
+    (demand(GPU=1), node(CPU=8), 0),
+    (demand({"market": "!spot"}, GPU=1), node(labels={"market": "spot"}, GPU=3), 0),
+    (demand({"market": "!spot"}, GPU=1), node(GPU=3), 3),
+    (demand(GPU=1, accelerator_type_H100=0.001), node(GPU=3, accelerator_type_H100=1), 3),
+    (demand(GPU=1, accelerator_type_H100=0.001), node(GPU=3, accelerator_type_T4=1), 0),
+]
 
 
-@pytest.mark.parametrize(
-    ("wanted", "words"),
-    [
-        (demand(GPU=1), None),
-        (demand(GPU=99), None),  # of what is scarce, somebody counts
-        (demand(GPU=1, CPU=99), r"No node of the cluster is large enough for a worker: CPU: requested 99, the largest has 8\."),
-        (demand({"market": "cattle"}, GPU=1), r"No node has the label market=cattle; there are market=reserved, market=spot\."),
-        (demand({"room": "3"}, GPU=1), r"No node has the label room=3; none has a label room\."),
-        (demand({"market": "spot", "zone": "a"}, GPU=1), r"No node has all of the labels market=spot, zone=a\."),
-        (demand(GPU=1, accelerator_type_L4=0.001), r"No node has an accelerator of type L4; there are: H100, T4\."),
-        (demand({"market": "spot"}, GPU=1, accelerator_type_T4=0.001), r"of type T4; there are: H100\."),
-        (demand({"market": "spot"}, CPU=8), r"CPU: requested 8, the largest has 4\."),
-    ],
-)
-def test_what_no_node_has(wanted: Demand, words: str | None) -> None:
-    nodes = [
-        node(labels={"market": "spot"}, GPU=2, CPU=4, accelerator_type_H100=1),
-        node(labels={"market": "reserved", "zone": "a"}, GPU=1, CPU=8, accelerator_type_T4=1),
-    ]
-    said = lacking(wanted, nodes)
-    assert (said is None) if words is None else re.search(words, said or "")
+def test_how_many_claims_a_node_could_hold() -> None:
+    for wanted, there, fits in CLAIMS:
+        assert wanted.fits(there) == fits
+
+
+LACKING = [
+    (demand(GPU=1), None),
+    (demand(GPU=99), None),  # of what is scarce, somebody counts
+    (demand(GPU=1, CPU=99), r"No node of the cluster is large enough for a worker: CPU: requested 99, the largest has 8\."),
+    (demand({"market": "cattle"}, GPU=1), r"No node has the label market=cattle; there are market=reserved, market=spot\."),
+    (demand({"room": "3"}, GPU=1), r"No node has the label room=3; none has a label room\."),
+    (demand({"market": "spot", "zone": "a"}, GPU=1), r"No node has all of the labels market=spot, zone=a\."),
+    (demand(GPU=1, accelerator_type_L4=0.001), r"No node has an accelerator of type L4; there are: H100, T4\."),
+    (demand({"market": "spot"}, GPU=1, accelerator_type_T4=0.001), r"of type T4; there are: H100\."),
+    (demand({"market": "spot"}, CPU=8), r"CPU: requested 8, the largest has 4\."),
+]
+
+
+def test_what_no_node_has() -> None:
+    for wanted, words in LACKING:
+        nodes = [
+            node(labels={"market": "spot"}, GPU=2, CPU=4, accelerator_type_H100=1),
+            node(labels={"market": "reserved", "zone": "a"}, GPU=1, CPU=8, accelerator_type_T4=1),
+        ]
+        said = lacking(wanted, nodes)
+        assert (said is None) if words is None else re.search(words, said or "")
 
 
 def test_what_nodes_are_called() -> None:

@@ -82,16 +82,16 @@ WRONG_TYPES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "message"), WRONG_VALUES, ids=lambda value: str(value).partition(" at 0x")[0][:40])
-def test_values_that_cannot_work_are_refused(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(InvalidValueError, match=message):
-        TrainingOptions(**fields)
+def test_values_that_cannot_work_are_refused() -> None:
+    for fields, message in WRONG_VALUES:
+        with pytest.raises(InvalidValueError, match=message):
+            TrainingOptions(**fields)
 
 
-@pytest.mark.parametrize("fields", WRONG_TYPES, ids=str)
-def test_kinds_that_cannot_work_are_refused(fields: dict[str, Any]) -> None:
-    with pytest.raises(InvalidTypeError, match=next(iter(fields))):
-        TrainingOptions(**fields)
+def test_kinds_that_cannot_work_are_refused() -> None:
+    for fields in WRONG_TYPES:
+        with pytest.raises(InvalidTypeError, match=next(iter(fields))):
+            TrainingOptions(**fields)
 
 
 def test_they_are_named_frozen_and_travel() -> None:

@@ -417,22 +417,22 @@ def test_folders_have_readable_names_of_their_own(tmp_path: Path, monkeypatch: p
     assert not first.exists()
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "error", "says"),
-    [
-        ("run_dir", 7, InvalidTypeError, "not the path"),
-        ("keep_checkpoints", 0, InvalidValueError, "less than 1"),
-        ("keep_checkpoints", 1.5, InvalidTypeError, "not a whole number"),
-        ("min_workers", 0, InvalidValueError, "less than 1"),
-        ("best_metric", 3, InvalidTypeError, "not the name"),
-        ("best_mode", "least", InvalidValueError, "neither 'min' nor 'max'"),
-        ("start_from", 3, InvalidTypeError, "neither the folder"),
-        ("start_from", "/nowhere/at/all", InvalidValueError, "no such folder"),
-    ],
-)
-def test_options_that_cannot_work(field: str, value: Any, error: type[Exception], says: str) -> None:
-    with pytest.raises(error, match=says):
-        RunOptions(**{field: value})
+CANNOT_WORK = [
+    ("run_dir", 7, InvalidTypeError, "not the path"),
+    ("keep_checkpoints", 0, InvalidValueError, "less than 1"),
+    ("keep_checkpoints", 1.5, InvalidTypeError, "not a whole number"),
+    ("min_workers", 0, InvalidValueError, "less than 1"),
+    ("best_metric", 3, InvalidTypeError, "not the name"),
+    ("best_mode", "least", InvalidValueError, "neither 'min' nor 'max'"),
+    ("start_from", 3, InvalidTypeError, "neither the folder"),
+    ("start_from", "/nowhere/at/all", InvalidValueError, "no such folder"),
+]
+
+
+def test_options_that_cannot_work() -> None:
+    for field, value, error, says in CANNOT_WORK:
+        with pytest.raises(error, match=says):
+            RunOptions(**{field: value})
 
 
 def test_checkpoints_that_are_none(tmp_path: Path) -> None:
