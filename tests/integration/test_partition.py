@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from raypool import ResourceError, WorkerResources, current_task, parpool
+from raypool import ParallelPool, ResourceError, WorkerResources, current_task, parpool
 
-pytestmark = [pytest.mark.long, pytest.mark.usefixtures("ray_session", "by_value"), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.usefixtures("ray_session", "by_value"), pytest.mark.timeout(120)]
 
 CPU = WorkerResources(gpus=0, cpus=0.5)
 GPU = WorkerResources(gpus=1)
@@ -29,12 +29,12 @@ def gpus_of(view: Any) -> list[int | None]:
 
 
 def test_two_pools_of_a_mixed_one_run_at_the_same_time(make_gate: Callable[[], Any], eventually: Any) -> None:
-    """Scenario 5: six workers without a GPU prepare, two with one train; neither waits for the other."""
+    """Scenario 5: workers without a GPU prepare, those with one train; neither waits for the other."""
     gate = make_gate()
-    with parpool(resources=[CPU] * 6 + [GPU] * 2, quiet=True) as pool:
+    with parpool(resources=[CPU] * 2 + [GPU] * 2, quiet=True) as pool:
         training, preparing = pool.partition(per_gpu=1)
-        assert [worker.index for worker in training.workers] == [6, 7]
-        assert [worker.index for worker in preparing.workers] == list(range(6))
+        assert [worker.index for worker in training.workers] == [2, 3]
+        assert [worker.index for worker in preparing.workers] == [0, 1]
 
         def train(_: int) -> str | None:
             gate.wait()
@@ -45,76 +45,28 @@ def test_two_pools_of_a_mixed_one_run_at_the_same_time(make_gate: Callable[[], A
         prepared = preparing.parfor(lambda x: (x + 1, *look()[1:]), 60)
         assert [value for value, _, _ in prepared] == list(range(1, 61))
         assert {(gpu, visible) for _, gpu, visible in prepared} == {(None, "")}
-        assert (training.idle_workers, preparing.idle_workers) == (0, 6)
+        assert (training.idle_workers, preparing.idle_workers) == (0, 2)
         gate.open()
         assert {model.result(60) for model in models} == {str(gpu) for gpu in gpus_of(training)}
-        assert [value[0] for value in pool.parfeval_on_all(look).result(60)] == list(range(8))
+        assert [value[0] for value in pool.parfeval_on_all(look).result(60)] == list(range(4))
 
 
-def test_a_pool_without_gpus_has_an_empty_part() -> None:
-    """Scenario 5."""
-    with parpool(2, resources=CPU, quiet=True) as pool:
-        part, rest = pool.partition(per_gpu=1)
-        assert (part.num_workers, rest.num_workers) == (0, 2)
-        with pytest.raises(ResourceError, match="has no workers"):
-            part.parfor(abs, [1])
-        assert rest.parfor(abs, [-1])[0] == 1
-
-
-@pytest.mark.parametrize(("number", "expected"), [(1, [1, 1, 1]), (2, [2, 2, 2]), (5, [2, 2, 2])])
-def test_so_many_workers_for_each_gpu(number: int, expected: list[int]) -> None:
+def test_so_many_workers_for_each_gpu() -> None:
     with parpool(6, resources=HALF, quiet=True) as pool:
-        part, rest = pool.partition(per_gpu=number)
-        assert sorted(Counter(gpus_of(part)).values()) == expected
-        assert part.num_workers + rest.num_workers == 6
-        assert Counter(gpus_of(part)) + Counter(gpus_of(rest)) == Counter(gpus_of(pool))
-        assert {gpu for _, gpu, _ in part.parfeval_on_all(look).result(60)} == {0, 1, 2}
+        for number, expected in ((1, [1, 1, 1]), (2, [2, 2, 2]), (5, [2, 2, 2])):
+            part, rest = pool.partition(per_gpu=number)
+            assert sorted(Counter(gpus_of(part)).values()) == expected
+            assert part.num_workers + rest.num_workers == 6
+            assert Counter(gpus_of(part)) + Counter(gpus_of(rest)) == Counter(gpus_of(pool))
+            assert {gpu for _, gpu, _ in part.parfeval_on_all(look).result(60)} == {0, 1, 2}
 
 
+@pytest.mark.long
 def test_workers_with_several_gpus() -> None:
     with parpool(resources=[WorkerResources(gpus=2), CPU, GPU], quiet=True) as pool:
         part, rest = pool.partition(per_gpu=1)
         assert [len(worker.gpus) for worker in part.workers] == [2, 1]
         assert gpus_of(rest) == [None]
-
-
-def test_a_worker_that_is_replaced_stays_in_its_part(eventually: Any, marks: Any) -> None:
-    """And a sticky call of a part is for the part's workers only, also for those that come later."""
-    with parpool(resources=[CPU, GPU, CPU], quiet=True) as pool:
-        part, rest = pool.partition(per_gpu=1)
-        part.parfeval_on_all(lambda: marks.add(f"part {look()[0]}"), sticky=True).result(60)
-        before = pool.workers
-        for view, index in ((part, 1), (rest, 0)):
-            view.options(worker=index, retries=0).parfeval(os.kill, before[index].pid, signal.SIGKILL).exception(60)
-            assert eventually(
-                lambda index=index: pool.workers[index].pid != before[index].pid and pool.workers[index].state == "idle", 60
-            )
-        assert [worker.index for worker in part.workers] == [1]
-        assert part.parfeval(look).result(60) == (1, before[1].gpu, str(before[1].gpu))
-        assert rest.parfeval_on_all(look).result(60) == [(0, None, ""), (2, None, "")]
-        assert marks.all() == ["part 1", "part 1"]
-
-
-def test_items_of_a_part_run_again_in_the_part(marks: Any) -> None:
-    with parpool(resources=[CPU, CPU, GPU], quiet=True) as pool:
-        _, rest = pool.partition(per_gpu=1)
-
-        def die_once(item: int) -> int:
-            if item == 3 and current_task().attempt == 1:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return current_task().worker
-
-        assert set(rest.parfor(die_once, 8)) <= {0, 1}
-
-
-def test_the_gpus_of_a_part_stay_the_pools() -> None:
-    """Also when the part is shut down."""
-    with parpool(3, quiet=True) as pool:
-        part, rest = pool.partition(workers=[0])
-        part.delete()
-        with pytest.raises(ResourceError, match="requested 1, available 0"):
-            parpool(1, start_timeout_s=0.5, quiet=True)
-        assert len(rest.parfeval_on_all(look).result(60)) == 2
 
 
 def test_parts_of_a_pool_that_rests(eventually: Any) -> None:
@@ -129,3 +81,44 @@ def test_parts_of_a_pool_that_rests(eventually: Any) -> None:
         assert set(training.parfor(lambda _: look()[1], 10)) <= {gpu for _, gpu in before[1:]}
         assert pool.parfeval_on_all(look).result(60) == [(index, gpu, "" if gpu is None else str(gpu)) for index, gpu in before]
         assert preparing.parfeval(look).result(60)[0] == 0
+
+
+# --- the pool that tests share ----------------------------------------------------------------------------------------
+
+
+def test_a_worker_that_is_replaced_stays_in_its_part(pool: ParallelPool, eventually: Any, marks: Any) -> None:
+    """And a sticky call of a part is for the part's workers only, also for those that come later."""
+    part, rest = pool.partition(workers=[1])
+    part.parfeval_on_all(lambda: marks.add(f"part {look()[0]}"), sticky=True).result(60)
+    before = pool.workers
+    for view, index in ((part, 1), (rest, 0)):
+        view.options(worker=index, retries=0).parfeval(os.kill, before[index].pid, signal.SIGKILL).exception(60)
+        assert eventually(
+            lambda index=index: pool.workers[index].pid != before[index].pid and pool.workers[index].state == "idle", 60
+        )
+    assert [worker.index for worker in part.workers] == [1]
+    assert part.parfeval(look).result(60) == (1, before[1].gpu, str(before[1].gpu))
+    assert rest.parfeval_on_all(look).result(60) == [(place, before[place].gpu, str(before[place].gpu)) for place in (0, 2)]
+    assert marks.all() == ["part 1", "part 1"]
+
+
+@pytest.mark.quick
+def test_items_of_a_part_run_again_in_the_part(pool: ParallelPool) -> None:
+    _, rest = pool.partition(workers=[2])
+
+    def die_once(item: int) -> int:
+        if item == 3 and current_task().attempt == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return current_task().worker
+
+    assert set(rest.parfor(die_once, 8)) <= {0, 1}
+
+
+@pytest.mark.quick
+def test_the_gpus_of_a_part_stay_the_pools(pool: ParallelPool) -> None:
+    """Also when the part is shut down."""
+    part, rest = pool.partition(workers=[0])
+    part.delete()
+    with pytest.raises(ResourceError, match="requested 1, available 0"):
+        parpool(1, start_timeout_s=0.1, quiet=True)
+    assert len(rest.parfeval_on_all(look).result(60)) == 2
