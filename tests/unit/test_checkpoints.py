@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import stat
 from pathlib import Path
 from typing import Any
@@ -122,10 +121,10 @@ def test_one_that_stays_elsewhere_is_noted(run_dir: Path, tmp_path: Path) -> Non
     assert len(list_kept(run_dir)) == 1
 
 
-@pytest.mark.parametrize("name", ["", ".hidden", "a/b", "/tmp/x", "..", "a\0b"])
-def test_names_that_are_no_folder(name: str) -> None:
-    with pytest.raises(InvalidValueError, match="checkpoint_dir_name"):
-        check_name(name)
+def test_names_that_are_no_folder() -> None:
+    for name in ["", ".hidden", "a/b", "/tmp/x", "..", "a\0b"]:
+        with pytest.raises(InvalidValueError, match="checkpoint_dir_name"):
+            check_name(name)
 
 
 def test_names_that_are_folders() -> None:
@@ -235,25 +234,27 @@ def _crash(*args: Any, **keywords: Any) -> None:
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", "{", "[]", "null", '{"index": 2}', '{"index": "2", "metrics": {}}', '{"index": 2, "metrics": 3}', "\xff\x00"],
-)
-def test_a_json_that_cannot_be_read_hides_only_its_own(run_dir: Path, text: str) -> None:
+def test_a_json_that_cannot_be_read_hides_only_its_own(run_dir: Path) -> None:
     for loss in (1, 2, 3):
         keep(run_dir, loss=loss)
-    (run_dir / "checkpoint_000002.json").write_text(text, encoding="latin-1")
+    notes = run_dir / "checkpoint_000002.json"
+    for text in (
+        "",
+        "{",
+        "[]",
+        "null",
+        '{"index": 2}',
+        '{"index": "2", "metrics": {}}',
+        '{"index": 2, "metrics": 3}',
+        "\xff\x00",
+    ):
+        notes.write_text(text, encoding="latin-1")
+        assert losses(run_dir) == [1, 3]
+    notes.unlink()
+    notes.mkdir()  # the system refuses to read it, whoever asks
     assert losses(run_dir) == [1, 3]
     keep(run_dir, loss=4)
     assert losses(run_dir) == [1, 3, 4]
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_a_json_that_may_not_be_read(run_dir: Path) -> None:
-    keep(run_dir, loss=1)
-    keep(run_dir, loss=2)
-    (run_dir / "checkpoint_000002.json").chmod(0)
-    assert losses(run_dir) == [1]
 
 
 def test_other_files_in_the_folder_are_left_alone(run_dir: Path) -> None:

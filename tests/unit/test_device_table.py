@@ -152,17 +152,17 @@ def test_of_amds_gpus_it_is_known_that_they_are_there() -> None:
     assert known_to_ray(amd, {"ROCR_VISIBLE_DEVICES": "GPU-DEADBEEF"}) == (cards, [None] * 3)
 
 
-@pytest.mark.parametrize(
-    ("maker", "cards", "seen"),
-    [
-        (manager("Apple", 1, "M3-Max"), [GpuDevice(index=0, name="Apple M3 Max")], [0]),
-        (manager("Intel", 2, None, ["1"]), [GpuDevice(index=0, name="Intel GPU"), GpuDevice(index=1, name="Intel GPU")], [1]),
-        (manager("Metax", 1, ImportError("no driver"), ["gpu:0"]), [GpuDevice(index=0, name="Metax GPU")], [None]),
-        (manager("NVIDIA", OSError("no tool")), [], []),
-    ],
-)
-def test_others_have_their_makers_names(maker: Any, cards: list[GpuDevice], seen: list[int | None]) -> None:
-    assert known_to_ray(maker, {}) == (cards, seen)
+OTHERS = [
+    (manager("Apple", 1, "M3-Max"), [GpuDevice(index=0, name="Apple M3 Max")], [0]),
+    (manager("Intel", 2, None, ["1"]), [GpuDevice(index=0, name="Intel GPU"), GpuDevice(index=1, name="Intel GPU")], [1]),
+    (manager("Metax", 1, ImportError("no driver"), ["gpu:0"]), [GpuDevice(index=0, name="Metax GPU")], [None]),
+    (manager("NVIDIA", OSError("no tool")), [], []),
+]
+
+
+def test_others_have_their_makers_names() -> None:
+    for maker, cards, seen in OTHERS:
+        assert known_to_ray(maker, {}) == (cards, seen)
 
 
 def test_rays_managers_answer_what_they_are_asked() -> None:

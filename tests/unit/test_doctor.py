@@ -192,19 +192,19 @@ def test_cards_on_the_bus_are_seen_without_a_driver(tmp_path: Path) -> None:
     assert checkup._cards(tmp_path / "none") == []
 
 
-@pytest.mark.parametrize(
-    ("line", "version"),
-    [
-        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024", "550.54.15"),
-        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build  (dvs-builder@U16)", "570.86.15"),
-        ("NVRM version: NVIDIA UNIX Open Kernel Module for aarch64  570.86.15  Release Build  (dvs-builder@U16)", "570.86.15"),
-        ("NVRM version: something else", None),
-    ],
-)
-def test_the_driver_in_the_kernel_closed_and_open(tmp_path: Path, line: str, version: str | None) -> None:
-    (tmp_path / "version").write_text(f"{line}\nGCC version:  gcc version 12.2.0 (Debian 12.2.0-14)\n")
-    assert checkup._kernel_driver(tmp_path / "version") == version
-    assert checkup._kernel_driver(tmp_path / "none") is None
+KERNELS = [
+    ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024", "550.54.15"),
+    ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build  (dvs-builder@U16)", "570.86.15"),
+    ("NVRM version: NVIDIA UNIX Open Kernel Module for aarch64  570.86.15  Release Build  (dvs-builder@U16)", "570.86.15"),
+    ("NVRM version: something else", None),
+]
+
+
+def test_the_driver_in_the_kernel_closed_and_open(tmp_path: Path) -> None:
+    for line, version in KERNELS:
+        (tmp_path / "version").write_text(f"{line}\nGCC version:  gcc version 12.2.0 (Debian 12.2.0-14)\n")
+        assert checkup._kernel_driver(tmp_path / "version") == version
+        assert checkup._kernel_driver(tmp_path / "none") is None
 
 
 # --- the machine ------------------------------------------------------------------------------------------------------
@@ -221,19 +221,19 @@ def test_cores_memory_and_shared_memory() -> None:
     check(judge_shared_memory(None, GIB), "problem", "there is no /dev/shm", "mount")
 
 
-@pytest.mark.parametrize(
-    ("folder", "free", "is_writable", "state", "words"),
-    [
-        ("/tmp/ray", 50, True, "ok", "50.0 GiB of 100.0 GiB are free where /tmp/ray is"),
-        ("/tmp/ray", 9, True, "warning", "9.0 GiB of 100.0 GiB"),
-        ("/tmp/ray", 4, True, "problem", "4.0 GiB of 100.0 GiB"),
-        ("/tmp/ray", 50, False, "problem", "/tmp/ray cannot be written"),
-        ("/scratch/" + "x" * 60 + "/ray", 50, True, "problem", "has 73 letters, and the sockets there allow 43"),
-    ],
-)
-def test_the_disk_of_rays_files(folder: str, free: int, is_writable: bool, state: str, words: str) -> None:
-    finding = judge_disk(folder, free * GIB, 100 * GIB, is_writable)
-    check(finding, state, words, None if state == "ok" else "RAY_TMPDIR")
+DISKS = [
+    ("/tmp/ray", 50, True, "ok", "50.0 GiB of 100.0 GiB are free where /tmp/ray is"),
+    ("/tmp/ray", 9, True, "warning", "9.0 GiB of 100.0 GiB"),
+    ("/tmp/ray", 4, True, "problem", "4.0 GiB of 100.0 GiB"),
+    ("/tmp/ray", 50, False, "problem", "/tmp/ray cannot be written"),
+    ("/scratch/" + "x" * 60 + "/ray", 50, True, "problem", "has 73 letters, and the sockets there allow 43"),
+]
+
+
+def test_the_disk_of_rays_files() -> None:
+    for folder, free, is_writable, state, words in DISKS:
+        finding = judge_disk(folder, free * GIB, 100 * GIB, is_writable)
+        check(finding, state, words, None if state == "ok" else "RAY_TMPDIR")
 
 
 def test_the_folder_of_rays_files_where_ray_does_not_say_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from raypool.engine.backend import WorkerInfo
-from raypool.errors import InvalidTypeError, InvalidValueError, RaypoolError, ResourceError
+from raypool.errors import InvalidTypeError, InvalidValueError, ResourceError
 from raypool.train.data import ArraySamples, DatasetSamples, order_of, take_samples
 from raypool.train.fit import FitCall, gradient_bytes, prepare_fit
 from raypool.train.job import FitJob
@@ -254,22 +254,20 @@ def frozen() -> torch.nn.Module:
     return torch.nn.Linear(3, 1).requires_grad_(False)
 
 
-@pytest.mark.parametrize(
-    ("model", "kind", "message"),
-    [
-        ("resnet", InvalidTypeError, "'resnet' is a str"),
-        (torch.nn.Linear, InvalidTypeError, "model=Linear cannot be called without arguments"),
-        (torch.nn.Tanh(), InvalidValueError, "a Tanh, cannot be trained: it has no parameters"),
-        (frozen(), InvalidValueError, "all its 2 parameters are frozen"),
-        (torch.nn.LazyLinear(3), InvalidValueError, "'weight' of the model has no size yet"),
-    ],
-    ids=lambda value: str(value)[:30],
-)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.filterwarnings("ignore:Lazy modules")
-def test_models_that_cannot_be_trained(model: Any, kind: type[RaypoolError], message: str, strategy: str) -> None:
-    with pytest.raises(kind, match=message):
-        prepare(on_cpus(2), model=model, strategy=strategy)
+def test_models_that_cannot_be_trained(strategy: str) -> None:
+    with pytest.raises(InvalidTypeError, match="'resnet' is a str"):
+        prepare(on_cpus(2), model="resnet", strategy=strategy)
+    with pytest.raises(InvalidTypeError, match="model=Linear cannot be called without arguments"):
+        prepare(on_cpus(2), model=torch.nn.Linear, strategy=strategy)
+    for model, message in (
+        (torch.nn.Tanh(), "a Tanh, cannot be trained: it has no parameters"),
+        (frozen(), "all its 2 parameters are frozen"),
+        (torch.nn.LazyLinear(3), "'weight' of the model has no size yet"),
+    ):
+        with pytest.raises(InvalidValueError, match=message):
+            prepare(on_cpus(2), model=model, strategy=strategy)
 
 
 def test_a_loss_that_cannot_be_called() -> None:

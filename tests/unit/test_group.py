@@ -16,6 +16,8 @@ import pytest
 
 from tests.conftest import Started
 
+pytestmark = pytest.mark.ci
+
 PRELUDE = """
 import multiprocessing, os, signal, sys, threading, time, traceback, warnings
 from multiprocessing.managers import BaseManager

@@ -224,11 +224,11 @@ def test_operands_on_two_devices_raise() -> None:
         assert operation(as_device(x, y.device), y).device == META
 
 
-@pytest.mark.parametrize("device", ["gpu0", "", None, 1.5, "cuda:x"])
-def test_what_is_no_device_is_an_error(device: Any) -> None:
-    for bring in (as_device, copy_to):
-        with pytest.raises(InvalidValueError, match="is not a device"):
-            bring(torch.ones(1), device)
+def test_what_is_no_device_is_an_error() -> None:
+    for device in ["gpu0", "", None, 1.5, "cuda:x"]:
+        for bring in (as_device, copy_to):
+            with pytest.raises(InvalidValueError, match="is not a device"):
+                bring(torch.ones(1), device)
 
 
 def test_a_gpu_that_does_not_exist_is_an_error() -> None:

@@ -15,9 +15,9 @@ def test_items_come_in_order_from_where_it_starts():
     assert ladder.runs() == [(1, 6)]
 
 
-@pytest.mark.parametrize(("cost", "item"), [(100.0, 0), (9.0, 0), (8.9, 1), (7.0, 1), (3.0, 4), (1.0, 5), (-1.0, None)])
-def test_the_longest_that_costs_no_more(cost, item):
-    assert Ladder(COSTS, 0).at_most(cost) == item
+def test_the_longest_that_costs_no_more():
+    for cost, item in [(100.0, 0), (9.0, 0), (8.9, 1), (7.0, 1), (3.0, 4), (1.0, 5), (-1.0, None)]:
+        assert Ladder(COSTS, 0).at_most(cost) == item
 
 
 def test_what_is_taken_is_passed_over():

@@ -124,8 +124,10 @@ class Data:
         return self.length
 
 
-@pytest.mark.parametrize(("changed", "seen"), [(None, "left"), ("new", "new")])
-@pytest.mark.parametrize("name", ["model", "table", "fail", "unknown"])
+@pytest.mark.parametrize(
+    ("name", "changed", "seen"),
+    [("model", None, "left"), ("table", "new", "new"), ("fail", None, "left"), ("fail", "new", "new"), ("unknown", "new", "new")],
+)
 def test_what_the_user_has_changed_since_is_the_users(script: dict[str, Any], name: str, changed: str | None, seen: str) -> None:
     exec(f"def load():\n    global {name}\n    {name} = 'left'", script)
     exec(f"def look():\n    return {name}", script)

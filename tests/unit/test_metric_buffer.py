@@ -146,10 +146,10 @@ def test_what_is_no_single_number_is_an_error(value: torch.Tensor) -> None:
     assert len(buffer) == 0
 
 
-@pytest.mark.parametrize("size", [0, -1, 1.5, True, None])
-def test_a_size_that_cannot_be(size: Any) -> None:
-    with pytest.raises(InvalidValueError, match="holds no step"):
-        MetricBuffer(size)
+def test_a_size_that_cannot_be() -> None:
+    for size in [0, -1, 1.5, True, None]:
+        with pytest.raises(InvalidValueError, match="holds no step"):
+            MetricBuffer(size)
 
 
 def test_in_a_pool_each_item_has_its_own() -> None:

@@ -147,23 +147,22 @@ def test_where_there_is_no_nvml_there_are_no_cards(load: Callable[[], Any]) -> N
         assert not inventory.allocator().is_in_use
 
 
-@pytest.mark.parametrize("name", ["UNKNOWN", "DRIVER_NOT_LOADED", "UNINITIALIZED", "TIMEOUT"])
-def test_what_lasts_is_still_known_when_nvml_fails_in_mid_run(name: str) -> None:
-    nvml = FakeNvml(FakeCard(), FakeCard(uuid=SECOND))
-    inventory = NvmlInventory(nvml)
-    assert inventory.devices()[0] == WELL
-    nvml.broken = error(name)
-    for _ in range(2):
-        left = [
-            GpuDevice(index=i, name="NVIDIA H200", uuid=uuid, compute_capability=(9, 0)) for i, uuid in ((0, FIRST), (1, SECOND))
-        ]
-        assert inventory.devices() == left
-        assert inventory.find("GPU-11112") == left[1]
-        assert inventory.load([0]) == [GpuDevice(index=0)]
-        assert inventory.memory_used([0]) is None
-    nvml.broken = None
-    del nvml.cards[1]  # it came back with one card less
-    assert inventory.devices() == [WELL]
+def test_what_lasts_is_still_known_when_nvml_fails_in_mid_run() -> None:
+    for name in ["UNKNOWN", "DRIVER_NOT_LOADED", "UNINITIALIZED", "TIMEOUT"]:
+        nvml = FakeNvml(FakeCard(), FakeCard(uuid=SECOND))
+        inventory = NvmlInventory(nvml)
+        assert inventory.devices()[0] == WELL
+        nvml.broken = error(name)
+        for _ in range(2):
+            known = {"name": "NVIDIA H200", "compute_capability": (9, 0)}
+            left = [GpuDevice(index=0, uuid=FIRST, **known), GpuDevice(index=1, uuid=SECOND, **known)]
+            assert inventory.devices() == left
+            assert inventory.find("GPU-11112") == left[1]
+            assert inventory.load([0]) == [GpuDevice(index=0)]
+            assert inventory.memory_used([0]) is None
+        nvml.broken = None
+        del nvml.cards[1]  # it came back with one card less
+        assert inventory.devices() == [WELL]
 
 
 def test_a_lost_card_leaves_the_others_as_they_are() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from raypool import InvalidTypeError, InvalidValueError, Profile, RaypoolError, Tls, WorkerResources, parpool
+from raypool import InvalidTypeError, InvalidValueError, Profile, Tls, WorkerResources, parpool
 from raypool.profile_files import line_of, named_profile, resolve_profile
 
 Write = Callable[..., Path]
@@ -186,52 +186,52 @@ def test_a_missing_profile_names_those_that_exist(write: Write) -> None:
 # --- what is said of a file that is wrong ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "line", "error", "words"),
-    [
-        ("[profiles.x]\n\n# so many\nnum_gpus = 2", 4, InvalidValueError, "no field 'num_gpus'. It has: backend, address, token"),
-        ("[profiles.x]\nresources.gpus = 1\nresources.ram = 2", 3, InvalidValueError, "no field 'ram'. It has: gpus, cpus, mem"),
-        ("[profiles.x.resources]\ngpus = -1", 2, InvalidValueError, "WorkerResources.gpus=-1. is negative"),
-        ("[profiles.x]\nresources = [\n  {gpus = 1},\n  {gpu = 1},\n]", 2, InvalidValueError, "no field 'gpu'"),
-        (
-            "[profiles.x]\n[[profiles.x.resources]]\ngpus = 1\n[[profiles.x.resources]]\ngpus = '1'",
-            5,
-            InvalidTypeError,
-            "gpus='1'. is not a number",
-        ),
-        ("[profiles.x]\nresources = []", 2, InvalidValueError, "names no worker"),
-        ("[profiles.x]\nresources = [1, 2]", 2, InvalidTypeError, "is not a table, nor a list of tables"),
-        ("[profiles.x]\nenv = {\n", 2, InvalidValueError, "not valid TOML"),
-        ("[profiles.x]\nretries = '3'", 2, InvalidTypeError, "retries='3' is not a whole number"),
-        ("[profiles.x]\nretries = 3\nidle_timeout_s = true", 3, InvalidTypeError, "idle_timeout_s=True is not a number"),
-        ("[profiles.x]\nenv = {A = 1}", 2, InvalidTypeError, "texts"),
-        ("[profiles.x.env]\nA = 'a'\nB = 5", 3, InvalidTypeError, "'B': 5"),
-        ("[profiles.x]\ngpus = [0, 0]", 2, InvalidValueError, "GPU 0 is named twice"),
-        ("[profiles.x]\nbackend = 'mpi'", 2, InvalidValueError, "none of ray, threads, inline"),
-        ("[profiles.x]\nbackend = [\n'ray',\n]", 2, InvalidValueError, "none of ray, threads, inline"),
-        ("[profiles.x]\naddress = 2026-11-21", 2, InvalidTypeError, "not the address of a Ray cluster"),
-        ("[profiles.x]\nsetup = 'load'", 2, InvalidTypeError, 'names no function. Write "module:function"'),
-        ("[profiles.x]\nteardown = 3", 2, InvalidTypeError, 'names no function. Write "module:function"'),
-        ("[profiles.x]\nsetup = 'no_such_module_here:load'", 2, InvalidValueError, "could not be imported: ModuleNotFoundError"),
-        ("[profiles.x]\nsetup = 'os.path:no_such'", 2, InvalidValueError, "could not be imported: AttributeError"),
-        ("[profiles.x]\nsetup = 'os.path:join'", 2, InvalidTypeError, "cannot be called without arguments"),
-        ("[profiles.x]\nsetup = 'os:sep'", 2, InvalidTypeError, "is not callable"),
-        ("\n[profiles.x]\ngpus = [0]\nresources = {gpus = 2}", 2, InvalidValueError, "each worker is to have 2"),
-        ("\n[profile.x]\ngpus = [0]", 2, InvalidValueError, "there is no setting 'profile'. There are: profiles"),
-        ("[profiles.x]\ntls = {key = 'k', certificate = 'c'}", 2, InvalidValueError, "tls lacks authority"),
-        ("[profiles.x.tls]\nca = 'k'", 2, InvalidValueError, "tls has no field 'ca'"),
-        ("[profiles.x.tls]\nkey = 3", 2, InvalidTypeError, "key=3 is not the path"),
-        ("[profiles.x]\npackages = 'torch'", 2, InvalidTypeError, "packages='torch' is not a list"),
-        ("profiles = 3", 1, InvalidTypeError, "profiles is not a table"),
-        ("[profiles]\nx = 3", 2, InvalidTypeError, "profile 'x' is not a table"),
-    ],
-)
-def test_a_file_that_is_wrong(write: Write, text: str, line: int, error: type[RaypoolError], words: str) -> None:
-    path = write(text)
-    with pytest.raises(error, match=words) as caught:
-        parpool(profile="x")
-    assert str(path) in str(caught.value)
-    assert f"line {line}" in str(caught.value)
+WRONG = [
+    ("[profiles.x]\n\n# so many\nnum_gpus = 2", 4, InvalidValueError, "no field 'num_gpus'. It has: backend, address, token"),
+    ("[profiles.x]\nresources.gpus = 1\nresources.ram = 2", 3, InvalidValueError, "no field 'ram'. It has: gpus, cpus, mem"),
+    ("[profiles.x.resources]\ngpus = -1", 2, InvalidValueError, "WorkerResources.gpus=-1. is negative"),
+    ("[profiles.x]\nresources = [\n  {gpus = 1},\n  {gpu = 1},\n]", 2, InvalidValueError, "no field 'gpu'"),
+    (
+        "[profiles.x]\n[[profiles.x.resources]]\ngpus = 1\n[[profiles.x.resources]]\ngpus = '1'",
+        5,
+        InvalidTypeError,
+        "gpus='1'. is not a number",
+    ),
+    ("[profiles.x]\nresources = []", 2, InvalidValueError, "names no worker"),
+    ("[profiles.x]\nresources = [1, 2]", 2, InvalidTypeError, "is not a table, nor a list of tables"),
+    ("[profiles.x]\nenv = {\n", 2, InvalidValueError, "not valid TOML"),
+    ("[profiles.x]\nretries = '3'", 2, InvalidTypeError, "retries='3' is not a whole number"),
+    ("[profiles.x]\nretries = 3\nidle_timeout_s = true", 3, InvalidTypeError, "idle_timeout_s=True is not a number"),
+    ("[profiles.x]\nenv = {A = 1}", 2, InvalidTypeError, "texts"),
+    ("[profiles.x.env]\nA = 'a'\nB = 5", 3, InvalidTypeError, "'B': 5"),
+    ("[profiles.x]\ngpus = [0, 0]", 2, InvalidValueError, "GPU 0 is named twice"),
+    ("[profiles.x]\nbackend = 'mpi'", 2, InvalidValueError, "none of ray, threads, inline"),
+    ("[profiles.x]\nbackend = [\n'ray',\n]", 2, InvalidValueError, "none of ray, threads, inline"),
+    ("[profiles.x]\naddress = 2026-11-21", 2, InvalidTypeError, "not the address of a Ray cluster"),
+    ("[profiles.x]\nsetup = 'load'", 2, InvalidTypeError, 'names no function. Write "module:function"'),
+    ("[profiles.x]\nteardown = 3", 2, InvalidTypeError, 'names no function. Write "module:function"'),
+    ("[profiles.x]\nsetup = 'no_such_module_here:load'", 2, InvalidValueError, "could not be imported: ModuleNotFoundError"),
+    ("[profiles.x]\nsetup = 'os.path:no_such'", 2, InvalidValueError, "could not be imported: AttributeError"),
+    ("[profiles.x]\nsetup = 'os.path:join'", 2, InvalidTypeError, "cannot be called without arguments"),
+    ("[profiles.x]\nsetup = 'os:sep'", 2, InvalidTypeError, "is not callable"),
+    ("\n[profiles.x]\ngpus = [0]\nresources = {gpus = 2}", 2, InvalidValueError, "each worker is to have 2"),
+    ("\n[profile.x]\ngpus = [0]", 2, InvalidValueError, "there is no setting 'profile'. There are: profiles"),
+    ("[profiles.x]\ntls = {key = 'k', certificate = 'c'}", 2, InvalidValueError, "tls lacks authority"),
+    ("[profiles.x.tls]\nca = 'k'", 2, InvalidValueError, "tls has no field 'ca'"),
+    ("[profiles.x.tls]\nkey = 3", 2, InvalidTypeError, "key=3 is not the path"),
+    ("[profiles.x]\npackages = 'torch'", 2, InvalidTypeError, "packages='torch' is not a list"),
+    ("profiles = 3", 1, InvalidTypeError, "profiles is not a table"),
+    ("[profiles]\nx = 3", 2, InvalidTypeError, "profile 'x' is not a table"),
+]
+
+
+def test_a_file_that_is_wrong(write: Write) -> None:
+    for text, line, error, words in WRONG:
+        path = write(text)
+        with pytest.raises(error, match=words) as caught:
+            parpool(profile="x")
+        assert str(path) in str(caught.value)
+        assert f"line {line}" in str(caught.value)
 
 
 def test_built_in_profiles_cannot_be_redefined(write: Write) -> None:

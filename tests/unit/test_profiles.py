@@ -87,19 +87,19 @@ def test_workers_per_gpu() -> None:
         assert WorkerResources(gpus=gpus).workers_per_gpu == share
 
 
-@pytest.mark.parametrize(
-    ("gpus", "words"),
-    [
-        (0.4, r"2 such workers take 0\.8 of it, and 0\.2 would lie idle\. .* 0\.5 \(2 workers\) and 0\.333 \(3 workers\)"),
-        (0.6, r"one such worker takes 0\.6 of it, and 0\.4 would lie idle\. .* 1 \(1 worker\) and 0\.5 \(2 workers\)"),
-        (0.3, r"0\.333 \(3 workers\) and 0\.25 \(4 workers\)"),
-        (0.51, r"does not divide a GPU"),
-        (0.00001, "is less than 0.0001"),
-    ],
-)
-def test_a_part_that_does_not_divide_a_gpu(gpus: float, words: str) -> None:
-    with pytest.raises(InvalidValueError, match=words):
-        WorkerResources(gpus=gpus)
+ODD_PARTS = [
+    (0.4, r"2 such workers take 0\.8 of it, and 0\.2 would lie idle\. .* 0\.5 \(2 workers\) and 0\.333 \(3 workers\)"),
+    (0.6, r"one such worker takes 0\.6 of it, and 0\.4 would lie idle\. .* 1 \(1 worker\) and 0\.5 \(2 workers\)"),
+    (0.3, r"0\.333 \(3 workers\) and 0\.25 \(4 workers\)"),
+    (0.51, r"does not divide a GPU"),
+    (0.00001, "is less than 0.0001"),
+]
+
+
+def test_a_part_that_does_not_divide_a_gpu() -> None:
+    for gpus, words in ODD_PARTS:
+        with pytest.raises(InvalidValueError, match=words):
+            WorkerResources(gpus=gpus)
 
 
 def test_parts_may_be_rounded() -> None:
@@ -109,10 +109,10 @@ def test_parts_may_be_rounded() -> None:
         assert WorkerResources(gpus=float(f"{1 / share:.3g}")).workers_per_gpu == share
 
 
-@pytest.mark.parametrize("bad", [{"gpus": -1}, {"cpus": -0.5}, {"memory_bytes": -1}, {"gpus": 1.5}])
-def test_resources_that_cannot_be(bad: dict[str, float]) -> None:
-    with pytest.raises(InvalidValueError):
-        WorkerResources(**bad)  # type: ignore[arg-type]
+def test_resources_that_cannot_be() -> None:
+    for bad in [{"gpus": -1}, {"cpus": -0.5}, {"memory_bytes": -1}, {"gpus": 1.5}]:
+        with pytest.raises(InvalidValueError):
+            WorkerResources(**bad)  # type: ignore[arg-type]
 
 
 def test_changes_replace_single_fields() -> None:

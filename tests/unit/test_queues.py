@@ -118,29 +118,29 @@ def test_who_waits_gets_what_comes(eventually: Any) -> None:
     assert reader.result() == "late"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "words"),
-    [
-        ({"maxsize": 0}, InvalidValueError, "less than 1"),
-        ({"maxsize": -1}, InvalidValueError, "less than 1"),
-        ({"maxsize": 1.5}, InvalidTypeError, "not a whole number"),
-        ({"maxsize": True}, InvalidTypeError, "not a whole number"),
-        ({"policy": "newest"}, InvalidValueError, "neither 'block' nor 'latest'"),
-        ({"policy": None}, InvalidValueError, "neither"),
-    ],
-)
-def test_arguments_that_cannot_work(arguments: dict[str, Any], error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
-        DataQueue(**arguments)
+REFUSED = [
+    ({"maxsize": 0}, InvalidValueError, "less than 1"),
+    ({"maxsize": -1}, InvalidValueError, "less than 1"),
+    ({"maxsize": 1.5}, InvalidTypeError, "not a whole number"),
+    ({"maxsize": True}, InvalidTypeError, "not a whole number"),
+    ({"policy": "newest"}, InvalidValueError, "neither 'block' nor 'latest'"),
+    ({"policy": None}, InvalidValueError, "neither"),
+]
 
 
-@pytest.mark.parametrize(
-    ("timeout_s", "error"),
-    [(-1, InvalidValueError), (float("nan"), InvalidValueError), ("1", InvalidTypeError), (True, InvalidTypeError)],
-)
-def test_times_that_cannot_be_waited(timeout_s: Any, error: type[Exception]) -> None:
-    with pytest.raises(error, match="timeout_s"):
-        DataQueue().get(timeout_s)
+def test_arguments_that_cannot_work() -> None:
+    for arguments, error, words in REFUSED:
+        with pytest.raises(error, match=words):
+            DataQueue(**arguments)
+
+
+NO_TIMES = [(-1, InvalidValueError), (float("nan"), InvalidValueError), ("1", InvalidTypeError), (True, InvalidTypeError)]
+
+
+def test_times_that_cannot_be_waited() -> None:
+    for timeout_s, error in NO_TIMES:
+        with pytest.raises(error, match="timeout_s"):
+            DataQueue().get(timeout_s)
 
 
 # --- a limit ----------------------------------------------------------------------------------------------------------

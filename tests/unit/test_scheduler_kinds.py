@@ -129,10 +129,10 @@ def test_a_pool_may_be_mixed_again_after_a_time_of_one_kind(mixed):
     assert started(mixed.finish(2, busy_s=3.0)) == [(FAST, 1)]
 
 
-@pytest.mark.parametrize("costs", [(1.0,), (1.0, 2.0), (-1.0, -2.0), (float("inf"), 1.0), (2.0, float("nan"))])
-def test_costs_that_cannot_be(pool_of, costs):
-    with pytest.raises(InternalError):
-        pool_of(1).submit(0, size=2, costs=costs)
+def test_costs_that_cannot_be(pool_of):
+    for costs in [(1.0,), (1.0, 2.0), (-1.0, -2.0), (float("inf"), 1.0), (2.0, float("nan"))]:
+        with pytest.raises(InternalError):
+            pool_of(1).submit(0, size=2, costs=costs)
 
 
 def test_a_task_with_costs_is_complete_and_no_gang():

@@ -1,7 +1,5 @@
 """The pool's size, and its end."""
 
-import pytest
-
 from raypool.core.messages import BreakPool, ClosePool, DropPlace, EndTask, RunTasks, Vacate
 from raypool.core.model import PoolState, Report, TaskState
 from raypool.errors import LossReason
@@ -260,22 +258,22 @@ def test_a_pool_whose_last_worker_goes_while_it_closes_is_broken_if_something_wa
     assert pool.finish(0)[-3:] == [BreakPool(), EndTask(0, FAILED), ClosePool()]
 
 
-@pytest.mark.parametrize(
-    "late",
-    [
-        lambda pool: pool.finish(0),
-        lambda pool: pool.lose(0),
-        lambda pool: pool.ready(0),
-        lambda pool: pool.fire("ready", 0),
-        lambda pool: pool.cancel(0),
-        lambda pool: pool.add_items(0, 1, is_open=False),
-    ],
-)
-def test_whatever_comes_after_the_end_is_ignored(pool_of, late):
-    pool = pool_of(1)
-    pool.submit(0)
-    pool.shutdown(cancel_running=True)
-    assert late(pool) == []
+LATE = [
+    lambda pool: pool.finish(0),
+    lambda pool: pool.lose(0),
+    lambda pool: pool.ready(0),
+    lambda pool: pool.fire("ready", 0),
+    lambda pool: pool.cancel(0),
+    lambda pool: pool.add_items(0, 1, is_open=False),
+]
+
+
+def test_whatever_comes_after_the_end_is_ignored(pool_of):
+    for late in LATE:
+        pool = pool_of(1)
+        pool.submit(0)
+        pool.shutdown(cancel_running=True)
+        assert late(pool) == []
 
 
 def test_the_counts_tell_what_became_of_all_items(pool_of):

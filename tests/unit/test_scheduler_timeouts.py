@@ -46,15 +46,15 @@ def test_an_item_that_takes_too_long_fails_and_is_stopped(pool_of):
     assert (counts.finished, counts.failed, counts.cancelled) == (0, 1, 0)
 
 
-@pytest.mark.parametrize("report", [Report(1), Report(0), Report(1, failed=1), Report(1, failed=1, retry=(0,))])
-def test_whatever_comes_of_it_later_counts_no_more(pool_of, report):
-    pool = pool_of(1)
-    pool.submit(0, size=2, timeout_s=5.0)
-    assert pool.fire("timeout", 0, 0) == times_out(pool, 0, 0, (0, 0, 1))
-    assert pool.submit(1, priority=1) == [], "its worker is busy until then"
-    assert pool.finish(0, report) == [pool.runs(0, 1, (1, 0, 1))]
-    assert pool.finish(1)[0] == pool.runs(0, 2, (0, 1, 2))
-    assert pool.finish(2)[-1] == EndTask(0, FINISHED)
+def test_whatever_comes_of_it_later_counts_no_more(pool_of):
+    for report in [Report(1), Report(0), Report(1, failed=1), Report(1, failed=1, retry=(0,))]:
+        pool = pool_of(1)
+        pool.submit(0, size=2, timeout_s=5.0)
+        assert pool.fire("timeout", 0, 0) == times_out(pool, 0, 0, (0, 0, 1))
+        assert pool.submit(1, priority=1) == [], "its worker is busy until then"
+        assert pool.finish(0, report) == [pool.runs(0, 1, (1, 0, 1))]
+        assert pool.finish(1)[0] == pool.runs(0, 2, (0, 1, 2))
+        assert pool.finish(2)[-1] == EndTask(0, FINISHED)
 
 
 def test_there_is_no_retry_after_it_even_if_the_worker_had_to_be_ended(pool_of):

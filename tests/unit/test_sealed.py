@@ -31,10 +31,10 @@ def test_nothing_that_was_changed_is_taken_for_whole(body: bytes, data: st.DataO
             unseal(line + other)
 
 
-@pytest.mark.parametrize("data", [b"", b"\n", b"A file is not found at: /tmp\n", b'{"kind": "va'])
-def test_what_is_something_else_is_said(data: bytes) -> None:
-    with pytest.raises(CloudError, match=f"{len(data)} bytes"):
-        unseal(data)
+def test_what_is_something_else_is_said() -> None:
+    for data in [b"", b"\n", b"A file is not found at: /tmp\n", b'{"kind": "va']:
+        with pytest.raises(CloudError, match=f"{len(data)} bytes"):
+            unseal(data)
 
 
 @pytest.mark.parametrize(

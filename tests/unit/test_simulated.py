@@ -217,13 +217,13 @@ def test_a_machine_that_does_not_see_the_folder_has_no_cards(gpus: SimulatedGpus
     assert gpus.load([0]) == [GpuDevice(index=0)]
 
 
-@pytest.mark.parametrize("visible", ["", "-1", "2", "1,1", "GPU-nobody"])
-def test_a_process_that_sees_no_card_cannot_use_one(gpus: SimulatedGpus, monkeypatch: pytest.MonkeyPatch, visible: str) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    for use in (lambda: gpus.allocate(1), gpus.computing(0.5).__enter__):
-        with pytest.raises(RuntimeError, match="No CUDA GPUs are available"):
-            use()
-    assert not gpus.allocator().is_in_use
+def test_a_process_that_sees_no_card_cannot_use_one(gpus: SimulatedGpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    for visible in ["", "-1", "2", "1,1", "GPU-nobody"]:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        for use in (lambda: gpus.allocate(1), gpus.computing(0.5).__enter__):
+            with pytest.raises(RuntimeError, match="No CUDA GPUs are available"):
+                use()
+        assert not gpus.allocator().is_in_use
 
 
 def test_a_card_is_the_same_by_index_and_uuid(gpus: SimulatedGpus, monkeypatch: pytest.MonkeyPatch) -> None:

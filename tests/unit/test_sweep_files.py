@@ -46,37 +46,37 @@ def test_an_empty_cell_is_none_and_makes_no_number_of_an_integer(write: Write) -
     assert type(configs[0]["width"]) is int
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        'lr, layers\n0.1, "64,32"\n\n0.2, "8"\n',
-        '\N{BYTE ORDER MARK}lr,layers\r\n0.1,"64,32"\r\n0.2,8\r\n',
-        '"lr ",layers\n0.1,"64,32"\n0.2,8',
-    ],
-)
-def test_tables_as_spreadsheets_write_them(write: Write, content: str) -> None:
-    assert read(write, "a.CSV", content) == [{"lr": 0.1, "layers": "64,32"}, {"lr": 0.2, "layers": "8"}]
+TABLES = [
+    'lr, layers\n0.1, "64,32"\n\n0.2, "8"\n',
+    '\N{BYTE ORDER MARK}lr,layers\r\n0.1,"64,32"\r\n0.2,8\r\n',
+    '"lr ",layers\n0.1,"64,32"\n0.2,8',
+]
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        ("lr,width\n0.1,8\n\n0.2\n", "line 4: 1 cells for 2 columns; width is missing. An empty cell.* needs its comma too"),
-        ("lr,width\n0.1,8,9\n", "line 2: 3 cells for 2 columns. Put a cell that has a comma in it in quotation marks"),
-        ('lr,width\n"0\n1",8\n1\n', "line 4: 1 cells"),
-        (",lr\n0,0.1\n", r"line 1: column 1 has no name.* to_csv\(path, index=False\)"),
-        ("0.1,8\n0.2,16\n", "line 1: '0.1' is no name of a column. The first line has to name the columns"),
-        ("lr,lr\n0.1,8\n", "line 1: the name 'lr' is there twice"),
-        ("lr;width\n0.1;8\n", "line 1: the columns are separated by ';'. Separate them by commas"),
-        ("lr\twidth\n0.1\t8\n", r"line 1: the columns are separated by '\\t'"),
-        ('lr,width\n0.1,"8\n', "line 2: this is not CSV: unexpected end of data"),
-        ("lr,width\n", "has no configuration in it"),
-        ("", "has no configuration in it"),
-    ],
-)
-def test_a_table_that_is_wrong_says_where(write: Write, content: str, words: str) -> None:
-    with pytest.raises(InvalidValueError, match=f"a.csv.*{words}"):
-        read(write, "a.csv", content)
+def test_tables_as_spreadsheets_write_them(write: Write) -> None:
+    for content in TABLES:
+        assert read(write, "a.CSV", content) == [{"lr": 0.1, "layers": "64,32"}, {"lr": 0.2, "layers": "8"}]
+
+
+NO_TABLES = [
+    ("lr,width\n0.1,8\n\n0.2\n", "line 4: 1 cells for 2 columns; width is missing. An empty cell.* needs its comma too"),
+    ("lr,width\n0.1,8,9\n", "line 2: 3 cells for 2 columns. Put a cell that has a comma in it in quotation marks"),
+    ('lr,width\n"0\n1",8\n1\n', "line 4: 1 cells"),
+    (",lr\n0,0.1\n", r"line 1: column 1 has no name.* to_csv\(path, index=False\)"),
+    ("0.1,8\n0.2,16\n", "line 1: '0.1' is no name of a column. The first line has to name the columns"),
+    ("lr,lr\n0.1,8\n", "line 1: the name 'lr' is there twice"),
+    ("lr;width\n0.1;8\n", "line 1: the columns are separated by ';'. Separate them by commas"),
+    ("lr\twidth\n0.1\t8\n", r"line 1: the columns are separated by '\\t'"),
+    ('lr,width\n0.1,"8\n', "line 2: this is not CSV: unexpected end of data"),
+    ("lr,width\n", "has no configuration in it"),
+    ("", "has no configuration in it"),
+]
+
+
+def test_a_table_that_is_wrong_says_where(write: Write) -> None:
+    for content, words in NO_TABLES:
+        with pytest.raises(InvalidValueError, match=f"a.csv.*{words}"):
+            read(write, "a.csv", content)
 
 
 def test_json_lines(write: Write) -> None:
@@ -84,21 +84,21 @@ def test_json_lines(write: Write) -> None:
     assert read(write, "a.jsonl", content) == [{"lr": 0.1, "layers": [8, 8]}, {"lr": None, "name": "ä\u2028b"}]
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        ('{"lr": 0.1}\n{"lr": }\n', "line 2: this is not JSON: Expecting value"),
-        ("{'lr': 0.1}\n", "line 1: this is not JSON"),
-        ('{"lr": 0.1}\n\n[1, 2]\n', r"line 3: \[1, 2\] is not an object"),
-        ('{"lr": 0.1}\n{"lr": 0.1, "lr": 0.2}\n', "line 2: the name 'lr' is there twice"),
-        ('{"net": {"width": 8, "width": 16}}\n', "line 1: the name 'width' is there twice"),
-        ("[" * 100_000, "line 1: this is not JSON: maximum recursion depth"),
-        ("\n \n", "has no configuration in it"),
-    ],
-)
-def test_json_lines_that_are_wrong_say_where(write: Write, content: str, words: str) -> None:
-    with pytest.raises(InvalidValueError, match=f"a.jsonl.*{words}"):
-        read(write, "a.jsonl", content)
+NO_JSON = [
+    ('{"lr": 0.1}\n{"lr": }\n', "line 2: this is not JSON: Expecting value"),
+    ("{'lr': 0.1}\n", "line 1: this is not JSON"),
+    ('{"lr": 0.1}\n\n[1, 2]\n', r"line 3: \[1, 2\] is not an object"),
+    ('{"lr": 0.1}\n{"lr": 0.1, "lr": 0.2}\n', "line 2: the name 'lr' is there twice"),
+    ('{"net": {"width": 8, "width": 16}}\n', "line 1: the name 'width' is there twice"),
+    ("[" * 100_000, "line 1: this is not JSON: maximum recursion depth"),
+    ("\n \n", "has no configuration in it"),
+]
+
+
+def test_json_lines_that_are_wrong_say_where(write: Write) -> None:
+    for content, words in NO_JSON:
+        with pytest.raises(InvalidValueError, match=f"a.jsonl.*{words}"):
+            read(write, "a.jsonl", content)
 
 
 @pytest.mark.parametrize("name", ["a.yaml", "a.yml"])
@@ -111,53 +111,53 @@ def test_yaml_has_the_numbers_of_today(write: Write, name: str) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("0", 0),
-        ("010", 10),
-        ("-08", -8),
-        ("+12", 12),
-        ("0o17", 15),
-        ("0x1F", 31),
-        ("1_000", "1_000"),
-        ("0b11", "0b11"),
-        ("1:30", "1:30"),
-        ("12:30:45", "12:30:45"),
-        ("1:30.5", "1:30.5"),
-        ("2026-11-22", "2026-11-22"),
-        ("5.", 5.0),
-        (".5", 0.5),
-        ("-1.5e+3", -1500.0),
-        ("1e3", 1000.0),
-        ("1_0.5", "1_0.5"),
-        (".", "."),
-        (".inf", math.inf),
-        ("-.INF", -math.inf),
-        ("inf", "inf"),
-        ("nan", "nan"),
-        ("true", True),
-        ("True", True),
-        ("TRUE", True),
-        ("false", False),
-        ("tRue", "tRue"),
-        ("on", "on"),
-        ("off", "off"),
-        ("yes", "yes"),
-        ("No", "No"),
-        ("~", None),
-        ("null", None),
-        ("", None),
-        ("=", "="),
-        ("'010'", "010"),
-        ("!!str 010", "010"),
-        ("!!int '010'", 10),
-        ("!!float 1", 1.0),
-    ],
-)
-def test_what_is_no_text_in_yaml_is_what_version_1_2_says(write: Write, text: str, value: Any) -> None:
-    (config,) = read(write, "a.yaml", f"- norm: {text}\n")
-    assert (config["norm"], type(config["norm"])) == (value, type(value))
+SCALARS = [
+    ("0", 0),
+    ("010", 10),
+    ("-08", -8),
+    ("+12", 12),
+    ("0o17", 15),
+    ("0x1F", 31),
+    ("1_000", "1_000"),
+    ("0b11", "0b11"),
+    ("1:30", "1:30"),
+    ("12:30:45", "12:30:45"),
+    ("1:30.5", "1:30.5"),
+    ("2026-11-22", "2026-11-22"),
+    ("5.", 5.0),
+    (".5", 0.5),
+    ("-1.5e+3", -1500.0),
+    ("1e3", 1000.0),
+    ("1_0.5", "1_0.5"),
+    (".", "."),
+    (".inf", math.inf),
+    ("-.INF", -math.inf),
+    ("inf", "inf"),
+    ("nan", "nan"),
+    ("true", True),
+    ("True", True),
+    ("TRUE", True),
+    ("false", False),
+    ("tRue", "tRue"),
+    ("on", "on"),
+    ("off", "off"),
+    ("yes", "yes"),
+    ("No", "No"),
+    ("~", None),
+    ("null", None),
+    ("", None),
+    ("=", "="),
+    ("'010'", "010"),
+    ("!!str 010", "010"),
+    ("!!int '010'", 10),
+    ("!!float 1", 1.0),
+]
+
+
+def test_what_is_no_text_in_yaml_is_what_version_1_2_says(write: Write) -> None:
+    for text, value in SCALARS:
+        (config,) = read(write, "a.yaml", f"- norm: {text}\n")
+        assert (config["norm"], type(config["norm"])) == (value, type(value))
 
 
 def test_names_in_yaml_are_text_where_values_would_be(write: Write) -> None:
@@ -179,27 +179,27 @@ def test_what_a_mapping_takes_over_from_others_may_be_overridden(write: Write) -
     assert read(write, "a.yaml", content) == [{"lr": 0.1, "width": width} for width in (8, 16, 32)]
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        ("- lr: 0.1\n- [\n", "line 3: this is not YAML"),
-        ("lr: 0.1\n", "is a dict, and not a list: each configuration begins with a dash"),
-        ("0.1\n", "is a float, and not a list"),
-        ("- lr: 0.1\n- 0.2\n", "line 2: 0.2 is not a mapping"),
-        ("- lr: 0.1\n---\n- lr: 0.2\n", "line 2: this is not YAML: but found another document"),
-        ("- lr: !!python/object/apply:os.getcwd []\n", "line 1: this is not YAML: could not determine a constructor"),
-        ("- a: 1\n- b: \x07\n", "line 2: this is not YAML: the character 0x07 is none of text"),
-        ("- a: 1\n- lr: 0.1\n  lr: 0.2\n", "line 2: the name 'lr' is there twice"),
-        ("- net: {width: 8, width: 16}\n", "line 1: the name 'width' is there twice"),
-        ("[" * 100_000, "is not YAML: maximum recursion depth"),
-        ("- lr: !!int ten\n", "is not YAML: invalid literal for int"),
-        ("[]\n", "has no configuration in it"),
-        ("# nothing\n", "has no configuration in it"),
-    ],
-)
-def test_yaml_that_is_wrong_says_where(write: Write, content: str, words: str) -> None:
-    with pytest.raises(InvalidValueError, match=f"a.yaml.*{words}"):
-        read(write, "a.yaml", content)
+NO_YAML = [
+    ("- lr: 0.1\n- [\n", "line 3: this is not YAML"),
+    ("lr: 0.1\n", "is a dict, and not a list: each configuration begins with a dash"),
+    ("0.1\n", "is a float, and not a list"),
+    ("- lr: 0.1\n- 0.2\n", "line 2: 0.2 is not a mapping"),
+    ("- lr: 0.1\n---\n- lr: 0.2\n", "line 2: this is not YAML: but found another document"),
+    ("- lr: !!python/object/apply:os.getcwd []\n", "line 1: this is not YAML: could not determine a constructor"),
+    ("- a: 1\n- b: \x07\n", "line 2: this is not YAML: the character 0x07 is none of text"),
+    ("- a: 1\n- lr: 0.1\n  lr: 0.2\n", "line 2: the name 'lr' is there twice"),
+    ("- net: {width: 8, width: 16}\n", "line 1: the name 'width' is there twice"),
+    ("[" * 100_000, "is not YAML: maximum recursion depth"),
+    ("- lr: !!int ten\n", "is not YAML: invalid literal for int"),
+    ("[]\n", "has no configuration in it"),
+    ("# nothing\n", "has no configuration in it"),
+]
+
+
+def test_yaml_that_is_wrong_says_where(write: Write) -> None:
+    for content, words in NO_YAML:
+        with pytest.raises(InvalidValueError, match=f"a.yaml.*{words}"):
+            read(write, "a.yaml", content)
 
 
 def test_files_that_are_nothing_of_this(write: Write, tmp_path: Path) -> None:

@@ -78,28 +78,28 @@ def test_a_module_of_a_package_is_found(write: Write) -> None:
         find_function("package_of_targets/small.py:train")
 
 
-@pytest.mark.parametrize(
-    ("target", "words"),
-    [
-        ("sweep_of_targets", "does not say which function of which module. Write module:function"),
-        ("sweep_of_targets:", "does not say which function"),
-        (":train", "does not say which function"),
-        (".train:main", "'.train' is no name of a module, as package.train, and no file, as folder/train.py.$"),
-        ("./sweep_of_targets:train", "no file, as folder/train.py. Did you mean ./sweep_of_targets.py:train?"),
-        ("sweep_of_target:train", "There is no module 'sweep_of_target'.* Did you mean sweep_of_targets?"),
-        ("sweep_of_targets.more:train", "There is no module 'sweep_of_targets.more'"),
-        ("sweep_of_target.py:train", "There is no file 'sweep_of_target.py'. Did you mean sweep_of_targets.py?"),
-        ("missing/train.py:train", "There is no file 'missing/train.py'.$"),
-        ("sweep_of_targets:trian", "sweep_of_targets has no function 'trian'. Did you mean train?"),
-        ("sweep_of_targets:fit", "There are: Trainer, keywords, train."),
-        ("os:sep.foo", "os has no function 'sep.foo'.$"),
-        ("sweep_of_targets:LIMIT.real.go", "has no function 'LIMIT.real.go'.$"),
-        ("sweep_of_targets:Trainer.go", r"has no function 'Trainer.go'. There are: run."),
-    ],
-)
-def test_what_is_not_there_is_said_with_what_is_near(write: Write, target: str, words: str) -> None:
-    with pytest.raises(InvalidValueError, match=words):
-        find_function(target)
+NOT_THERE = [
+    ("sweep_of_targets", "does not say which function of which module. Write module:function"),
+    ("sweep_of_targets:", "does not say which function"),
+    (":train", "does not say which function"),
+    (".train:main", "'.train' is no name of a module, as package.train, and no file, as folder/train.py.$"),
+    ("./sweep_of_targets:train", "no file, as folder/train.py. Did you mean ./sweep_of_targets.py:train?"),
+    ("sweep_of_target:train", "There is no module 'sweep_of_target'.* Did you mean sweep_of_targets?"),
+    ("sweep_of_targets.more:train", "There is no module 'sweep_of_targets.more'"),
+    ("sweep_of_target.py:train", "There is no file 'sweep_of_target.py'. Did you mean sweep_of_targets.py?"),
+    ("missing/train.py:train", "There is no file 'missing/train.py'.$"),
+    ("sweep_of_targets:trian", "sweep_of_targets has no function 'trian'. Did you mean train?"),
+    ("sweep_of_targets:fit", "There are: Trainer, keywords, train."),
+    ("os:sep.foo", "os has no function 'sep.foo'.$"),
+    ("sweep_of_targets:LIMIT.real.go", "has no function 'LIMIT.real.go'.$"),
+    ("sweep_of_targets:Trainer.go", r"has no function 'Trainer.go'. There are: run."),
+]
+
+
+def test_what_is_not_there_is_said_with_what_is_near(write: Write) -> None:
+    for target, words in NOT_THERE:
+        with pytest.raises(InvalidValueError, match=words):
+            find_function(target)
 
 
 @pytest.mark.parametrize(

@@ -125,10 +125,10 @@ def test_the_courses_of_the_learning_rate() -> None:
     assert factors("cosine") == [round((1 + math.cos(math.pi * step / 8)) / 2, 6) for step in range(8)]
 
 
-@pytest.mark.parametrize("kind", ["none", "piecewise", "cosine", "linear"])
-def test_a_warm_up_rises_evenly_to_the_whole_rate(kind: str) -> None:
-    assert factors(kind, warmup_steps=4)[:5] == [0.25, 0.5, 0.75, 1, 1]
-    assert factors(kind, warmup_steps=3, warmup_from=0.25)[:4] == [0.5, 0.75, 1, 1]
+def test_a_warm_up_rises_evenly_to_the_whole_rate() -> None:
+    for kind in ["none", "piecewise", "cosine", "linear"]:
+        assert factors(kind, warmup_steps=4)[:5] == [0.25, 0.5, 0.75, 1, 1]
+        assert factors(kind, warmup_steps=3, warmup_from=0.25)[:4] == [0.5, 0.75, 1, 1]
 
 
 def test_a_warm_up_may_be_longer_than_the_training() -> None:

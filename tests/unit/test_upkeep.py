@@ -204,26 +204,24 @@ def test_parts_of_composites_stay_and_keep_their_worker(upkeep: Upkeep, allocato
     del left
 
 
-@pytest.mark.parametrize(
-    ("total_bytes", "share", "max_leftover_bytes", "is_too_much"),
-    [
-        (None, 1.0, None, False),
-        (None, 1.0, 1000 * MIB, True),
-        (16_000 * MIB, 1.0, None, False),
-        (16_000 * MIB, 0.5, None, True),
-        (16_000 * MIB, 0.5, 1000 * MIB, True),
-        (16_000 * MIB, 0.5, 2000 * MIB, False),
-    ],
-)
-def test_how_much_may_be_left_over(
-    allocator: SimulatedAllocator, total_bytes: int | None, share: float, max_leftover_bytes: int | None, is_too_much: bool
-) -> None:
+ALLOWANCES = [
+    (None, 1.0, None, False),
+    (None, 1.0, 1000 * MIB, True),
+    (16_000 * MIB, 1.0, None, False),
+    (16_000 * MIB, 0.5, None, True),
+    (16_000 * MIB, 0.5, 1000 * MIB, True),
+    (16_000 * MIB, 0.5, 2000 * MIB, False),
+]
+
+
+def test_how_much_may_be_left_over(allocator: SimulatedAllocator) -> None:
     """So much as is said; else a tenth of the worker's part of the GPU; anything if nothing is known of that."""
-    upkeep = Upkeep(allocator, WORKER, total_bytes, max_leftover_bytes)
-    upkeep.share = share
-    left = allocator.allocate(1200 * MIB)
-    assert (upkeep.settle("train") is not None) is is_too_much
-    del left
+    for total_bytes, share, max_leftover_bytes, is_too_much in ALLOWANCES:
+        upkeep = Upkeep(allocator, WORKER, total_bytes, max_leftover_bytes)
+        upkeep.share = share
+        left = allocator.allocate(1200 * MIB)
+        assert (upkeep.settle("train") is not None) is is_too_much
+        del left
 
 
 def test_a_gpu_that_fails_takes_its_process_with_it(gpus: SimulatedGpus, allocator: SimulatedAllocator) -> None:
