@@ -8,29 +8,15 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from raypool import ParallelPool, SerializationError, WorkerResources, current_task, parpool, report
+from raypool import ParallelPool, SerializationError, current_task, report
 
 pytestmark = [pytest.mark.timeout(120)]
-
-on_ray = pytest.mark.parametrize("pool", ["local"], indirect=True)
-"""In one process nothing is pickled."""
-
-
-@pytest.fixture(scope="module", params=["threads", "local"])
-def pool(request: pytest.FixtureRequest) -> Iterator[ParallelPool]:
-    """Give a pool of two workers, which the tests of this file share."""
-    changes: dict[str, Any] = {}
-    if request.param == "local":
-        request.getfixturevalue("ray_session")
-        changes["resources"] = WorkerResources(gpus=0)
-    with parpool(2, profile=request.param, quiet=True, **changes) as pool:
-        yield pool
 
 
 @pytest.fixture
@@ -74,7 +60,6 @@ def test_scipy_gives_on_what_goes_wrong(pool: ParallelPool) -> None:
         evolved(refuse, workers=pool.map)
 
 
-@on_ray
 def test_scipy_with_what_cannot_be_sent(pool: ParallelPool, with_a_lock: Any) -> None:
     with pytest.raises(SerializationError, match="lock"):
         evolved(with_a_lock, workers=pool.map)
@@ -104,7 +89,6 @@ def test_emcee_gives_on_what_goes_wrong(pool: ParallelPool) -> None:
         chain(refuse, (), pool)
 
 
-@on_ray
 def test_emcee_with_what_cannot_be_sent(pool: ParallelPool, with_a_lock: Any) -> None:
     with pytest.raises(SerializationError, match="lock"):
         chain(with_a_lock, (), pool)
@@ -128,7 +112,7 @@ def train(rate: float) -> float:
     return loss
 
 
-def tune(pool: ParallelPool, study: Any, num_trials: int, stop: Callable[[Any], object]) -> None:
+def tune(pool: Any, study: Any, num_trials: int, stop: Callable[[Any], object]) -> None:
     """Run trials side by side, one for each worker, and stop those that promise nothing."""
     from optuna.trial import TrialState
 
@@ -154,7 +138,7 @@ def tune(pool: ParallelPool, study: Any, num_trials: int, stop: Callable[[Any], 
 
 
 @pytest.mark.parametrize("stop", ["request_stop", "cancel"])
-def test_optuna_prunes_by_live_metrics(pool: ParallelPool, eventually: Any, stop: str) -> None:
+def test_optuna_prunes_by_live_metrics(two_workers: Any, eventually: Any, stop: str) -> None:
     optuna = pytest.importorskip("optuna")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     pruner = optuna.pruners.MedianPruner(n_startup_trials=2, n_warmup_steps=1)
@@ -162,13 +146,13 @@ def test_optuna_prunes_by_live_metrics(pool: ParallelPool, eventually: Any, stop
     for rate in (0.01, 0.02, 0.5, 0.9, 0.03):
         study.enqueue_trial({"rate": rate})
 
-    tune(pool, study, 5, lambda job: getattr(job, stop)())
+    tune(two_workers, study, 5, lambda job: getattr(job, stop)())
 
     trials = study.get_trials()
     assert [trial.state.name for trial in trials] == ["COMPLETE", "COMPLETE", "PRUNED", "PRUNED", "COMPLETE"]
     assert [len(trial.intermediate_values) for trial in trials[:2]] == [NUM_EPOCHS] * 2
     assert study.best_value == 0.5**NUM_EPOCHS
-    assert eventually(lambda: not pool.busy)
+    assert eventually(lambda: not two_workers.busy)
 
 
 # --- asyncio ----------------------------------------------------------------------------------------------------------
@@ -212,7 +196,6 @@ def test_a_wait_of_asyncio_that_runs_out_cancels_the_call(pool: ParallelPool, ga
     assert eventually(lambda: not pool.busy)
 
 
-@on_ray
 def test_asyncio_with_what_cannot_be_sent(pool: ParallelPool, with_a_lock: Any) -> None:
     async def use() -> None:
         await asyncio.get_running_loop().run_in_executor(pool, with_a_lock, 1)
@@ -252,7 +235,6 @@ def test_dask_gives_on_what_goes_wrong(pool: ParallelPool, eventually: Any) -> N
     assert eventually(lambda: not pool.busy)
 
 
-@on_ray
 def test_dask_with_what_cannot_be_sent(pool: ParallelPool, with_a_lock: Any) -> None:
     dask = pytest.importorskip("dask")
     with pytest.raises(SerializationError, match="lock"):

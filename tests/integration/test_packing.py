@@ -29,6 +29,8 @@ from raypool.engine.packing import (
     unpack,
 )
 
+pytestmark = pytest.mark.quick
+
 LARGE = MAPPED_BYTES  # elements, so some times that in bytes
 lock = threading.Lock()
 
@@ -40,13 +42,13 @@ def through(value: object) -> object:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
-@pytest.mark.parametrize("shape", [(LARGE,), (4, LARGE // 2), (3,), (), (0, 5)])
-def test_tensors_keep_type_shape_and_values(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    tensor = torch.randint(0, 2, shape).to(dtype)
-    again = through(tensor)
-    assert again.dtype is dtype
-    assert again.shape == tensor.shape
-    assert torch.equal(again, tensor)
+def test_tensors_keep_type_shape_and_values(dtype: torch.dtype) -> None:
+    for shape in ((LARGE,), (4, LARGE // 2), (3,), (), (0, 5)):
+        tensor = torch.randint(0, 2, shape).to(dtype)
+        again = through(tensor)
+        assert again.dtype is dtype
+        assert again.shape == tensor.shape
+        assert torch.equal(again, tensor)
 
 
 def test_a_large_tensor_travels_beside_the_pickle() -> None:

@@ -6,6 +6,8 @@ import pytest
 
 from raypool.engine.worker import pin
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize(
     ("given", "before", "after", "problem"),

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 from joblib import parallel_config
 
-from raypool import ParallelPool, WorkerResources, parpool, register_joblib
+from raypool import ParallelPool, register_joblib
 
 
-@pytest.fixture(scope="module", params=["threads", "local"])
-def pool(request: pytest.FixtureRequest) -> Iterator[ParallelPool]:
-    changes: dict[str, Any] = {}
-    if request.param == "local":
-        request.getfixturevalue("ray_session")
-        changes = {"resources": WorkerResources(gpus=0)}
+@pytest.fixture(autouse=True)
+def registered() -> None:
     register_joblib()
-    with parpool(2, profile=request.param, quiet=True, **changes) as pool:
-        yield pool
 
 
 @pytest.fixture(scope="module")

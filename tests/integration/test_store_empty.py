@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +13,11 @@ import numpy as np
 import pytest
 import ray
 
-from raypool import ParallelPool, WorkerResources, parpool
+from raypool import ParallelPool
 
 SIZE = 250_000  # numbers of 8 bytes: too large for a message
 
 Sweep = Callable[[ParallelPool, Path], None]
-
-
-@pytest.fixture(scope="module")
-def pool(ray_session: None, by_value: None) -> Iterator[ParallelPool]:
-    with parpool(2, quiet=True, resources=WorkerResources(gpus=0)) as pool:
-        pool.parfor(abs, range(10))
-        yield pool
 
 
 def large_results(pool: ParallelPool, folder: Path) -> None:
@@ -69,7 +62,7 @@ def a_cancellation(pool: ParallelPool, folder: Path) -> None:
     assert len(futures[0].result(60)) == SIZE
     for future in futures:
         future.cancel()
-    assert pool.parfeval_on_all(abs, -1).result(60) == [1, 1]
+    assert pool.parfeval_on_all(abs, -1).result(60) == [1, 1, 1]
 
 
 def a_killed_worker(pool: ParallelPool, folder: Path) -> None:

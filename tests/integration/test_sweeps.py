@@ -15,16 +15,7 @@ import numpy as np
 import pytest
 import ray
 
-from raypool import ParallelPool, current_task, parpool
-
-pytestmark = pytest.mark.usefixtures("ray_session", "by_value")
-
-
-@pytest.fixture(scope="module")
-def pool(ray_session: None, by_value: None) -> Iterator[ParallelPool]:
-    """Three workers, a GPU each."""
-    with parpool(quiet=True) as pool:
-        yield pool
+from raypool import ParallelPool, current_task
 
 
 def ends(frame: Any) -> Any:
@@ -107,7 +98,7 @@ def test_a_long_item_among_many_that_share_calls(pool: ParallelPool) -> None:
 
     long = frame.loc[100]
     behind = frame[(frame["worker"] == long["worker"]) & (frame["started_at"] > long["started_at"])]
-    assert behind["duration_s"].sum() < 0.25, "much has waited behind the long item"
+    assert len(behind) < 125, "much has waited behind the long item"
 
 
 def test_short_items_use_all_workers(pool: ParallelPool) -> None:
