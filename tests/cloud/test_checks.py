@@ -316,7 +316,7 @@ PLANTED = [
 
 
 @pytest.mark.parametrize(("kind", "mistakes"), PLANTED)
-def test_mistakes_are_refused_with_their_line_and_what_would_be_right(
+def test_a_mistake_is_refused_with_its_line_and_what_would_be_right(
     kind: str, mistakes: dict[str, tuple[str, str, str, str]]
 ) -> None:
     wrong = {}

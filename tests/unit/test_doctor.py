@@ -367,6 +367,7 @@ def test_who_has_a_port_of_a_head_is_named(monkeypatch: pytest.MonkeyPatch) -> N
         check(checkup._ports(), "warning", rf"{port} by .*\({os.getpid()}\)")
 
 
+@pytest.mark.ci
 def test_this_machine_is_looked_at_and_nothing_is_left() -> None:
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     done = doctor("--json")
