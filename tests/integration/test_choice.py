@@ -5,12 +5,12 @@ On Ray with three GPUs that do not exist; an inventory of simulated cards knows 
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
 import textwrap
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -59,6 +59,8 @@ def test_two_chosen_gpus_and_nothing_on_the_third(gpus: SimulatedGpus) -> None:
             assert pool.parfeval_on_all(use, 0).result(60) == [(gpu, [gpu]) for gpu in chosen]
             assert all(seen == [gpu] for gpu, seen in pool.parfor(use, range(8)))
             assert gpus.devices()[1].processes == ()
+            with parpool(inventory=gpus, quiet=True) as rest:
+                assert gpus_of(rest) == [1]
 
 
 @pytest.mark.long
@@ -72,25 +74,24 @@ def test_as_many_workers_as_cards_each_with_another(gpus: SimulatedGpus) -> None
         assert sorted(seen) == [(0, "0"), (1, "1"), (2, "2")]
 
 
-@pytest.mark.long
 def test_two_processes_that_choose_at_once(run_python: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     """Each holds for a moment what the other wants, again and again, and both get what they want."""
     import ray
 
     code = f"""
     from raypool import parpool
-    for _ in range(4):
+    for _ in range(3):
         with parpool(gpus=[1], address="{ray.get_runtime_context().gcs_address}", quiet=True) as pool:
             print(pool.workers[0].gpu)
     """
     with ThreadPoolExecutor(1) as threads:
         other = threads.submit(run_python, code, PYTHONWARNINGS="ignore")
         rounds = 0
-        while rounds < 4 or not other.done():
+        while rounds < 3 or not other.done():
             with parpool(gpus=[2, 0], quiet=True) as pool:
                 assert gpus_of(pool) == [2, 0]
             rounds += 1
-        assert other.result().stdout.split() == ["1"] * 4, other.result().stdout
+        assert other.result().stdout.split() == ["1"] * 3, other.result().stdout
 
 
 def test_two_workers_with_one_card_are_found_out(gpus: SimulatedGpus) -> None:
@@ -120,17 +121,14 @@ def test_a_card_that_is_full_is_left_out_and_named(gpus: SimulatedGpus, caplog: 
 def test_too_few_cards_have_enough_memory(gpus: SimulatedGpus) -> None:
     gpus.change(0, used_bytes=12 * GIB)
     gpus.change(2, used_bytes=16 * GIB)
-    started = time.monotonic()
     with pytest.raises(ResourceError) as caught:
         parpool(2, inventory=gpus, min_free_memory_bytes=8 * GIB, quiet=True)
-    assert time.monotonic() - started < 20, "nobody holds them, so there is nothing to wait for but memory that comes back"
     assert (caught.value.requested, caught.value.available, caught.value.holders) == (2, 1, ())
     for words in ("GPU: requested 2, available 1 (the cluster has 3)", "(4.0 of 16.0 GiB free)", "(0.0 of 16.0 GiB free)"):
         assert words in str(caught.value)
     assert "Ask for at most 1" in str(caught.value)
 
 
-@pytest.mark.long
 def test_chosen_gpus_that_are_full(gpus: SimulatedGpus, caplog: Any) -> None:
     """Without a number of workers they are left out; with one they are missing."""
     gpus.change(1, used_bytes=12 * GIB)
@@ -179,10 +177,8 @@ def test_both_cards_of_a_worker_need_the_memory(gpus: SimulatedGpus) -> None:
 def test_a_gpu_that_does_not_exist_is_not_waited_for(gpus: SimulatedGpus) -> None:
     """While others are held, only the inventory can tell that it is not one of these."""
     with parpool(1, gpus=[1], inventory=gpus, quiet=True):
-        started = time.monotonic()
         with pytest.raises(ResourceError, match=r"GPU 5 does not exist here: this machine has 3\. GPUs are numbered from 0"):
-            parpool(gpus=[0, 5], inventory=gpus, quiet=True)
-        assert time.monotonic() - started < 20
+            parpool(gpus=[0, 5], inventory=gpus, start_timeout_s=600, quiet=True)
         with pytest.raises(ResourceError, match=r"GPU 1 is in use: requested 2, available 1 \(free: 0, 2\)\. Held by: "):
             parpool(gpus=[0, 1], inventory=gpus, start_timeout_s=3, quiet=True)
 
@@ -205,20 +201,16 @@ def test_as_many_workers_on_a_card_as_it_can_hold_and_on_one_of_unknown_size(gpu
         assert gpus_of(pool) == [0] * 4
 
 
-@pytest.mark.parametrize(
-    ("resources", "words"),
-    [
+def test_nodes_of_a_kind_that_nobody_has() -> None:
+    """It is known without waiting."""
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"labels": {"room": "cellar"}}, r"No node has the label room=cellar; none has a label room\. Change labels="),
         ({"accelerator_type": "H100"}, r"No node has an accelerator of type H100; there are: none"),
-    ],
-)
-@pytest.mark.parametrize("gpus", [None, [0]])
-def test_nodes_of_a_kind_that_nobody_has(resources: dict[str, Any], words: str, gpus: list[int] | None) -> None:
-    started = time.monotonic()
-    with pytest.raises(ResourceError, match=words) as caught:
-        parpool(1, resources=WorkerResources(gpus=1, **resources), gpus=gpus, quiet=True)
-    assert time.monotonic() - started < 20
-    assert caught.value.available == 0
+    ]
+    for (resources, words), gpus in itertools.product(cases, (None, [0])):
+        with pytest.raises(ResourceError, match=words) as caught:
+            parpool(1, resources=WorkerResources(gpus=1, **resources), gpus=gpus, start_timeout_s=600, quiet=True)
+        assert caught.value.available == 0
 
 
 def test_a_machine_that_is_not_there() -> None:
@@ -316,7 +308,6 @@ def run_script(run_python: Callable[..., subprocess.CompletedProcess[str]], tmp_
     return run
 
 
-@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_chosen_gpus_of_each_machine(run_script: Any) -> None:
     """They come in the order in which they are named; those of a machine that was lost come back with it."""
@@ -374,11 +365,10 @@ def test_nodes_with_labels(run_script: Any) -> None:
     assert facts["elsewhere"].startswith("b: No node has the label market=spot; there are market=reserved.")
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     "visible",
     [
-        "2,0",
+        pytest.param("2,0", marks=pytest.mark.long),
         "GPU-00000000-0000-0000-0000-000000000002,GPU-00000000-0000-0000-0000-000000000000",
     ],
 )
@@ -415,7 +405,6 @@ def test_a_ray_that_was_told_which_gpus_it_has(run_script: Any, visible: str) ->
         assert "GPU 2 could not be told from others" in facts["dark"]
 
 
-@pytest.mark.long
 def test_chosen_gpus_of_a_ray_that_is_started_for_the_pool(run_script: Any) -> None:
     """Scenario 1: what the inventory knows of, and the environment leaves of it, is what the new Ray has."""
     code = """

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.timeout(180)]
 
 GONE_WITHIN_S = 60.0
 
@@ -68,7 +68,7 @@ with parpool(2, quiet=True) as pool:
     check_nothing_is_left(started, eventually)
 
 
-@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("times", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_in_a_script_that_does_not_expect_it(start_python: Any, make_gate: Any, eventually: Any, times: int) -> None:
     """The script ends with the usual traceback; the second time, it does not wait for anything any more."""
     ready = make_gate()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import ray
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.timeout(180)]
 
 GONE_WITHIN_S = 90.0
 """Measured on two quiet cores: 0.6 s after a normal end, 4 s after SIGKILL (Ray's own node manager has to notice it)."""
@@ -38,7 +38,7 @@ def check_nothing_is_left(started: Any, eventually: Callable[..., bool]) -> None
 @pytest.mark.parametrize(
     ("body", "status"),
     [
-        ("pool.parfor(abs, range(100))", 0),
+        pytest.param("pool.parfor(abs, range(100))", 0, marks=pytest.mark.long),
         ("futures = [pool.submit(hold) for _ in range(5)]", 0),
         ("future = pool.submit(hold)\nraise LookupError('the driver fails')", 1),
     ],
@@ -166,8 +166,8 @@ def test_forgotten_and_deleted_pools_leave_no_process(run_python: Any) -> None:
 
 def test_a_pool_that_was_opened_in_a_thread_that_has_ended(run_python: Any) -> None:
     """The kernel ends Ray's processes with the thread that has started them, if nobody takes care."""
-    done = run_python("""
-    import threading, time
+    run_python("""
+    import threading
     import psutil
     from raypool import parpool
 
@@ -180,13 +180,10 @@ def test_a_pool_that_was_opened_in_a_thread_that_has_ended(run_python: Any) -> N
     assert len(raylet) == 1, "Ray has ended with the thread"
     assert pool.submit(abs, -1).result(30) == 1
     pool.resize(1)
-    started = time.monotonic()
     pool.delete()
-    print(time.monotonic() - started)
     with parpool(1, quiet=True) as again:
         assert again.submit(abs, -1).result(30) == 1
     """)
-    assert float(done.stdout) < 20
 
 
 def test_ray_that_is_shut_down_under_a_pool(run_python: Any) -> None:

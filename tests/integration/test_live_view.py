@@ -331,16 +331,3 @@ def test_the_memory_of_the_gpus_as_it_is(gpus: Cards, eventually: Callable[..., 
     length = len(told)
     ask(told.append)
     assert len(told) == length, "a pool that has ended says nothing"
-
-
-@pytest.mark.usefixtures("ray_session")
-def test_a_pool_without_gpus_is_not_asked(eventually: Callable[..., bool]) -> None:
-    from raypool import WorkerResources
-
-    with parpool(1, resources=WorkerResources(gpus=0), quiet=True) as pool:
-        asked: list[Any] = []
-        agents = pool._engine.backend.find_way()
-        agents.later = asked.append
-        pool._engine.backend.gpu_memory(print)
-        del agents.later
-    assert asked == []

@@ -222,7 +222,7 @@ def test_ray_imported_first_and_a_token_that_others_can_read(run_python: Run, tm
     assert done.stderr == ""
 
 
-def test_a_ray_that_runs_in_this_process_is_used_and_left(ray_session: None, by_value: None) -> None:
+def test_a_ray_that_runs_in_this_process_is_used_and_left(shared_pool: ParallelPool) -> None:
     before = ray.get_runtime_context().get_node_id()
     with parpool(1, resources=WorkerResources(gpus=0), quiet=True) as pool:
         inside = pool.parfeval(lambda: __import__("ray").get_runtime_context().get_node_id()).result(60)
