@@ -10,7 +10,7 @@ import pytest
 
 from raypool.core import messages as m
 from raypool.core.invariants import check_invariants
-from raypool.core.model import Report, Slice, TaskSpec
+from raypool.core.model import Counts, PoolState, Report, Slice, TaskSpec
 from raypool.core.scheduler import Scheduler
 from raypool.errors import LossReason
 
@@ -94,6 +94,44 @@ class Pool:
         (call,) = self.submit(task_id, fn_id)
         assert isinstance(call, m.RunTasks)
         self.finish(call.attempt_id, busy_s=item_s)
+
+    # --- what is known of it ------------------------------------------------------------------------------------------
+
+    @property
+    def size(self) -> int:
+        """How many places it has."""
+        return self.scheduler.crew.size
+
+    @property
+    def state(self) -> PoolState:
+        return self.scheduler.state
+
+    @property
+    def counts(self) -> Counts:
+        """What has become of items, attempts and workers so far."""
+        return self.scheduler.counts
+
+    @property
+    def tasks(self) -> list[int]:
+        """The tasks that have not ended."""
+        return list(self.scheduler.backlog.tasks)
+
+    @property
+    def workers(self) -> list[int]:
+        """The workers that there are, ready or not."""
+        return sorted(self.scheduler.crew.workers)
+
+    @property
+    def places(self) -> list[int]:
+        return sorted(self.scheduler.crew.places)
+
+    def calls_of(self, worker_id: int) -> list[m.RunTasks]:
+        """Return what a worker is at, and what it has behind that."""
+        return [self.calls[attempt_id] for attempt_id in self.scheduler.crew.workers[worker_id].attempts]
+
+    def worker_in(self, place: int) -> int:
+        """Return the worker of a place, ready or not."""
+        return self.scheduler.crew.places[place].worker_id
 
     # --- what is expected ---------------------------------------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 import pytest
 
-from raypool.core import backlog
 from raypool.core.messages import EndTask, RunGang, RunTasks
 from raypool.core.model import Report, TaskState
 
@@ -176,10 +175,13 @@ def test_nothing_is_queued_behind_short_items_of_which_one_was_long_of_late(pool
     pool = pool_of(1)
     pool.get_used_to(0, task_id=0)
     pool.get_used_to(1, task_id=1)
-    pool.scheduler.backlog.idle_paces[0].longest_s = 5.0
     pool.submit(2)
-    assert pool.submit(3, fn_id=1, size=100) == []
-    assert calls(pool.finish(2, busy_s=0.001)) != []
+    pool.finish(2, busy_s=5.0)
+    for task_id in range(3, 23):
+        pool.get_used_to(0, task_id)
+    pool.submit(23)
+    assert pool.submit(24, fn_id=1, size=100) == []
+    assert calls(pool.finish(23, busy_s=0.001)) != []
 
 
 def test_a_loop_with_a_limit_of_workers_gets_no_look_ahead(pool_of):
@@ -238,7 +240,7 @@ def test_a_slice_of_which_nothing_was_begun_runs_again(pool_of):
     pool = pool_of(1)
     pool.submit(0, fn_id=0)
     assert pool.finish(0, Report(0)) == [pool.runs(0, 1, (0, 0, 1))]
-    assert pool.scheduler.backlog.paces[0].calls == 0, "and tells nothing about how long it takes"
+    assert pool.submit(1, fn_id=0, size=9) == [], "how long it takes is not known"
 
 
 def test_of_a_shared_call_some_tasks_may_come_back_unbegun(pool_of):
@@ -265,14 +267,12 @@ def test_items_handed_back_by_a_cancelled_task_are_gone(pool_of):
 # --- measured times ---------------------------------------------------------------------------------------------------
 
 
-def test_times_are_kept_while_a_function_has_no_task_but_not_for_ever(pool_of, monkeypatch):
-    monkeypatch.setattr(backlog, "MAX_IDLE_PACES", 2)
+def test_times_are_kept_while_a_function_has_no_task_but_not_for_ever(pool_of):
     pool = pool_of(1)
-    pool.submit(0, fn_id=99, is_open=True, size=0)  # one that stays must not keep the others from being forgotten
-    for fn_id in range(5):
+    pool.submit(0, fn_id=-1, is_open=True, size=0)  # one that stays must not keep the others from being forgotten
+    for fn_id in range(300):
         pool.get_used_to(fn_id, task_id=fn_id + 1)
-    assert list(pool.scheduler.backlog.idle_paces) == [3, 4]
-    assert list(pool.scheduler.backlog.paces) == [99]
-    pool.submit(6, fn_id=3)
-    assert pool.scheduler.backlog.paces[3].is_short
-    assert not pool.scheduler.backlog.paces[99].is_short
+    assert calls(pool.submit(301, fn_id=0, size=50)) == [(0, 1)]
+    pool.cancel(301)
+    pool.finish(300)
+    assert calls(pool.submit(302, fn_id=299, size=50)) == [(0, 16), (0, 16)]

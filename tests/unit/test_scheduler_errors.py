@@ -54,7 +54,7 @@ def test_impossible_events_raise_and_change_nothing(pool_of):
         assert pool.finish(0)[0] == pool.settles(0, (0, 0, 3)), what
         pool.add_items(1, 1, is_open=False)
         assert pool.submit(2) == [pool.runs(1, 2, (2, 0, 1))]
-        assert sorted(pool.scheduler.crew.places) == [0, 1]
+        assert pool.places == [0, 1]
 
 
 def test_the_error_tells_the_story_of_the_worker(pool_of):

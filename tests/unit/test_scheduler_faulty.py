@@ -12,8 +12,8 @@ FAILED = Report(1, failed=1, busy_s=1.0)
 
 def call_of(pool, place):
     """Return the attempt that the worker in a place is at; None: it has none."""
-    crew = pool.scheduler.crew
-    return next(iter(crew.workers[crew.places[place].worker_id].attempts), None) if place in crew.places else None
+    calls = pool.calls_of(pool.worker_in(place)) if place in pool.places else []
+    return calls[0].attempt_id if calls else None
 
 
 def fail_all(pool, place, most=100):
@@ -40,8 +40,8 @@ def busy(pool_of):
 
 def test_a_place_that_fails_item_after_item_is_taken_out_while_others_work(busy):
     assert fail_all(busy, 2) == (9, DropPlace(2, FAULTY, failed=9, finished=0))
-    assert busy.scheduler.crew.size == 3
-    assert busy.scheduler.state is PoolState.OPEN
+    assert busy.size == 3
+    assert busy.state is PoolState.OPEN
 
 
 def test_the_better_others_do_the_sooner(busy):
@@ -50,14 +50,14 @@ def test_the_better_others_do_the_sooner(busy):
         for place in (0, 1, 3):
             busy.finish(call_of(busy, place))
     assert call_of(busy, 2) is None
-    assert busy.scheduler.crew.size == 3
+    assert busy.size == 3
 
 
 def test_one_success_makes_up_for_all_failures(busy):
     for _ in range(5):
         assert fail_all(busy, 2, most=8) == (8, None)
         busy.finish(call_of(busy, 2))
-    assert busy.scheduler.crew.size == 4
+    assert busy.size == 4
 
 
 def test_what_was_handed_back_says_nothing(busy):
@@ -70,14 +70,14 @@ def test_a_function_that_fails_everywhere_takes_out_nobody(busy):
     for _ in range(50):
         for place in range(4):
             busy.finish(call_of(busy, place), FAILED)
-    assert busy.scheduler.crew.size == 4
+    assert busy.size == 4
 
 
 def test_nor_does_one_that_fails_everywhere_from_some_item_on(busy):
     for is_good in [True] * 50 + [False] * 50:
         for place in range(4):
             busy.finish(call_of(busy, place), *(() if is_good else (FAILED,)))
-    assert busy.scheduler.crew.size == 4
+    assert busy.size == 4
 
 
 def test_nor_one_that_often_fails(busy):
@@ -87,7 +87,7 @@ def test_nor_one_that_often_fails(busy):
                 busy.finish(call_of(busy, place))
             else:
                 busy.finish(call_of(busy, place), FAILED)
-    assert busy.scheduler.crew.size == 4
+    assert busy.size == 4
 
 
 def test_every_fourth_item_may_fail_with_four_workers_in_step(busy):
@@ -96,7 +96,7 @@ def test_every_fourth_item_may_fail_with_four_workers_in_step(busy):
             attempt_id = call_of(busy, place)
             (piece,) = busy.calls[attempt_id].slices
             busy.finish(attempt_id, *((FAILED,) if piece.start % 4 == 3 else ()))
-    assert busy.scheduler.crew.size == 4
+    assert busy.size == 4
 
 
 def test_so_may_two_of_eight(pool_of):
@@ -107,7 +107,7 @@ def test_so_may_two_of_eight(pool_of):
             attempt_id = call_of(pool, place)
             (piece,) = pool.calls[attempt_id].slices
             pool.finish(attempt_id, *((FAILED,) if piece.start % 8 > 5 else ()))
-    assert pool.scheduler.crew.size == 8
+    assert pool.size == 8
 
 
 def test_calls_in_step_are_no_fault_of_their_worker(pool_of):
@@ -119,7 +119,7 @@ def test_calls_in_step_are_no_fault_of_their_worker(pool_of):
             attempt_id = call_of(pool, place)
             (piece,) = pool.calls[attempt_id].slices
             pool.finish(attempt_id, *((FAILED,) if piece.task_id % 4 == 3 else ()))
-    assert pool.scheduler.crew.size == 4
+    assert pool.size == 4
 
 
 def test_an_item_that_fails_in_a_place_again_and_again_goes_elsewhere(pool_of):
@@ -138,7 +138,7 @@ def test_a_function_that_nobody_else_runs_says_nothing(pool_of):
     for task_id in range(1, 60):
         pool.submit(task_id, fn_id=2)
         pool.finish(call_of(pool, 1), FAILED)
-    assert pool.scheduler.crew.size == 2
+    assert pool.size == 2
 
 
 def test_what_a_function_does_in_other_hands_counts_by_function(pool_of):
@@ -149,7 +149,7 @@ def test_what_a_function_does_in_other_hands_counts_by_function(pool_of):
     for _ in range(60):
         for place in range(4):
             pool.finish(call_of(pool, place), *(() if place < 2 else (FAILED,)))
-    assert pool.scheduler.crew.size == 4
+    assert pool.size == 4
 
 
 def test_calls_count_as_items_of_a_loop_do(pool_of):
@@ -178,13 +178,13 @@ def test_a_place_where_workers_die_is_taken_out_and_no_worker_follows(pool_of):
     pool = pool_of(3)
     pool.submit(0, size=1000, retry_delay_s=300.0)
     for _ in range(8):
-        pool.lose(pool.scheduler.crew.places[1].worker_id)
-        pool.fire("start", pool.scheduler.crew.places[1].worker_id)
-        pool.ready(pool.scheduler.crew.places[1].worker_id)
-    commands = pool.lose(pool.scheduler.crew.places[1].worker_id)
+        pool.lose(pool.worker_in(1))
+        pool.fire("start", pool.worker_in(1))
+        pool.ready(pool.worker_in(1))
+    commands = pool.lose(pool.worker_in(1))
     assert commands[:2] == [Vacate(1), DropPlace(1, FAULTY, failed=9, finished=0)]
     assert [command.kind for command in commands[2:]] == ["retry"], "what it lost runs elsewhere"
-    assert pool.scheduler.counts.failed == 0
+    assert pool.counts.failed == 0
 
 
 def test_an_item_that_fails_again_and_again_counts_once(pool_of):
@@ -192,7 +192,7 @@ def test_an_item_that_fails_again_and_again_counts_once(pool_of):
     pool.submit(0, size=2, retries=50)
     for _ in range(50):
         pool.finish(call_of(pool, 0), Report(1, failed=1, retry=(0,), busy_s=1.0))
-    assert pool.scheduler.crew.size == 2
+    assert pool.size == 2
 
 
 def test_items_that_share_a_call_count_as_one(pool_of):
@@ -200,7 +200,7 @@ def test_items_that_share_a_call_count_as_one(pool_of):
     pool.submit(0, size=1000, chunk_size=10)
     for _ in range(8):
         pool.finish(call_of(pool, 0), Report(10, failed=10, busy_s=10.0))
-    assert pool.scheduler.crew.size == 2
+    assert pool.size == 2
     commands = pool.finish(call_of(pool, 0), Report(10, failed=10, busy_s=10.0))
     assert DropPlace(0, FAULTY, failed=90, finished=0) in commands
 
@@ -224,7 +224,7 @@ def test_ranks_do_not_count(pool_of):
     for number in range(31, 60):
         pool.submit(number, fn_id=3, is_gang=True, places=(0,), size=1)
         pool.finish(call_of(pool, 0), FAILED)
-    assert pool.scheduler.crew.size == 2
+    assert pool.size == 2
 
 
 def test_what_is_bound_to_a_worker_does_not_count(pool_of):
@@ -233,7 +233,7 @@ def test_what_is_bound_to_a_worker_does_not_count(pool_of):
     for number in range(1, 30):
         pool.submit(number, fn_id=3, place=1)
         pool.finish(call_of(pool, 1), FAILED)
-    assert pool.scheduler.crew.size == 2
+    assert pool.size == 2
 
 
 @pytest.mark.parametrize("reason", [LossReason.STOPPED, LossReason.PREEMPTED])
@@ -241,10 +241,10 @@ def test_losses_that_are_nobodys_fault_do_not_count(pool_of, reason):
     pool = pool_of(2)
     pool.submit(0, size=1000)
     for _ in range(30):
-        worker_id = pool.scheduler.crew.places[1].worker_id
+        worker_id = pool.worker_in(1)
         pool.lose(worker_id, reason)
-        pool.ready(pool.scheduler.crew.places[1].worker_id)
-    assert pool.scheduler.crew.size == 2
+        pool.ready(pool.worker_in(1))
+    assert pool.size == 2
 
 
 def test_what_is_bound_to_a_faulty_place_fails_with_it(busy):
@@ -265,7 +265,7 @@ def test_a_call_sent_ahead_ends_first(pool_of):
         count = sum(piece.stop - piece.start for piece in pool.calls[attempt_id].slices)
         commands = pool.finish(attempt_id, Report(count, failed=count, busy_s=0.001 * count))
     assert [type(command) for command in commands if not isinstance(command, RunTasks)][-2:] == [Vacate, DropPlace]
-    assert pool.scheduler.crew.size == 2
+    assert pool.size == 2
 
 
 def test_a_place_that_comes_anew_begins_anew(busy):

@@ -3,7 +3,7 @@
 import pytest
 
 from raypool.core.messages import EndTask, ParkWorker, RunGang, SetTimer, Vacate
-from raypool.core.model import TaskState, WorkerState
+from raypool.core.model import TaskState
 from raypool.errors import LossReason
 
 FINISHED = TaskState.FINISHED
@@ -48,12 +48,7 @@ def test_it_is_set_when_the_pool_opens_and_not_again_however_often_it_is_used(po
 def test_when_it_fires_all_workers_end_and_their_places_stay(pool):
     pool.now = IDLE_S
     assert pool.fire("idle") == [ParkWorker(0), ParkWorker(1)]
-    workers = pool.scheduler.crew.workers
-    assert {number: (worker.place, worker.state) for number, worker in workers.items()} == {
-        2: (0, WorkerState.PARKED),
-        3: (1, WorkerState.PARKED),
-    }
-    assert pool.scheduler.crew.size == 2
+    assert [pool.worker_in(place) for place in pool.places] == [2, 3]
 
 
 def test_a_use_in_between_resets_the_time(pool):

@@ -109,21 +109,17 @@ def test_what_runs_again_goes_to_the_fast_one(mixed):
 
 
 def test_failures_teach_nothing(mixed):
-    mixed.submit(1, size=2, costs=(3.0, 2.0))
-    before = mixed.scheduler.backlog.paces[0].speeds
-    mixed.finish(2, Report(1, 1, (), 0.001))
-    assert mixed.scheduler.backlog.paces[0].speeds == before
+    assert started(mixed.submit(1, size=4, costs=(9.0, 9.0, 9.0, 1.0))) == [(FAST, 0), (SLOW, 3)]
+    assert started(mixed.finish(3, Report(1, 1, (), 0.001))) == [], "it is not fast now"
 
 
 def test_workers_of_one_kind_take_what_comes(pool_of):
     pool = pool_of(2)
     assert started(pool.submit(0, size=16, costs=(1.0,) * 16)) == [(0, 0), (1, 1)]
-    assert pool.scheduler.backlog.tasks[0].ladder is None
 
 
 def test_a_pool_may_be_mixed_again_after_a_time_of_one_kind(mixed):
     mixed.lose(SLOW)
-    assert not mixed.scheduler.crew.squads.is_mixed
     mixed.tell(WorkerReady(2, SLOW))
     assert started(mixed.submit(1, size=3, costs=(3.0, 2.0, 2.0))) == [(FAST, 0)]
     assert started(mixed.finish(2, busy_s=3.0)) == [(FAST, 1)]

@@ -33,8 +33,8 @@ def gone(place, reason=PREEMPTED):
 def test_a_free_worker_goes_at_once(pool_of):
     pool = pool_of(2)
     assert pool.tell(PlaceLeaving(0, 30.0)) == gone(0)
-    assert pool.scheduler.crew.size == 1
-    assert pool.scheduler.counts.workers_lost == 0
+    assert pool.size == 1
+    assert pool.counts.workers_lost == 0
     assert pool.submit(0) == [pool.runs(1, 0, (0, 0, 1))]
 
 
@@ -42,7 +42,7 @@ def test_a_busy_one_ends_what_it_is_running_and_takes_nothing_more(pool_of):
     pool = pool_of(2)
     pool.submit(0, size=4)
     assert pool.tell(PlaceLeaving(1, 30.0)) == [pool.signals(1, 1, 0, LEAVE), SetTimer(30.0, "leave", 1)]
-    assert pool.scheduler.crew.size == 1
+    assert pool.size == 1
     assert pool.finish(1) == [pool.settles(1, (0, 1, 2)), *gone(1)]
     assert pool.fire("leave", 1) == [], "it has gone by then"
 
@@ -235,7 +235,7 @@ def test_an_item_whose_time_is_up_while_it_is_interrupted_has_timed_out(pool_of)
 def test_the_last_place_may_leave_a_pool_at_rest_and_another_come(pool_of):
     pool = pool_of(1)
     assert pool.tell(PlaceLeaving(0)) == gone(0)
-    assert pool.scheduler.state is PoolState.OPEN
+    assert pool.state is PoolState.OPEN
     pool.resize(add=[7])
     pool.ready(1)
     assert pool.submit(0) == [pool.runs(1, 0, (0, 0, 1))]
@@ -323,7 +323,7 @@ def test_a_lost_place_takes_its_worker_with_it_and_what_ran_there_runs_again(poo
     pool = pool_of(2)
     pool.submit(0)
     assert pool.tell(PlaceLost(0, NODE)) == [pool.runs(1, 1, (0, 0, 1, 2)), *gone(0, NODE)]
-    assert pool.scheduler.counts.workers_lost == 1
+    assert pool.counts.workers_lost == 1
     assert pool.lose(0) == [], "it is known already"
 
 
@@ -346,7 +346,7 @@ def test_the_loss_of_the_last_place_breaks_the_pool(pool_of, tasks):
     for task_id in range(tasks):
         pool.submit(task_id)
     assert pool.tell(PlaceLost(0, NODE)) == [*gone(0, NODE), BreakPool(), *([EndTask(0, FAILED)] if tasks else [])]
-    assert pool.scheduler.state is PoolState.BROKEN
+    assert pool.state is PoolState.BROKEN
 
 
 def test_a_place_that_was_to_go_anyway_may_be_lost(pool_of):

@@ -3,7 +3,7 @@
 import pytest
 
 from raypool.core.messages import BreakPool, DropPlace, EndTask, RunTasks, SetTimer, StartWorker, Vacate
-from raypool.core.model import PoolState, TaskState, WorkerState
+from raypool.core.model import PoolState, TaskState
 from raypool.errors import LossReason
 
 FINISHED, FAILED = TaskState.FINISHED, TaskState.FAILED
@@ -34,7 +34,7 @@ def test_a_task_that_has_killed_its_last_worker_fails_and_the_others_go_on(pool_
     assert commands[-2:] == [pool.fails((0, 0, 1, 2), LossReason.OUT_OF_MEMORY), EndTask(0, FINISHED)]
     pool.fire("start", 2)
     assert pool.ready(2) == [pool.runs(2, 2, (1, 0, 1))]
-    assert (pool.scheduler.counts.failed, pool.scheduler.counts.workers_lost) == (1, 2)
+    assert (pool.counts.failed, pool.counts.workers_lost) == (1, 2)
 
 
 def test_a_lost_item_ends_a_task_that_fails_fast(pool_of):
@@ -79,8 +79,8 @@ def test_the_call_behind_is_charged_too_since_the_answer_of_the_first_may_have_d
     pool.submit(1, size=2)
     pool.submit(2, size=2)
     pool.lose(0)
-    waiting = pool.scheduler.backlog.tasks
-    assert [list(map(tuple, waiting[task_id].again)) for task_id in (1, 2)] == [[(1, 0, 2, 2)], [(2, 0, 2, 2)]]
+    assert pieces(pool.ready(1)) == [(1, 0, 2, 2)]
+    assert pieces(pool.finish(3)) == [(2, 0, 2, 2)]
 
 
 def test_the_call_behind_one_that_has_come_back_is_running_and_can_be_to_blame(pool_of):
@@ -121,18 +121,18 @@ def test_an_item_that_kills_its_workers_is_found_and_no_other_is_blamed(pool_of)
     pool, culprit, failed = pool_of(1), 37, []
     commands = pool.submit(0, size=100, chunk_size=100)
     while EndTask(0, FINISHED) not in commands:
-        (worker,) = pool.scheduler.crew.workers.values()
-        if not worker.attempts:
-            pool.fire("start", worker.worker_id)
-            commands = pool.ready(worker.worker_id)
+        (worker_id,) = pool.workers
+        if not pool.calls_of(worker_id):
+            pool.fire("start", worker_id)
+            commands = pool.ready(worker_id)
             continue
-        ((attempt_id, attempt),) = worker.attempts.items()
-        is_deadly = any(piece.start <= culprit < piece.stop for piece in attempt.slices)
-        commands = pool.lose(worker.worker_id) if is_deadly else pool.finish(attempt_id)
+        (call,) = pool.calls_of(worker_id)
+        is_deadly = any(piece.start <= culprit < piece.stop for piece in call.slices)
+        commands = pool.lose(worker_id) if is_deadly else pool.finish(call.attempt_id)
         failed += [command for command in commands if type(command).__name__ == "FailItems"]
     assert failed == [pool.fails((0, culprit, culprit + 1, 3))]
-    assert pool.scheduler.counts.workers_lost == 3
-    assert pool.scheduler.counts.attempts < 40
+    assert pool.counts.workers_lost == 3
+    assert pool.counts.attempts < 40
 
 
 def test_futures_that_were_lost_in_one_call_run_again_each_by_itself(pool_of):
@@ -183,21 +183,13 @@ def test_news_of_a_lost_worker_are_dropped(pool_of):
     assert pool.fire("ready", 0) == []
 
 
-def test_a_worker_that_is_gone_is_marked_as_lost_or_stopped(pool_of):
-    pool = pool_of(2)
-    first, second = pool.scheduler.crew.workers.values()
-    pool.lose(0)
-    pool.resize(remove=1)
-    assert (first.state, second.state) == (WorkerState.LOST, WorkerState.STOPPED)
-
-
 def test_worker_ids_are_never_used_again(pool_of):
     pool = pool_of(2)
     pool.lose(1)
     pool.lose(0)
     pool.resize(remove=1)
     pool.resize(add=[5])
-    assert sorted(pool.scheduler.crew.workers) == [3, 4]
+    assert pool.workers == [3, 4]
 
 
 # --- who comes instead ------------------------------------------------------------------------------------------------
@@ -229,7 +221,7 @@ def test_a_worker_that_does_not_come_up_in_time_is_lost(pool_of):
     pool.now = 60.0
     assert pool.fire("ready", 0) == pool.starts(1, place=7)
     assert pool.ready(0) == [], "it is too late now"
-    assert pool.scheduler.counts.workers_lost == 0, "it never was one"
+    assert pool.counts.workers_lost == 0, "it never was one"
 
 
 def test_a_timer_is_of_no_effect_once_the_worker_is_ready(pool_of):
@@ -247,7 +239,7 @@ def test_three_failed_starts_in_a_row_drop_the_place(pool_of):
     assert pool.lose(3, LossReason.START) == [SetTimer(1.0, "start", 4)]
     pool.fire("start", 4)
     assert pool.lose(4, LossReason.START) == [Vacate(1), DropPlace(1, LossReason.START)]
-    assert pool.scheduler.crew.size == 1
+    assert pool.size == 1
     assert pool.submit(0) == [pool.runs(0, 0, (0, 0, 1))]
 
 
@@ -283,7 +275,7 @@ def test_when_the_last_place_is_given_up_the_pool_breaks_and_every_task_ends(poo
         BreakPool(),
         *(EndTask(task_id, FAILED) for task_id in range(4)),
     ]
-    assert pool.scheduler.state is PoolState.BROKEN
+    assert pool.state is PoolState.BROKEN
 
 
 def test_a_pool_breaks_with_its_last_place_even_if_nothing_waits(pool_of):
@@ -312,4 +304,4 @@ def test_a_pool_with_one_worker_left_is_not_broken(pool_of, is_busy):
         pool.lose(worker_id)
         pool.fire("start", worker_id + 1)
     assert pool.lose(4)[-1] == DropPlace(1, LossReason.EXIT)
-    assert pool.scheduler.state is PoolState.OPEN
+    assert pool.state is PoolState.OPEN

@@ -36,7 +36,7 @@ def test_a_gang_of_which_a_rank_failed_ends_when_the_last_has_come_back(pool_of)
     assert pool.finish(0) == [pool.settles(0, rank(0))], "as if nothing had happened"
     assert pool.finish(3, Report(1, failed=1)) == [pool.settles(3, rank(3))], "nobody is told twice"
     assert pool.finish(2, Report(0)) == [pool.fails(rank(2), LossReason.STOPPED), EndTask(0, FAILED)]
-    assert (pool.scheduler.counts.finished, pool.scheduler.counts.failed) == (1, 3)
+    assert (pool.counts.finished, pool.counts.failed) == (1, 3)
 
 
 def test_the_last_rank_to_come_back_may_be_the_one_that_failed(pool_of):
@@ -95,7 +95,7 @@ def test_a_gang_that_is_broken_up_ends_with_the_pool(pool_of):
     pool.finish(1, Report(1, failed=1))
     pool.resize(remove=2)
     assert pool.lose(0)[:2] == [Vacate(0), pool.fails(rank(0))]
-    assert not pool.scheduler.backlog.tasks
+    assert not pool.tasks
 
 
 def test_a_place_may_be_given_up_under_a_gang(pool_of):
@@ -105,7 +105,6 @@ def test_a_place_may_be_given_up_under_a_gang(pool_of):
         pool.lose(worker_id)
         pool.fire("start", worker_id + 1)
     assert DropPlace(0, LossReason.EXIT) in pool.lose(4)
-    assert pool.scheduler.backlog.tasks[0].items_in_flight == 1, "rank 0 has still to come back"
     assert pool.tell(AttemptFinished(1, 0, (Report(1),))) == [pool.settles(0, rank(0)), EndTask(0, FAILED)]
 
 

@@ -107,7 +107,7 @@ def test_a_pool_that_goes_on_tells_what_its_end_cancels(pool_of):
     pool.submit(1, fn_id=1, priority=1)
     pool.finish(0)
     assert pool.shutdown(cancel_queued=True) == [pool.signals(1, 1, 0), EndTask(0, CANCELLED)]
-    assert pool.scheduler.state is PoolState.CLOSING
+    assert pool.state is PoolState.CLOSING
 
 
 # --- killed -----------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ def test_a_single_task_runs_at_once_and_ends_with_its_answer(pool_of):
     pool = pool_of(1)
     assert pool.submit(0) == [pool.runs(0, 0, (0, 0, 1))]
     assert pool.finish(0) == [pool.settles(0, (0, 0, 1)), EndTask(0, FINISHED)]
-    assert pool.scheduler.backlog.tasks == {}
+    assert pool.tasks == []
 
 
 def test_tasks_wait_in_order_of_submission_and_bind_to_the_worker_that_is_free_first(pool_of):
@@ -100,7 +100,7 @@ def test_failures_do_not_stop_a_task_that_collects_them(pool_of):
     pool.submit(0, size=2)
     assert pool.finish(0, Report(1, failed=1)) == [pool.runs(0, 1, (0, 1, 2)), pool.settles(0, (0, 0, 1))]
     assert pool.finish(1) == [pool.settles(1, (0, 1, 2)), EndTask(0, FINISHED)]
-    assert (pool.scheduler.counts.finished, pool.scheduler.counts.failed) == (1, 1)
+    assert (pool.counts.finished, pool.counts.failed) == (1, 1)
 
 
 def test_the_first_failure_ends_a_task_that_fails_fast(pool_of):
@@ -173,7 +173,7 @@ def test_a_half_finished_loop_can_be_cancelled(pool_of):
     pool.finish(0)
     assert pool.cancel(0) == [pool.signals(0, 1, 0), EndTask(0, CANCELLED)]
     assert pool.finish(1) == []
-    counts = pool.scheduler.counts
+    counts = pool.counts
     assert (counts.submitted, counts.finished, counts.failed, counts.cancelled) == (3, 1, 0, 2)
 
 
@@ -200,7 +200,7 @@ def test_the_last_retry_counts_whatever_it_brings(pool_of):
     pool.submit(0, retries=1)
     pool.finish(0, Report(1, failed=1, retry=(0,)))
     assert pool.finish(1, Report(1, failed=1, retry=(0,))) == [pool.settles(1, (0, 0, 1, 2)), EndTask(0, FINISHED)]
-    assert pool.scheduler.counts.failed == 1
+    assert pool.counts.failed == 1
 
 
 def test_without_retries_an_error_counts_at_once(pool_of):

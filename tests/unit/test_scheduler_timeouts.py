@@ -42,7 +42,7 @@ def test_an_item_that_takes_too_long_fails_and_is_stopped(pool_of):
     pool = pool_of(1)
     pool.submit(0, timeout_s=5.0)
     assert pool.fire("timeout", 0, 0) == [*times_out(pool, 0, 0, (0, 0, 1)), EndTask(0, FINISHED)]
-    counts = pool.scheduler.counts
+    counts = pool.counts
     assert (counts.finished, counts.failed, counts.cancelled) == (0, 1, 0)
 
 
