@@ -127,6 +127,17 @@ def test_two_gpus_for_each_worker() -> None:
         assert pool.parfeval(look).result(60) == (0, 0, "0,1")
 
 
+def test_a_pool_that_shrinks_gives_its_gpus_back() -> None:
+    with parpool(quiet=True) as pool:
+        pool.resize(1)
+        with parpool(2, quiet=True) as other:
+            assert gpus_of(pool) + sorted(gpus_of(other)) == [0, 1, 2]
+            assert pool.parfeval(look).result(60) == (0, 0, "0")
+        pool.resize(3)
+        assert sorted(gpus_of(pool)) == [0, 1, 2]
+        assert sorted(visible for _, _, visible in pool.parfeval_on_all(look).result(60)) == ["0", "1", "2"]
+
+
 def test_the_pool_that_gcp_makes_stays() -> None:
     pool = gcp(create=False)
     if pool is not None:
@@ -158,16 +169,6 @@ def test_a_worker_is_replaced_on_the_same_gpu(pool: ParallelPool, eventually: An
     assert [(worker.index, worker.gpu) for worker in after] == [(0, 0), (1, 1), (2, 2)]
     assert (after[0], after[2]) == (before[0], before[2])
     assert pool.parfeval_on_all(look).result(60) == [(index, index, str(index)) for index in range(3)]
-
-
-def test_a_pool_that_shrinks_gives_its_gpus_back(pool: ParallelPool) -> None:
-    pool.resize(1)
-    with parpool(2, quiet=True) as other:
-        assert gpus_of(pool) + sorted(gpus_of(other)) == [0, 1, 2]
-        assert pool.parfeval(look).result(60) == (0, 0, "0")
-    pool.resize(3)
-    assert sorted(gpus_of(pool)) == [0, 1, 2]
-    assert sorted(visible for _, _, visible in pool.parfeval_on_all(look).result(60)) == ["0", "1", "2"]
 
 
 def test_a_worker_without_a_gpu_sees_none(shared_pool: ParallelPool) -> None:

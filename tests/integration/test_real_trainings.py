@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from raypool import ParallelPool, RunOptions, TrainingOptions, WorkerResources, parpool
+from raypool import RunOptions, TrainingOptions
 
 ROOT = Path(__file__).parents[2]
 ENOUGH = 0.97
@@ -29,11 +29,10 @@ Load = Callable[[str], Any]
 pytestmark = [pytest.mark.timeout(300)]
 
 
-@pytest.fixture(scope="module")
-def pool(ray_session: None, by_value: None) -> Iterator[ParallelPool]:
-    """Two workers without a GPU."""
-    with parpool(2, resources=WorkerResources(gpus=0), quiet=True) as pool:
-        yield pool
+@pytest.fixture
+def pool(two_workers: Any) -> Any:
+    """Give two workers."""
+    return two_workers
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +76,7 @@ def final_state(result: Any) -> Any:
 
 
 @pytest.mark.long
-def test_a_ray_train_loop_reads_digits(pool: ParallelPool, load: Load, tmp_path: Path) -> None:
+def test_a_ray_train_loop_reads_digits(pool: Any, load: Load, tmp_path: Path) -> None:
     """On two workers as well as on one."""
     example = load("train_digits")
     reached = []
@@ -100,7 +99,7 @@ def test_a_ray_train_loop_reads_digits(pool: ParallelPool, load: Load, tmp_path:
     assert reached[0] == pytest.approx(reached[1], abs=0.01)
 
 
-def test_a_ray_train_loop_equals_one_process(pool: ParallelPool, load: Load, tmp_path: Path) -> None:
+def test_a_ray_train_loop_equals_one_process(pool: Any, load: Load, tmp_path: Path) -> None:
     """Two ranks with half a batch each, by Ray Train's functions; and torch alone, with whole batches in the same order."""
     example = load("train_digits")
     config = {"lr": 0.05, "epochs": 1}
@@ -113,7 +112,7 @@ def test_a_ray_train_loop_equals_one_process(pool: ParallelPool, load: Load, tmp
     torch.testing.assert_close(final_state(result)["net"], dict(net.state_dict()), rtol=1e-4, atol=1e-5)
 
 
-def test_a_ray_train_loop_goes_on_where_it_was(pool: ParallelPool, load: Load, tmp_path: Path) -> None:
+def test_a_ray_train_loop_goes_on_where_it_was(pool: Any, load: Load, tmp_path: Path) -> None:
     """Run again with the same folder and more epochs, it ends as one that was never interrupted."""
     example = load("train_digits")
     ends = []
@@ -130,7 +129,7 @@ def test_a_ray_train_loop_goes_on_where_it_was(pool: ParallelPool, load: Load, t
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data.context")  # Ray warns of itself
-def test_both_lanes_train_the_same(pool: ParallelPool, load: Load, coordinator: None, tmp_path: Path) -> None:
+def test_both_lanes_train_the_same(pool: Any, load: Load, coordinator: None, tmp_path: Path) -> None:
     example = load("train_digits")
     results = []
     for lane in ("warm", "managed"):
@@ -153,7 +152,7 @@ def digits_options(**changes: Any) -> TrainingOptions:
     return replace(options, **changes)
 
 
-def test_fit_reads_digits(pool: ParallelPool, load: Load) -> None:
+def test_fit_reads_digits(pool: Any, load: Load) -> None:
     """On two workers as well as on one."""
     example = load("fit_digits")
     train_set, (images, digits) = example.load_data()
@@ -169,7 +168,7 @@ def test_fit_reads_digits(pool: ParallelPool, load: Load) -> None:
 
 
 @pytest.mark.parametrize("worker_load", [None, [2, 1]], ids=["equal shares", "2 to 1"])
-def test_fit_equals_one_process(pool: ParallelPool, load: Load, worker_load: Any) -> None:
+def test_fit_equals_one_process(pool: Any, load: Load, worker_load: Any) -> None:
     """An epoch, step by step, and what comes out; in double precision nothing but rounding is between them."""
     example = load("fit_digits")
     (images, digits), _ = example.load_data()
@@ -191,7 +190,7 @@ def text_options(**changes: Any) -> TrainingOptions:
     return replace(options, **changes)
 
 
-def test_a_language_model_in_shards_equals_one_process(pool: ParallelPool, load: Load) -> None:
+def test_a_language_model_in_shards_equals_one_process(pool: Any, load: Load) -> None:
     example = load("train_language_model")
     windows = example.Windows(example.load_text())
     windows.starts = windows.starts[: 8 * 32]  # eight steps
@@ -204,7 +203,7 @@ def test_a_language_model_in_shards_equals_one_process(pool: ParallelPool, load:
     torch.testing.assert_close(parameters(result.model), parameters(model), rtol=1e-6, atol=1e-8)
 
 
-def test_a_language_model_in_shards_learns(pool: ParallelPool, load: Load) -> None:
+def test_a_language_model_in_shards_learns(pool: Any, load: Load) -> None:
     """In an epoch it comes from knowing nothing of 85 characters to knowing more than how frequent each is."""
     example = load("train_language_model")
     windows = example.Windows(example.load_text())
@@ -229,7 +228,7 @@ LAST_LINES = {
 
 
 @pytest.mark.parametrize("name", LAST_LINES)
-def test_what_a_script_prints(name: str, pool: ParallelPool, load: Load, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_what_a_script_prints(name: str, pool: Any, load: Load, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     """In this pool, and with few epochs."""
     monkeypatch.setattr(load(name), "parpool", lambda num_workers: nullcontext(pool))
     monkeypatch.setenv("HOME", str(tmp_path))

@@ -6,7 +6,7 @@ import copy
 import math
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,25 +18,21 @@ from torch.nn.functional import mse_loss
 from raypool import (
     InvalidTypeError,
     InvalidValueError,
-    ParallelPool,
     PoolClosedError,
     TrainingOptions,
-    WorkerResources,
     parpool,
     scaling_report,
 )
 from raypool.train.scaling import ScalingReport
 
-pytestmark = pytest.mark.usefixtures("ray_session")
-
 DATA = (torch.linspace(-1, 1, 64)[:, None], torch.linspace(-2, 2, 64)[:, None])
 OPTIONS = TrainingOptions(max_epochs=1, mini_batch_size=16)
 
 
-@pytest.fixture(scope="module")
-def pool(ray_session: None, by_value: None) -> Iterator[ParallelPool]:
-    with parpool(2, resources=WorkerResources(gpus=0), quiet=True) as pool:
-        yield pool
+@pytest.fixture
+def pool(two_workers: Any) -> Any:
+    """Give two workers."""
+    return two_workers
 
 
 class Slow(nn.Module):
@@ -51,7 +47,7 @@ class Slow(nn.Module):
         return self.linear(x)
 
 
-def test_computation_communication_and_what_one_worker_needs(pool: ParallelPool) -> None:
+def test_computation_communication_and_what_one_worker_needs(pool: Any) -> None:
     run = pool.fit(Slow(), DATA, mse_loss, OPTIONS)
     before = copy.deepcopy(run.result(90).model.state_dict())
 
@@ -70,7 +66,7 @@ def test_computation_communication_and_what_one_worker_needs(pool: ParallelPool)
     assert not pool.busy
 
 
-def test_on_the_workers_of_the_run(pool: ParallelPool) -> None:
+def test_on_the_workers_of_the_run(pool: Any) -> None:
     run = pool.fit(nn.Linear(1, 1), DATA, mse_loss, OPTIONS, workers=[1])
     run.result(90)
     with pool.transfer_bytes() as moved:
@@ -81,7 +77,7 @@ def test_on_the_workers_of_the_run(pool: ParallelPool) -> None:
     assert "only one worker" in report.advice
 
 
-def test_batches_go_round_where_there_are_few(pool: ParallelPool) -> None:
+def test_batches_go_round_where_there_are_few(pool: Any) -> None:
     run = pool.fit(nn.Linear(1, 1), DATA, mse_loss, OPTIONS)
     run.result(90)
     report = scaling_report(run)
@@ -89,7 +85,7 @@ def test_batches_go_round_where_there_are_few(pool: ParallelPool) -> None:
     assert all(math.isfinite(value) and value > 0 for value in (report.step_s, report.compute_s, report.one_worker_s))
 
 
-def test_while_it_trains_the_report_waits(pool: ParallelPool, make_gate: Callable[[], Any]) -> None:
+def test_while_it_trains_the_report_waits(pool: Any, make_gate: Callable[[], Any]) -> None:
     gate = make_gate()
 
     class Waiting(Slow):
@@ -114,6 +110,7 @@ def _in_thread(fn: Callable[[], Any]) -> Any:
     return job
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("profile", ["threads", "inline"])
 def test_in_this_process_there_is_one_rank(profile: str) -> None:
     with parpool(1, profile=profile, quiet=True) as pool:
@@ -122,6 +119,7 @@ def test_in_this_process_there_is_one_rank(profile: str) -> None:
         assert scaling_report(run, num_steps=2).num_workers == 1
 
 
+@pytest.mark.quick
 def test_a_loop_of_the_users_is_not_known() -> None:
     with parpool(1, profile="inline", quiet=True) as pool:
         run = pool.train(lambda: None)
@@ -130,6 +128,7 @@ def test_a_loop_of_the_users_is_not_known() -> None:
             scaling_report(run)
 
 
+@pytest.mark.quick
 def test_bad_arguments() -> None:
     with parpool(1, profile="inline", quiet=True) as pool:
         run = pool.fit(nn.Linear(1, 1), DATA, mse_loss, OPTIONS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,15 +24,9 @@ from raypool import (
 
 pytest.importorskip("torch")
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.long]
+pytestmark = [pytest.mark.timeout(180)]
 
 CPU = WorkerResources(gpus=0, cpus=0.25)
-
-
-@pytest.fixture(scope="module")
-def pool(ray_session: None, by_value: None) -> Iterator[ParallelPool]:
-    with parpool(3, resources=CPU, quiet=True) as pool:
-        yield pool
 
 
 def who(context: Any) -> tuple[int, int, list[int]]:
@@ -54,18 +48,14 @@ def workers_of(composite: Composite) -> list[int]:
 # --- some of them -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("workers", [[0, 1, 2], [2, 0], [1], [2, 1, 0], (1, 2), range(2)])
-def test_the_ranks_are_those_that_are_named_in_their_order(pool: ParallelPool, workers: Any) -> None:
-    assert workers_of(pool.spmd(who, workers=workers)) == list(workers)
-
-
-def test_workers_as_the_pool_lists_them(pool: ParallelPool) -> None:
+@pytest.mark.quick
+def test_the_ranks_are_those_that_are_named_in_their_order(pool: ParallelPool) -> None:
+    for workers in ([0, 1, 2], [2, 0], [1], [2, 1, 0], (1, 2), range(2)):
+        assert workers_of(pool.spmd(who, workers=workers)) == list(workers)
     assert workers_of(pool.spmd(who, workers=[pool.workers[2], pool.workers[1]])) == [2, 1]
-
-
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_so_many_workers(pool: ParallelPool, count: int) -> None:
-    assert len(set(workers_of(pool.spmd(who, workers=count)))) == count
+    assert workers_of(pool.options(worker=1).spmd(who)) == [1]
+    for count in (1, 2, 3):
+        assert len(set(workers_of(pool.spmd(who, workers=count)))) == count
 
 
 def test_so_many_take_those_that_are_free(pool: ParallelPool, gate: Any, eventually: Callable[..., bool]) -> None:
@@ -79,10 +69,6 @@ def test_so_many_take_those_that_are_free(pool: ParallelPool, gate: Any, eventua
 def test_no_worker_means_here(pool: ParallelPool) -> None:
     composite = pool.spmd(lambda context: (os.getpid(), context.world_size, context.all_reduce(5)), workers=0)
     assert list(composite) == [(os.getpid(), 1, 5)]
-
-
-def test_an_option_names_the_worker(pool: ParallelPool) -> None:
-    assert workers_of(pool.options(worker=1).spmd(who)) == [1]
 
 
 def test_the_workers_of_a_part(pool: ParallelPool) -> None:
@@ -106,27 +92,19 @@ def test_the_workers_of_a_composite(pool: ParallelPool) -> None:
                 pool.spmd(lambda context, part: None, parts, workers=workers)
 
 
-@pytest.mark.parametrize(
-    ("workers", "kind", "words"),
-    [
+def test_a_wrong_choice_is_refused_at_the_call(pool: ParallelPool) -> None:
+    """More of them are in tests/contract/test_spmd_contract.py."""
+    cases: list[tuple[Any, type[Exception], str]] = [
         (4, ResourceError, "requested 4, available 3"),
-        (-1, InvalidValueError, "less than 0"),
-        (True, InvalidTypeError, "not a whole number"),
         (2.0, InvalidTypeError, "not a list of workers"),
         ("all", InvalidTypeError, "neither a worker nor the number"),
-        ([], InvalidValueError, "names nobody"),
         ([3], InvalidValueError, "no worker 3"),
-        ([0, -1], InvalidValueError, "no worker -1"),
-        ([1, 1], InvalidValueError, "Worker 1 is named twice"),
         ([None], InvalidTypeError, "None"),
-    ],
-)
-def test_a_wrong_choice_is_refused_at_the_call(pool: ParallelPool, workers: Any, kind: type[Exception], words: str) -> None:
-    for verb in (pool.spmd, pool.spmd_async):
-        with pytest.raises(kind, match=words) as caught:
-            verb(who, workers=workers)
-        if kind is ResourceError:
-            assert (caught.value.requested, caught.value.available) == (4, 3)  # type: ignore[attr-defined]
+    ]
+    for workers, kind, words in cases:
+        for verb in (pool.spmd, pool.spmd_async):
+            with pytest.raises(kind, match=words):
+                verb(who, workers=workers)
 
 
 def test_what_spmd_does_not_take(pool: ParallelPool) -> None:
@@ -173,43 +151,13 @@ def test_a_loop_within_a_rank(pool: ParallelPool) -> None:
 # --- pools that change ------------------------------------------------------------------------------------------------
 
 
-def test_a_pool_of_one(ray_session: None) -> None:
-    with parpool(1, resources=CPU, quiet=True) as pool:
-        for _ in range(3):
-            assert workers_of(pool.spmd(who)) == [0]
-        assert list(pool.spmd(lambda context: context.process_group.size())) == [1]
-        with pytest.raises(SpmdError, match=r"Rank 0 of .*KeyError"):
-            pool.spmd(lambda context: {}["nothing"])
-        assert workers_of(pool.spmd(who)) == [0]
-
-
-def test_a_pool_that_grows_and_shrinks(ray_session: None) -> None:
-    with parpool(2, resources=CPU, quiet=True) as pool:
-        kept = pool.spmd(lambda context: [context.rank])
-        assert workers_of(pool.spmd(who)) == [0, 1]
-        pool.resize(4)
-        assert workers_of(pool.spmd(who)) == [0, 1, 2, 3]
-        assert list(kept) == [[0], [1]]
-        pool.resize(1)
-        (left,) = workers_of(pool.spmd(who))
-        assert [kept.exists(rank) for rank in range(2)] == [rank == left for rank in range(2)]
-        with pytest.raises(ResourceError, match="requested 2, available 1"):
-            pool.spmd(who, workers=2)
-        pool.resize(2)
-        assert len(workers_of(pool.spmd(who))) == 2
-
-
-def test_a_pool_that_shrinks_while_a_call_waits(ray_session: None, gate: Any, eventually: Callable[..., bool]) -> None:
-    """The call has its error at once, and does not wait for workers that will not come."""
-    with parpool(3, resources=CPU, quiet=True) as pool:
-        holding = pool.options(worker=0).parfeval(gate.wait)
-        assert eventually(lambda: holding.state == "running")
-        gang = pool.spmd_async(who)
-        pool.resize(2)
-        with pytest.raises(ResourceError, match="requested 3, available 2"):
-            gang.result(60)
-        gate.open()
-        assert len(workers_of(pool.spmd(who))) == 2
+def test_a_pool_that_has_lost_a_worker(pool: ParallelPool, eventually: Callable[..., bool]) -> None:
+    assert workers_of(pool.spmd(who)) == [0, 1, 2]
+    for index in (2, 0):
+        before = pool.workers[index].pid
+        os.kill(before, signal.SIGKILL)
+        assert eventually(lambda before=before, index=index: pool.workers[index].pid not in (0, before), 60)
+        assert workers_of(pool.spmd(who)) == [0, 1, 2]
 
 
 def test_a_pool_that_rests(ray_session: None, eventually: Callable[..., bool]) -> None:
@@ -223,16 +171,29 @@ def test_a_pool_that_rests(ray_session: None, eventually: Callable[..., bool]) -
         assert workers_of(pool.spmd(who)) == [0, 1]
 
 
-def test_a_pool_that_has_lost_a_worker(ray_session: None, eventually: Callable[..., bool]) -> None:
-    with parpool(3, resources=CPU, quiet=True) as pool:
-        assert workers_of(pool.spmd(who)) == [0, 1, 2]
-        for index in (2, 0):
-            before = pool.workers[index].pid
-            os.kill(before, signal.SIGKILL)
-            assert eventually(lambda before=before, index=index: pool.workers[index].pid not in (0, before), 60)
-            assert workers_of(pool.spmd(who)) == [0, 1, 2]
+def test_a_pool_that_shrinks_and_grows(ray_session: None, gate: Any, eventually: Callable[..., bool]) -> None:
+    """A call that waits has its error at once, and does not wait for workers that will not come."""
+    with parpool(2, resources=CPU, quiet=True) as pool:
+        kept = pool.spmd(lambda context: [context.rank])
+        holding = pool.options(worker=0).parfeval(gate.wait)
+        assert eventually(lambda: holding.state == "running")
+        gang = pool.spmd_async(who)
+        pool.resize(1)
+        with pytest.raises(ResourceError, match="requested 2, available 1"):
+            gang.result(60)
+        gate.open()
+        (left,) = workers_of(pool.spmd(who))
+        assert [kept.exists(rank) for rank in range(2)] == [rank == left for rank in range(2)]
+        with pytest.raises(ResourceError, match="requested 2, available 1"):
+            pool.spmd(who, workers=2)
+        with pytest.raises(SpmdError, match=r"Rank 0 of .*KeyError"):
+            pool.spmd(lambda context: {}["nothing"])
+        pool.resize(2)
+        assert len(workers_of(pool.spmd(who))) == 2
+        assert kept[left] == [left]
 
 
+@pytest.mark.long
 def test_a_mixed_pool(ray_session: None) -> None:
     """Workers with a GPU and without are ranks of one group."""
     with parpool(resources=[CPU, WorkerResources(gpus=1, cpus=0.25), CPU], quiet=True) as pool:

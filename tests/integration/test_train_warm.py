@@ -7,7 +7,7 @@ import inspect
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,9 @@ import pytest
 from raypool import (
     CollectiveError,
     InvalidValueError,
-    ParallelPool,
     RunOptions,
     TrainingError,
     current_task,
-    parpool,
 )
 
 torch = pytest.importorskip("torch")
@@ -28,12 +26,10 @@ torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.timeout(180)]
 
 
-@pytest.fixture(scope="module")
-def pool(ray_session: None, by_value: None) -> Iterator[ParallelPool]:
-    """Two workers, each with a GPU that does not exist."""
-    with parpool(2, quiet=True) as pool:
-        pool.train(lambda: None).result(120)  # what a first training starts stays as long as the pool
-        yield pool
+@pytest.fixture
+def pool(two_workers: Any) -> Any:
+    """Give two workers, each with a GPU that does not exist."""
+    return two_workers
 
 
 def train_func(config):
@@ -89,7 +85,7 @@ def state_of(checkpoint: Any) -> Any:
     return torch.load(Path(checkpoint.path) / "model.pt")
 
 
-def assert_nothing_is_left(pool: ParallelPool) -> None:
+def assert_nothing_is_left(pool: Any) -> None:
     """Check that tasks that come after find neither a training nor torch's default group."""
 
     def look(_: Any) -> Any:
@@ -109,7 +105,7 @@ def assert_nothing_is_left(pool: ParallelPool) -> None:
 # --- a loop as it is --------------------------------------------------------------------------------------------------
 
 
-def test_a_loop_of_the_documentation(pool: ParallelPool, tmp_path: Path) -> None:
+def test_a_loop_of_the_documentation(pool: Any, tmp_path: Path) -> None:
     """In one go, and in two: the same parameters, to the last bit."""
     whole = pool.train(train_func, {"epochs": 4}, options=RunOptions(run_dir=tmp_path / "whole")).result(60)
     assert whole.metrics_frame["epoch"].tolist() == [0, 1, 2, 3]
@@ -127,7 +123,7 @@ def test_a_loop_of_the_documentation(pool: ParallelPool, tmp_path: Path) -> None
 
 @pytest.mark.long
 @pytest.mark.timeout(400)
-def test_the_same_as_by_a_bare_trainer(pool: ParallelPool, tmp_path: Path, run_python: Callable[..., Any]) -> None:
+def test_the_same_as_by_a_bare_trainer(pool: Any, tmp_path: Path, run_python: Callable[..., Any]) -> None:
     """Ray's own trainer comes to the same parameters with the same loop."""
     code = f"""
         import warnings
@@ -154,7 +150,7 @@ def test_the_same_as_by_a_bare_trainer(pool: ParallelPool, tmp_path: Path, run_p
     torch.testing.assert_close(ours["model"], theirs["model"], rtol=1e-6, atol=1e-7)
 
 
-def test_what_torch_and_the_environment_say(pool: ParallelPool) -> None:
+def test_what_torch_and_the_environment_say(pool: Any) -> None:
     def loop() -> Any:
         import ray.train.torch
         import torch.distributed as dist
@@ -176,7 +172,7 @@ def test_what_torch_and_the_environment_say(pool: ParallelPool) -> None:
     assert value == (0, 1, ["0", "1", "0", "1"], "Linear", "cpu")
 
 
-def test_threads_and_native_threads_of_the_loop_belong_to_it(pool: ParallelPool) -> None:
+def test_threads_and_native_threads_of_the_loop_belong_to_it(pool: Any) -> None:
     def loop() -> Any:
         import ctypes
         import threading
@@ -202,6 +198,7 @@ def test_threads_and_native_threads_of_the_loop_belong_to_it(pool: ParallelPool)
     assert pool.train(loop).result(60).values == [[0, 0, 0], [1, 1, 1]]
 
 
+@pytest.mark.quick
 def test_what_is_private_of_ray_is_there() -> None:
     """The warm lane stands on these names; with a Ray that has others it has to be changed (raypool/train/session.py)."""
     from ray.train import ScalingConfig
@@ -243,14 +240,14 @@ def test_what_is_private_of_ray_is_there() -> None:
 # --- what goes wrong --------------------------------------------------------------------------------------------------
 
 
-def failure(pool: ParallelPool, loop: Callable[..., Any], config: Any = None, **options: Any) -> TrainingError:
+def failure(pool: Any, loop: Callable[..., Any], config: Any = None, **options: Any) -> TrainingError:
     with pytest.raises(TrainingError) as caught:
         pool.train(loop, config, options=RunOptions(**options)).result(60)
     assert_nothing_is_left(pool)
     return caught.value
 
 
-def test_a_rank_that_reports_other_names(pool: ParallelPool) -> None:
+def test_a_rank_that_reports_other_names(pool: Any) -> None:
     def loop() -> None:
         import ray.train
 
@@ -269,7 +266,7 @@ def test_a_rank_that_reports_other_names(pool: ParallelPool) -> None:
     assert all(type(each) is InvalidValueError for each in error.failures.values())
 
 
-def test_rank_0_has_to_report_what_the_others_do(pool: ParallelPool) -> None:
+def test_rank_0_has_to_report_what_the_others_do(pool: Any) -> None:
     def loop() -> None:
         import ray.train
 
@@ -278,7 +275,7 @@ def test_rank_0_has_to_report_what_the_others_do(pool: ParallelPool) -> None:
     assert "Rank 1 has reported other metrics than rank 0: 'loss' is not among those" in str(failure(pool, loop))
 
 
-def test_ranks_may_go_on_after_names_that_differ(pool: ParallelPool) -> None:
+def test_ranks_may_go_on_after_names_that_differ(pool: Any) -> None:
     """All get the same error, so they are still together."""
 
     def loop() -> Any:
@@ -293,7 +290,7 @@ def test_ranks_may_go_on_after_names_that_differ(pool: ParallelPool) -> None:
     assert pool.train(loop).result(60).values == [0, 1]
 
 
-def test_a_rank_that_returns_while_others_report(pool: ParallelPool) -> None:
+def test_a_rank_that_returns_while_others_report(pool: Any) -> None:
     def loop() -> None:
         import ray.train
 
@@ -308,7 +305,7 @@ def test_a_rank_that_returns_while_others_report(pool: ParallelPool) -> None:
     assert error.result.metrics == {"step": 2}
 
 
-def test_a_rank_in_something_else(pool: ParallelPool) -> None:
+def test_a_rank_in_something_else(pool: Any) -> None:
     def loop() -> None:
         import ray.train
         from ray.train.collective import barrier
@@ -321,7 +318,7 @@ def test_a_rank_in_something_else(pool: ParallelPool) -> None:
     assert "Rank 0 is in ray.train.report, rank 1 is in barrier" in str(failure(pool, loop))
 
 
-def test_a_disk_that_is_full_on_one_rank(pool: ParallelPool, tmp_path: Path) -> None:
+def test_a_disk_that_is_full_on_one_rank(pool: Any, tmp_path: Path) -> None:
     """All ranks get the error, nothing of the checkpoint is left, and the one before it is there."""
 
     def loop() -> None:
@@ -356,7 +353,7 @@ def test_a_disk_that_is_full_on_one_rank(pool: ParallelPool, tmp_path: Path) -> 
     assert str(run_dir) in str(error)
 
 
-def test_an_upload_function_that_fails_on_one_rank(pool: ParallelPool, tmp_path: Path) -> None:
+def test_an_upload_function_that_fails_on_one_rank(pool: Any, tmp_path: Path) -> None:
     """Its exception is the user's own, that of its rank; the others were interrupted."""
 
     def loop() -> None:
@@ -374,7 +371,7 @@ def test_an_upload_function_that_fails_on_one_rank(pool: ParallelPool, tmp_path:
     assert isinstance(error.__cause__, KeyError)
 
 
-def test_a_folder_that_not_all_machines_see(pool: ParallelPool, tmp_path: Path) -> None:
+def test_a_folder_that_not_all_machines_see(pool: Any, tmp_path: Path) -> None:
     def loop() -> None:
         import tempfile
         from unittest import mock
@@ -400,7 +397,7 @@ def _is_dir(path: Path) -> bool:
     return path.exists() and os.environ["RANK"] == "0"
 
 
-def test_a_beginning_that_not_all_machines_see(pool: ParallelPool, tmp_path: Path) -> None:
+def test_a_beginning_that_not_all_machines_see(pool: Any, tmp_path: Path) -> None:
     (tmp_path / "start").mkdir()
     (tmp_path / "start" / "model.pt").touch()
 
@@ -420,7 +417,7 @@ def test_a_beginning_that_not_all_machines_see(pool: ParallelPool, tmp_path: Pat
     assert f"does not see the checkpoint {tmp_path / 'start'} that the training is to begin with" in str(error)
 
 
-def test_a_lost_rank_is_replaced_and_all_begin_again(pool: ParallelPool, tmp_path: Path) -> None:
+def test_a_lost_rank_is_replaced_and_all_begin_again(pool: Any, tmp_path: Path) -> None:
     def loop() -> int:
         import json
         import tempfile
@@ -446,7 +443,7 @@ def test_a_lost_rank_is_replaced_and_all_begin_again(pool: ParallelPool, tmp_pat
     assert_nothing_is_left(pool)
 
 
-def test_cancelled_in_the_middle(pool: ParallelPool, tmp_path: Path) -> None:
+def test_cancelled_in_the_middle(pool: Any, tmp_path: Path) -> None:
     """Whatever is at hand: a report, a copy, a line of the loop; the workers are as before."""
 
     def loop() -> None:
