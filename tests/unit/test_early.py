@@ -6,6 +6,7 @@ import math
 import sys
 import threading
 import time
+from array import array
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,10 +15,12 @@ import pytest
 from raypool.core.messages import Signal
 from raypool.engine import early as early_module
 from raypool.engine import runner
+from raypool.engine.answers import pack_narrowed, unpack_narrowed
 from raypool.engine.backend import Part, WorkerInfo
 from raypool.engine.early import Early, Watch
 from raypool.engine.guard import Guard, ThreadGuard
 from raypool.engine.open_call import Narrowed, OpenCall, RawResult
+from raypool.engine.packing import ParcelKeeper
 from raypool.engine.runner import Surroundings, run_parts
 from tests.conftest import poll
 
@@ -228,6 +231,30 @@ def test_large_values_are_kept_until_the_answer() -> None:
     done.done, done.values = 2, ["large", "larger"]
     narrowed = Narrowed(7, [done, RawResult(5)], (1, 0)).without_values()
     assert (narrowed.kept, [result.done for result in narrowed.results]) == ((3, 0), [0, 0])
+
+
+def told_of(*values: Any, start: int = 0) -> RawResult:
+    """Return what is done of a slice, as a worker has it."""
+    keeper, done = ParcelKeeper(), RawResult(start)
+    done.done = len(values)
+    done.values = [keeper.keep(value) for value in values]
+    done.durations_s = array("d", [1.0] * len(values))
+    return done
+
+
+def test_what_is_told_travels_with_its_values() -> None:
+    failed = told_of({"loss": 1.0}, None, start=7)
+    failed.errors[8] = ValueError("no")
+    narrowed = Narrowed(5, [told_of(1, [2]), failed, told_of()], (0, 1, 0))
+    attempt_id, kept, results = unpack_narrowed(pack_narrowed(narrowed))
+    assert (attempt_id, kept) == (5, (0, 1, 0))
+    assert [part.values.get()[part.offset : part.offset + part.done] for part in results] == [[1, [2]], [{"loss": 1.0}, None], []]
+    assert str(results[1].failures[8].error) == "no"
+
+
+def test_large_values_come_with_the_answer() -> None:
+    _, kept, results = unpack_narrowed(pack_narrowed(Narrowed(5, [told_of(bytes(100_000)), told_of(1)], (0, 1))))
+    assert (kept, [part.done for part in results]) == ((1, 2), [0, 0])
 
 
 # --- what is behind it ------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A lean future is one of the standard library's in all but its size, whoever uses it, and however many at once."""
+"""A future is one of the standard library's in all but its size, whoever uses it, and however many at once."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from raypool.lean_future import LeanFuture, _Making
+from raypool import Future, lean_future
 
 
 def test_nothing_is_missing_that_the_base_makes() -> None:
     """A Python whose futures have more than these would go unnoticed otherwise: the base's constructor is not called."""
-    lean: LeanFuture[int] = LeanFuture()
+    lean: Future[int] = Future("lean")
     for name, value in vars(concurrent.futures.Future()).items():
         own = getattr(lean, name)
         assert own == value or name == "_condition", f"{name}: {own!r} and not {value!r}"
@@ -30,10 +30,10 @@ def test_of_whoever_is_first_there_is_one() -> None:
     sys.setswitchinterval(1e-6)
     try:
         for _ in range(count):
-            lean: LeanFuture[int] = LeanFuture()
+            lean: Future[int] = Future("lean")
             start, found = threading.Barrier(4), []
 
-            def come(lean: LeanFuture[int] = lean, start: threading.Barrier = start, found: list[Any] = found) -> None:
+            def come(lean: Future[int] = lean, start: threading.Barrier = start, found: list[Any] = found) -> None:
                 start.wait(30)
                 found.append(lean._condition)
 
@@ -54,13 +54,13 @@ def in_a_thread(call: Callable[[], object]) -> threading.Thread:
     return thread
 
 
-def is_waited_for(future: LeanFuture[Any]) -> bool:
+def is_waited_for(future: Future[Any]) -> bool:
     meeting = future._meeting
     return meeting is not None and meeting._awaited is not None
 
 
 def test_several_threads_wait_for_it(eventually: Callable[..., bool]) -> None:
-    future: LeanFuture[int] = LeanFuture()
+    future: Future[int] = Future("lean")
     found: list[int] = []
     threads = [in_a_thread(lambda: found.append(future.result(60))) for _ in range(3)]
     assert eventually(lambda: is_waited_for(future))
@@ -72,7 +72,7 @@ def test_several_threads_wait_for_it(eventually: Callable[..., bool]) -> None:
 
 
 def test_who_waits_in_vain_is_told_in_time() -> None:
-    future: LeanFuture[int] = LeanFuture()
+    future: Future[int] = Future("lean")
     started = time.monotonic()
     with pytest.raises(TimeoutError):
         future.result(0.05)
@@ -80,7 +80,7 @@ def test_who_waits_in_vain_is_told_in_time() -> None:
 
 
 def test_a_callback_comes_before_and_after_the_end() -> None:
-    future: LeanFuture[int] = LeanFuture()
+    future: Future[int] = Future("lean")
     found: list[Any] = []
     future.add_done_callback(found.append)
     future.set_result(1)
@@ -90,7 +90,7 @@ def test_a_callback_comes_before_and_after_the_end() -> None:
 
 def test_beside_those_of_others(eventually: Callable[..., bool]) -> None:
     """`wait` and `as_completed` take the locks of all of them at once, and leave a note with each."""
-    lean: list[LeanFuture[int]] = [LeanFuture() for _ in range(3)]
+    lean: list[Future[int]] = [Future("lean") for _ in range(3)]
     others: list[concurrent.futures.Future[int]] = [concurrent.futures.Future() for _ in range(3)]
     both = [future for pair in zip(lean, others, strict=True) for future in pair]
     found: list[Any] = []
@@ -105,7 +105,7 @@ def test_beside_those_of_others(eventually: Callable[..., bool]) -> None:
 
 
 def test_awaited_by_asyncio() -> None:
-    future: LeanFuture[int] = LeanFuture()
+    future: Future[int] = Future("lean")
 
     async def wait_for_it() -> int:
         wrapped = asyncio.wrap_future(future)
@@ -117,8 +117,8 @@ def test_awaited_by_asyncio() -> None:
 
 def test_a_forked_child_need_not_wait_for_a_thread_of_its_parent() -> None:
     """Whoever is at a new future just then does not come along, and would never be done there."""
-    with _Making.lock:
-        pid = in_child(lambda: LeanFuture[int]().cancel())
+    with lean_future._Making.lock:
+        pid = in_child(lambda: Future[int]("lean").cancel())
     _, status = os.waitpid(pid, 0)
     assert os.waitstatus_to_exitcode(status) == 0
 

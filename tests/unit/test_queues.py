@@ -31,6 +31,16 @@ from raypool.queues import add_source, deliver, drop_source, offer
 TIMEOUT_S = 20.0
 
 
+def key_of(queue: DataQueue[Any]) -> str:
+    """Return what workers know a queue by."""
+    return queue._key
+
+
+def num_putters(queue: DataQueue[Any]) -> int:
+    """Return how many wait for room, here or afar."""
+    return len(queue._end._putters)  # type: ignore[union-attr]
+
+
 class Aside:
     """Runs a function in a thread of its own, and brings back what came of it."""
 
@@ -153,7 +163,7 @@ def test_put_waits_for_room_and_is_let_in_by_turns(eventually: Any) -> None:
     waiting = []
     for count, name in enumerate("cde", 1):
         waiting.append(Aside(lambda name=name: queue.put(name)))
-        assert eventually(lambda count=count: len(queue._end._putters) == count)
+        assert eventually(lambda count=count: num_putters(queue) == count)
     assert queue.backlog == 2
     assert queue.get() == "a"
     waiting[0].result()
@@ -167,9 +177,9 @@ def test_who_gives_up_waiting_has_put_nothing(eventually: Any) -> None:
     queue: DataQueue[str] = DataQueue(maxsize=1)
     queue.put("first")
     given_up, other = Aside(lambda: queue.put("given up")), None
-    assert eventually(lambda: len(queue._end._putters) == 1)
+    assert eventually(lambda: num_putters(queue) == 1)
     other = Aside(lambda: queue.put("other"))
-    assert eventually(lambda: len(queue._end._putters) == 2)
+    assert eventually(lambda: num_putters(queue) == 2)
     given_up.interrupt(KeyboardInterrupt)
     assert isinstance(given_up.result(), KeyboardInterrupt)
     assert [queue.get(), queue.get(TIMEOUT_S)] == ["first", "other"]
@@ -249,7 +259,7 @@ def test_closing_releases_those_who_wait_to_put(eventually: Any) -> None:
     queue: DataQueue[int] = DataQueue(maxsize=1)
     queue.put(0)
     waiting = [Aside(lambda: queue.put(1)) for _ in range(3)]
-    assert eventually(lambda: len(queue._end._putters) == 3)
+    assert eventually(lambda: num_putters(queue) == 3)
     queue.close()
     assert all(isinstance(other.result(), QueueClosedError) for other in waiting)
     assert list(queue) == [0]
@@ -380,7 +390,7 @@ def test_the_thread_of_the_listeners_ends_after_a_silence_and_comes_back(eventua
     queue.after_each(seen.append)
 
     def threads() -> int:
-        return sum(thread.name == f"raypool-queue-{queue._key[:8]}" for thread in threading.enumerate())
+        return sum(thread.name == f"raypool-queue-{key_of(queue)[:8]}" for thread in threading.enumerate())
 
     queue.put(1)
     assert eventually(lambda: seen == [1])
@@ -401,7 +411,7 @@ def test_a_listener_must_be_callable() -> None:
 def test_a_queue_that_nobody_holds_is_forgotten_and_what_comes_is_dropped() -> None:
     queue: DataQueue[int] | None = DataQueue(maxsize=1)
     assert queue is not None
-    key, gone = queue._key, weakref.ref(queue)
+    key, gone = key_of(queue), weakref.ref(queue)
     answers: list[str] = []
     offer(key, pickle.dumps(1), answers.append)
     offer(key, pickle.dumps(2), answers.append)
@@ -418,7 +428,7 @@ def test_a_queue_that_nobody_holds_is_forgotten_and_what_comes_is_dropped() -> N
 def test_a_queue_with_listeners_lives_until_they_are_removed(eventually: Any) -> None:
     queue: DataQueue[int] | None = DataQueue()
     assert queue is not None
-    key, seen = queue._key, []
+    key, seen = key_of(queue), []
     gone, listener = weakref.ref(queue), queue.after_each(seen.append)
     queue = None
     gc.collect()
@@ -564,15 +574,15 @@ def test_without_a_link_nothing_can_be_put(sent_away: Any) -> None:
 
 def test_a_value_that_cannot_be_opened_is_an_error_of_its_own(caplog: pytest.LogCaptureFixture) -> None:
     queue: DataQueue[Any] = DataQueue()
-    deliver(queue._key, b"no pickle")
-    deliver(queue._key, pickle.dumps("good"))
+    deliver(key_of(queue), b"no pickle")
+    deliver(key_of(queue), pickle.dumps("good"))
     with pytest.raises(SerializationError, match="cannot be unpickled here"):
         queue.get()
     assert queue.get() == "good"
     seen: list[Any] = []
     queue.after_each(seen.append)
-    deliver(queue._key, b"no pickle")
-    deliver(queue._key, pickle.dumps("good again"))
+    deliver(key_of(queue), b"no pickle")
+    deliver(key_of(queue), pickle.dumps("good again"))
     queue.close()
     assert seen == ["good again"]
     assert "No listener gets this value" in caplog.text
@@ -600,8 +610,8 @@ def test_whatever_opening_or_a_listener_raises_the_next_value_comes(
     seen: list[Any] = []
     queue.after_each(lambda _: _give_up(error))
     queue.after_each(seen.append)
-    deliver(queue._key, pickle.dumps(Giving(error)))
-    deliver(queue._key, pickle.dumps("good"))
+    deliver(key_of(queue), pickle.dumps(Giving(error)))
+    deliver(key_of(queue), pickle.dumps("good"))
     closing = Aside(queue.close)  # it waits for the listeners
     assert closing.result() is None
     assert seen == ["good"]
@@ -613,9 +623,9 @@ def test_put_afar_waits_for_room_here(far_link: FakeLink, sent_away: Any, eventu
     queue: DataQueue[int] = DataQueue(maxsize=2)
     away = sent_away(queue)
     sender = Aside(lambda: [away.put(number) for number in range(6)])
-    assert eventually(lambda: queue.backlog == 2 and len(queue._end._putters) == 1)
+    assert eventually(lambda: queue.backlog == 2 and num_putters(queue) == 1)
     own = Aside(lambda: queue.put("own"))
-    assert eventually(lambda: len(queue._end._putters) == 2)
+    assert eventually(lambda: num_putters(queue) == 2)
     assert [queue.get(TIMEOUT_S) for _ in range(7)] == [0, 1, 2, "own", 3, 4, 5]
     assert len(sender.result()) == 6
     assert own.result() is None
@@ -625,7 +635,7 @@ def test_closing_releases_those_afar_who_wait_to_put(far_link: FakeLink, sent_aw
     queue: DataQueue[int] = DataQueue(maxsize=1)
     away = sent_away(queue)
     senders = [Aside(lambda: [away.put(number) for number in range(3)]) for _ in range(2)]
-    assert eventually(lambda: len(queue._end._putters) == 2)
+    assert eventually(lambda: num_putters(queue) == 2)
     queue.close()
     assert all(isinstance(sender.result(), QueueClosedError) for sender in senders)
     assert list(queue) == [0]

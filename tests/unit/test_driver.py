@@ -1,0 +1,342 @@
+"""What the driver makes of what workers say: of calls that last, of those that wait behind them, and of those that are lost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from raypool import Future, ParallelPool, PoolBrokenError, Results, wait
+from raypool.core.messages import Signal
+from raypool.errors import LossReason
+from tests.unit.scripted import Call, News, Workers, done, scripted
+
+
+def train(item: int) -> int:
+    """Stand for any function: nobody calls it."""
+    raise AssertionError(item)
+
+
+def used_to_it(num_workers: int, **changes: Any) -> tuple[ParallelPool, Workers]:
+    """Open a pool that knows `train` to be short: a call may wait behind another."""
+    pool, workers = scripted(num_workers, **changes)
+    pool.parfor(train, range(2 * num_workers))
+    workers.calls.clear()
+    return pool, workers
+
+
+def interrupted(call: Call, after_s: float = 5.0) -> News:
+    """Let Ctrl-C end a loop."""
+    (part,) = call.parts
+    result = done(part, errors={0: KeyboardInterrupt()})
+    return call.finished(replace(result, is_interrupted=True), after_s=after_s)
+
+
+def rows(results: Results, *statuses: str) -> list[int]:
+    """Return the items of attempts that ended in one of these ways."""
+    frame = results.attempts
+    return frame.loc[frame["status"].isin(statuses), "item"].tolist()
+
+
+def cut_short(pool: ParallelPool, size: int, **options: Any) -> Results:
+    """Run a loop that Ctrl-C ends, two items to a call; return what is known of it then."""
+    with pytest.raises(KeyboardInterrupt) as caught:
+        pool.parfor(train, range(size), chunk_size=2, on_error="collect", **options)
+    results: Results = caught.value.results  # type: ignore[attr-defined]
+    return results
+
+
+# --- what is told of a call that lasts --------------------------------------------------------------------------------
+
+
+def test_what_is_told_early_counts_once_and_what_is_handed_back_runs_elsewhere() -> None:
+    pool, workers = scripted(2)
+
+    def script(call: Call) -> Iterator[News]:
+        if call.items == [0, 1, 2, 3, 4]:
+            yield call.narrowed(done(call.parts[0], 2), kept=[1])
+            yield call.finished(done(call.parts[0], 3), after_s=5)
+        else:
+            yield call.finished()
+
+    workers.script = script
+    results = pool.parfor(train, range(10), chunk_size=5)
+    assert list(results) == list(range(10))
+    assert rows(results, "finished") == list(range(10))
+    assert sorted(item for call in workers.calls[1:] for item in call.items) == list(range(3, 10))
+    assert pool.statistics().finished == 10
+
+
+@pytest.mark.parametrize("num_done", [0, 2, 3, 5])
+def test_what_was_kept_may_come_back_unbegun_and_what_was_handed_back_is_not_asked_for(num_done: int) -> None:
+    pool, workers = scripted(1)
+
+    def script(call: Call) -> Iterator[News]:
+        if len(workers.calls) == 1:
+            yield call.narrowed(done(call.parts[0], 2), kept=[1])
+            yield call.finished(done(call.parts[0], num_done))
+        else:
+            yield call.finished()
+
+    workers.script = script
+    results = pool.parfor(train, range(5), chunk_size=5)
+    assert list(results) == list(range(5))
+    again = sorted(item for call in workers.calls[1:] for item in call.items)
+    assert again == ([3, 4] if num_done > 2 else [2, 3, 4])
+    assert results.attempts["attempt"].tolist() == [1] * 5
+
+
+def test_each_error_goes_to_its_item_once() -> None:
+    pool, workers = scripted(1)
+    first, second = ValueError("first"), ValueError("second")
+
+    def script(call: Call) -> Iterator[News]:
+        if len(workers.calls) == 1:
+            yield call.narrowed(done(call.parts[0], 2, errors={0: first}), kept=[1])
+            yield call.finished(done(call.parts[0], 3, errors={0: first, 2: second}))
+        else:
+            yield call.finished()
+
+    workers.script = script
+    results = pool.parfor(train, range(5), chunk_size=5, on_error="collect")
+    assert results.errors == {0: first, 2: second}
+    assert (pool.statistics().finished, pool.statistics().failed) == (3, 2)
+
+
+def test_a_slice_that_could_not_be_opened_has_failed_as_far_as_it_was_kept() -> None:
+    """That may show only after it was told of, and is said of all its items then."""
+    pool, workers = scripted(1)
+    error = ImportError("no module")
+
+    def script(call: Call) -> Iterator[News]:
+        if len(workers.calls) == 1:
+            yield call.narrowed(done(call.parts[0], 0), kept=[1])
+            yield call.finished(done(call.parts[0], errors=dict.fromkeys(range(5), error)))
+        else:
+            yield call.finished()
+
+    workers.script = script
+    results = pool.parfor(train, range(5), chunk_size=5, on_error="collect")
+    assert results.errors == {0: error}
+    assert results.attempts["status"].tolist() == ["failed", *["finished"] * 4]
+
+
+def test_calls_that_were_not_sent_are_not_mixed_up_with_those_that_were() -> None:
+    """One is cancelled in the instant in which it would go out, between an item of a loop and two other calls."""
+    pool, workers = used_to_it(1)
+    workers.script = lambda call: ()
+    before = [pool.parfeval(train, number) for number in range(7)]
+    calls: list[Future[int]] = []
+    workers.later(
+        (1, None, lambda: calls.extend(pool.parfeval(train, number) for number in (100, 101, 102))),
+        workers.calls[0].finished(after_s=2),
+        workers.calls[1].finished(after_s=3),
+    )
+    workers.packs = lambda items: calls[0].cancel() if items == [-2] else None
+
+    def script(call: Call) -> Iterator[News]:
+        if call.items == [-2, 101, 102]:
+            item, kept, behind = call.parts
+            yield call.narrowed(done(item), done(kept, 0), done(behind, 0), kept=[0, 1, 0])
+            yield call.finished(done(item), done(kept), done(behind, 0), after_s=5)
+        else:
+            yield call.finished()
+
+    workers.script = script
+    assert list(pool.parfor(train, [-1, -2])) == [-1, -2]
+    assert wait([*before, *calls[1:]], 0)
+    assert [future.result(0) for future in (*before, *calls[1:])] == [*range(7), 101, 102]
+    assert calls[0].cancelled()
+    assert workers.calls[-1].items == [102], "it was handed back"
+
+
+def test_what_waits_behind_a_call_that_lasts_runs_elsewhere_whatever_it_answers() -> None:
+    pool, workers = used_to_it(1)
+
+    def script(call: Call) -> Iterator[News]:
+        if call.attempt_id == workers.calls[0].attempt_id:
+            yield call.narrowed(done(call.parts[0], 1), kept=[1], after_s=1)
+            yield call.finished(after_s=9)
+        elif call.behind == workers.calls[0].attempt_id and call is workers.calls[1]:
+            yield call.finished(done(call.parts[0], errors={0: ValueError("nobody asked")}), after_s=2)
+        else:
+            yield call.finished(after_s=9)
+
+    workers.script = script
+    results = pool.parfor(train, range(4), chunk_size=2)
+    assert list(results) == [0, 1, 2, 3]
+    assert [call.items for call in workers.calls] == [[0, 1], [2, 3], [2, 3]]
+
+
+def test_what_comes_after_the_answer_changes_nothing() -> None:
+    pool, workers = scripted(1)
+
+    def script(call: Call) -> Iterator[News]:
+        yield call.finished()
+        yield call.narrowed(done(call.parts[0], 1), kept=[1], after_s=0.002)
+
+    workers.script = script
+    assert list(pool.parfor(train, range(6), chunk_size=2)) == list(range(6))
+    assert [call.items for call in workers.calls] == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_what_is_told_of_a_loop_that_has_ended_changes_nothing() -> None:
+    pool, workers = scripted(2)
+
+    def script(call: Call) -> Iterator[News]:
+        if call.items == [0, 1]:
+            yield call.narrowed(done(call.parts[0], 1), kept=[1], after_s=7)
+            yield call.finished(after_s=8)
+        elif call.items == [2, 3]:
+            yield interrupted(call)
+        else:
+            yield call.finished()
+
+    workers.script = script
+    cut_short(pool, 4)
+    assert list(pool.parfor(train, range(5, 15))) == list(range(5, 15))
+    assert {call.worker_id for call in workers.calls[2:]} == {0, 1}
+
+
+# --- what runs, and what only waits -----------------------------------------------------------------------------------
+
+
+def test_only_what_a_worker_is_at_is_cancelled() -> None:
+    """Worker 0 is at its first call; worker 1 is at its second, as the first has come back. Each has another one behind that."""
+    pool, workers = used_to_it(2)
+    workers.script = lambda call: [interrupted(call)] if call.items == [2, 3] else []
+    results = cut_short(pool, 12)
+    assert [(call.worker_id, call.items) for call in workers.calls] == [
+        (0, [0, 1]),
+        (1, [2, 3]),
+        (0, [4, 5]),
+        (1, [6, 7]),
+        (1, [8, 9]),
+    ]
+    assert rows(results, "cancelled") == [0, 1, 6, 7]
+    assert results.attempts.loc[results.attempts["status"] == "cancelled", "started_at"].notna().all()
+
+
+def test_what_waits_behind_a_call_of_another_task_is_not_cancelled() -> None:
+    pool, workers = used_to_it(2)
+    workers.script = lambda call: [interrupted(call)] if call.items == [0, 1] else []
+    pool.parfeval(train, -1)
+    results = cut_short(pool, 12)
+    assert [call.items for call in workers.calls if call.worker_id == 0] == [[-1], [2, 3]]
+    assert rows(results, "cancelled") == [4, 5]
+
+
+def test_of_a_call_that_lasts_only_what_it_keeps_is_cancelled() -> None:
+    """It has run since the items before were done."""
+    pool, workers = scripted(2)
+
+    def script(call: Call) -> Iterator[News]:
+        if call.items == [0, 1]:
+            yield call.narrowed(done(call.parts[0], 1, item_s=3.0), kept=[1])
+        elif call.items == [2, 3]:
+            yield interrupted(call)
+
+    workers.script = script
+    results = cut_short(pool, 4)
+    assert rows(results, "cancelled") == [1]
+    assert results.attempts["started_at"][1] == 1003.0
+
+
+def test_what_has_timed_out_is_not_cancelled_too() -> None:
+    """Before it was told of, or after that, or without a word."""
+    for told_at in (0.5, 3.0, None):
+        pool, workers = scripted(2)
+
+        def script(call: Call, told_at: float | None = told_at) -> Iterator[News]:
+            if call.items == [0]:
+                if told_at is not None:
+                    yield call.narrowed(done(call.parts[0], 0), kept=[1], after_s=told_at)
+            elif call.items == [1]:
+                yield call.finished(after_s=1.5)
+            else:
+                yield interrupted(call, after_s=1.9)
+
+        workers.script = script
+        with pytest.raises(KeyboardInterrupt) as caught:
+            pool.options(timeout_s=2.0).parfor(train, range(3), on_error="collect")
+        results = caught.value.results  # type: ignore[attr-defined]
+        assert [signal.signal for signal in workers.signals] == [Signal.CANCEL]
+        assert rows(results, "cancelled") == []
+        assert rows(results, "failed") == [0, 2]
+
+
+def test_an_item_that_runs_again_has_the_time_of_the_call_that_it_failed_in() -> None:
+    """Other calls have gone out by then, to the same worker."""
+    pool, workers = used_to_it(1)
+    ended_at = []
+
+    def script(call: Call) -> Iterator[News]:
+        if call.items == [0, 1]:
+            yield 1.0, None, lambda: ended_at.append(time.time())
+            yield call.finished(done(call.parts[0], errors={1: KeyError("again")}), after_s=1.001)
+        else:
+            yield call.finished(after_s=2.0)
+
+    workers.script = script
+    results = pool.options(retries=1, retry_on=KeyError).parfor(train, range(6), chunk_size=2)
+    assert rows(results, "retried") == [1]
+    (retried,) = results.attempts[results.attempts["status"] == "retried"].to_dict("records")
+    assert (retried["attempt"], retried["worker"]) == (1, 0)
+    assert retried["started_at"] <= ended_at[0]
+    assert list(results) == list(range(6))
+
+
+@pytest.mark.parametrize(
+    ("reason", "was_idle", "lost", "without_time"),
+    [
+        (LossReason.EXIT, False, [0, 1, 2, 3], [2, 3]),  # charged: nobody knows whether the second call had begun
+        (LossReason.PREEMPTED, False, [0, 1], []),
+        (LossReason.STOPPED, False, [0, 1], []),
+        (LossReason.EXIT, True, [], []),  # it had gone before anything came
+    ],
+)
+def test_what_waited_when_its_worker_died_is_an_attempt_only_if_it_is_charged(
+    reason: LossReason, was_idle: bool, lost: list[int], without_time: list[int]
+) -> None:
+    pool, workers = used_to_it(1, retries=1)
+
+    def script(call: Call) -> Iterator[News]:
+        if len(workers.calls) == 2:
+            yield call.lost(reason, was_idle=was_idle)
+        elif len(workers.calls) > 2:
+            yield call.finished()
+
+    workers.script = script
+    results = pool.parfor(train, range(4), chunk_size=2)
+    assert list(results) == [0, 1, 2, 3]
+    assert rows(results, "lost") == lost
+    frame = results.attempts[results.attempts["status"] == "lost"]
+    assert frame.loc[frame["started_at"].isna(), "item"].tolist() == without_time
+    assert frame["worker"].tolist() == [0] * len(lost)
+
+
+# --- its own end ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (ConnectionError("Client is shutting down."), "The connection to the cluster has ended: Client is shutting down. "),
+        (KeyError(7), "This is a mistake in raypool"),
+    ],
+)
+def test_a_connection_that_breaks_is_no_mistake_of_raypools(error: Exception, words: str) -> None:
+    pool, workers = scripted(1)
+
+    def fail(call: Call) -> Iterator[News]:
+        raise error
+        yield
+
+    workers.script = fail
+    future = pool.parfeval(train, 1)
+    with pytest.raises(PoolBrokenError, match=words) as caught:
+        future.result(0)
+    assert caught.value.__cause__ is error
