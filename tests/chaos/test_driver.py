@@ -165,7 +165,6 @@ def check_metrics(sweep: Sweep) -> None:
     assert all(counted[number, half] >= 1 for number in rows["number"] for half in (1, 2))
 
 
-@pytest.mark.seeds(10)
 def test_a_sweep_survives_drivers_that_are_ended(
     seed: int, tmp_path: Path, start_python: Any, eventually: Any, make_killer: Any, make_trace: Callable[[], Path]
 ) -> None:
@@ -175,8 +174,7 @@ def test_a_sweep_survives_drivers_that_are_ended(
     check_metrics(sweep)
 
 
-@pytest.mark.long
-@pytest.mark.seeds(4)
+@pytest.mark.seeds(1)
 def test_a_sweep_survives_drivers_and_workers_that_are_ended(
     ray_session: None,
     seed: int,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.long, pytest.mark.seeds(3), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.seeds(1), pytest.mark.timeout(300)]
 
 PROGRAM = """
 import os, random, threading, time

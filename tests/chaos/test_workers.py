@@ -78,8 +78,7 @@ def test_loops_survive_any_number_of_lost_workers(
         assert pool.statistics().workers_lost <= len(killer.killed)
 
 
-@pytest.mark.long
-@pytest.mark.seeds(5)
+@pytest.mark.seeds(1)
 @pytest.mark.parametrize("also_agents", [False, True], ids=["workers", "agents"])
 def test_futures_survive_any_number_of_lost_processes(
     ray_session: None, by_value: None, seed: int, also_agents: bool, make_killer: Any, make_trace: Callable[[], Path]

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 # The home is a path that every process sees another folder by: the driver's agent its own, a worker the one that it has gone to.
 ELSEWHERE = """
     import os, sys
@@ -59,7 +57,6 @@ ELSEWHERE = """
 """
 
 
-@pytest.mark.long
 def test_a_machine_that_does_not_see_the_folder_works_with_a_copy(run_python: Callable[..., Any], tmp_path: Path) -> None:
     here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
     here.mkdir()

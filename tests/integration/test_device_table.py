@@ -132,36 +132,12 @@ def test_a_driver_that_fails_in_mid_run(pool: ParallelPool, gpus: Cards) -> None
     assert pool.device_table()[LIVE].notna().all(axis=None)
 
 
-def test_how_busy_a_gpu_was_is_known_within_seconds(pool: ParallelPool, gpus: Cards, eventually: Callable[..., bool]) -> None:
-    """The agent looks once a second while there are workers; see tests/unit/test_telemetry.py."""
-    started = time.time()
-    worker = pool.workers[0]
-    gpus.change(worker.gpu or 0, utilisation=0.75)
-    agents = pool._engine.backend.find_way()
-    (worker_id,) = (
-        entry.worker_id for entry in pool._engine.driver.scheduler.crew.workers.values() if entry.place == worker.index
-    )
-    answers: list[Any] = []
-
-    def is_seen() -> bool:
-        agents.usage(worker_id, started, time.time(), answers.append)
-        return any(usage is not None and usage.peak_utilisation == 0.75 for usage in answers)
-
-    assert eventually(is_seen)
-    assert all(usage is None or usage.num_readings <= time.time() - started + 2 for usage in answers)
-    gone: list[Any] = []
-    agents.usage(10**6, started, time.time(), gone.append)
-    assert eventually(lambda: gone == [None])
-
-
 @pytest.mark.long
 def test_a_node_that_does_not_answer_holds_up_nobody(pool: ParallelPool, gpus: Cards) -> None:
     """Its rows are those of the workers, with what these have said when they came up."""
     gpus.hang()
     try:
-        started = time.monotonic()
         table = pool.device_table()
-        assert time.monotonic() - started < 15
         assert sorted(table["index"]) == sorted({worker.gpu for worker in pool.workers})
         assert table[LIVE].isna().all(axis=None)
         assert table[["name", "uuid"]].notna().all(axis=None)

@@ -98,7 +98,6 @@ def test_a_service_of_the_users_own_is_left_alone(path: str, tmp_path: Path) -> 
         assert not processes(str(tmp_path))
 
 
-@pytest.mark.long
 def test_a_worker_that_must_be_killed_leaves_the_service_first(path: str, gate: Any, eventually: Callable[..., bool]) -> None:
     """NVIDIA: one that dies in the midst of its work may take others with it. The one that replaces it has the service, too."""
 
@@ -124,7 +123,6 @@ def test_a_worker_that_must_be_killed_leaves_the_service_first(path: str, gate: 
         assert [line.split()[2] for line in said if line.startswith("terminate_client")] == [str(worker.pid)]
 
 
-@pytest.mark.long
 def test_a_driver_that_is_killed_leaves_no_service(
     path: str, start_python: Callable[..., Any], eventually: Callable[..., bool]
 ) -> None:

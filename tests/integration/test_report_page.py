@@ -64,25 +64,19 @@ def open_page(browser: Any, path: Path) -> None:
     assert eventually(lambda: browser.execute_script("return document.querySelectorAll('#items tbody tr').length") > 0)
 
 
-@pytest.fixture
-def page(browser: Any, results: Results, tmp_path: Path) -> Iterator[Any]:
-    open_page(browser, results.report(tmp_path / "sweep.html", title=HOSTILE))
-    yield browser
-    assert complaints(browser) == []
-
-
 @pytest.fixture(scope="module")
 def written(results: Results, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Give a page that nobody changes anything of: it takes seconds to load."""
+    """Give a page; it takes seconds to load, so tests share it."""
     return results.report(tmp_path_factory.mktemp("page") / "sweep.html", title=HOSTILE)
 
 
 @pytest.fixture
-def as_loaded(browser: Any, written: Path) -> Any:
-    """Give the browser with that page, loaded if it is not there already; for tests that only look at it."""
+def page(browser: Any, written: Path) -> Iterator[Any]:
+    """Give the browser with that page, loaded if it is not there already. A test that filters it takes that back."""
     if browser.current_url != written.as_uri():
         open_page(browser, written)
-    return browser
+    yield browser
+    assert complaints(browser) == []
 
 
 def test_it_loads_without_a_complaint_and_asks_nobody(browser: Any, written: Path) -> None:
@@ -109,15 +103,15 @@ return [...document.querySelectorAll("#coordinates .gl-container canvas")].map((
 """How many pixels of each canvas of the parallel coordinates are not transparent."""
 
 
-def test_every_chart_has_drawn_something(as_loaded: Any) -> None:
+def test_every_chart_has_drawn_something(page: Any) -> None:
     def wide(marks: str) -> int:
-        return sum(width > 1 and height > 1 for width, height in as_loaded.execute_script(EXTENTS, marks))
+        return sum(width > 1 and height > 1 for width, height in page.execute_script(EXTENTS, marks))
 
     assert eventually(lambda: wide("#curves .scatterlayer .js-line") == 8), "a line for each item"
-    assert eventually(lambda: sum(height > 5 for _, height in as_loaded.execute_script(EXTENTS, "#timeline .bars path")) >= 2)
+    assert eventually(lambda: sum(height > 5 for _, height in page.execute_script(EXTENTS, "#timeline .bars path")) >= 2)
     assert eventually(lambda: wide("#concurrency .scatterlayer path") >= 1)
-    assert eventually(lambda: max(as_loaded.execute_script(PIXELS), default=0) > 1000), as_loaded.execute_script(PIXELS)
-    assert complaints(as_loaded) == []
+    assert eventually(lambda: max(page.execute_script(PIXELS), default=0) > 1000), page.execute_script(PIXELS)
+    assert complaints(page) == []
 
 
 def colours_of(browser: Any) -> int:
@@ -130,18 +124,8 @@ def colours_of(browser: Any) -> int:
     return len(Image.open(io.BytesIO(base64.b64decode(shot))).convert("RGB").getcolors(2**24) or ())
 
 
-def test_the_page_is_not_blank(as_loaded: Any) -> None:
-    assert eventually(lambda: colours_of(as_loaded) > 100)
-
-
-def test_the_page_of_an_empty_run_loads_without_a_complaint(browser: Any, tmp_path: Path) -> None:
-    with parpool(1, profile="inline", quiet=True) as pool:
-        path = pool.parfor(train, []).report(tmp_path / "empty.html")
-    complaints(browser), requests(browser)
-    browser.get(path.as_uri())
-    assert "There are no items" in browser.execute_script("return document.body.innerText")
-    assert complaints(browser) == []
-    assert {address.partition(":")[0] for address in requests(browser)} <= {"file", "data", "blob"}
+def test_the_page_is_not_blank(page: Any) -> None:
+    assert eventually(lambda: colours_of(page) > 100)
 
 
 def test_numbers_sort_as_numbers(page: Any) -> None:
@@ -162,11 +146,15 @@ def curves_drawn(page: Any) -> int:
 
 def test_the_search_filters_the_table_and_the_charts(page: Any) -> None:
     from selenium.webdriver.common.by import By
+    from selenium.webdriver.common.keys import Keys
 
     assert curves_drawn(page) == 8
-    page.find_element(By.CSS_SELECTOR, "div.dt-search input").send_keys("mlp")
+    field = page.find_element(By.CSS_SELECTOR, "div.dt-search input")
+    field.send_keys("mlp")
     assert eventually(lambda: cells(page, "network") == ["mlp"] * 4)
     assert eventually(lambda: curves_drawn(page) == 4)
+    field.send_keys(Keys.BACKSPACE * len("mlp"))
+    assert eventually(lambda: curves_drawn(page) == 8)
 
 
 def coordinates_drawn(page: Any) -> int:
@@ -187,19 +175,6 @@ def test_a_column_can_be_filtered(page: Any) -> None:
     assert page.execute_script("return document.getElementById('coordinates-note').innerText").startswith("No item")
     field.send_keys(Keys.BACKSPACE * len("failed"))
     assert eventually(lambda: coordinates_drawn(page) > 0)
-
-
-def test_another_metric_can_be_chosen(page: Any) -> None:
-    page.execute_script(
-        """
-        const choice = document.getElementById("coordinates-metric");
-        choice.value = "duration_s";
-        choice.dispatchEvent(new Event("change"));
-        """
-    )
-    labels = page.execute_script("return document.getElementById('coordinates').data[0].dimensions.map((axis) => axis.label)")
-    assert labels[0] == "lr"
-    assert labels[-1] == "duration_s"
 
 
 def test_values_that_are_too_close_to_be_written_beside_each_other_have_round_ticks_instead(page: Any) -> None:
@@ -227,10 +202,39 @@ def test_it_fits_into_the_window_light_and_dark(page: Any, width: int) -> None:
     assert len(colours) == 2
 
 
+def test_another_metric_can_be_chosen(page: Any) -> None:
+    page.execute_script(
+        """
+        const choice = document.getElementById("coordinates-metric");
+        choice.value = "duration_s";
+        choice.dispatchEvent(new Event("change"));
+        """
+    )
+    labels = page.execute_script("return document.getElementById('coordinates').data[0].dimensions.map((axis) => axis.label)")
+    assert labels[0] == "lr"
+    assert labels[-1] == "duration_s"
+
+
+# --- other pages -------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_of_an_empty_run_loads_without_a_complaint(browser: Any, tmp_path: Path) -> None:
+    with parpool(1, profile="inline", quiet=True) as pool:
+        path = pool.parfor(train, []).report(tmp_path / "empty.html")
+    complaints(browser), requests(browser)
+    browser.get(path.as_uri())
+    assert "There are no items" in browser.execute_script("return document.body.innerText")
+    assert complaints(browser) == []
+    assert {address.partition(":")[0] for address in requests(browser)} <= {"file", "data", "blob"}
+
+
 @pytest.mark.parametrize(
     ("fn", "items"),
-    [(abs, [-3]), (lambda x: 1 / 0, [1, 2, 3]), (lambda config: None, [{"a": {"b": 1}}, {"a": {"b": "x"}}])],
-    ids=["one", "all failed", "mixed"],
+    [
+        pytest.param(abs, [-3], id="one", marks=pytest.mark.long),
+        pytest.param(lambda x: 1 / 0, [1, 2, 3], id="all failed", marks=pytest.mark.long),
+        pytest.param(lambda config: None, [{"a": {"b": 1}}, {"a": {"b": "x"}}], id="mixed"),
+    ],
 )
 def test_other_runs_load_without_a_complaint(
     browser: Any,

@@ -81,7 +81,6 @@ def is_somebody_in_the_door() -> bool:
     return False
 
 
-@pytest.mark.long
 def test_waiting_for_the_card_can_be_cancelled(gpus: SimulatedGpus, gate: Any, eventually: Callable[..., bool]) -> None:
     """An item that is to run alone waits for its neighbour; it is cancelled there, and neither worker is lost for that."""
 
@@ -106,7 +105,6 @@ def test_waiting_for_the_card_can_be_cancelled(gpus: SimulatedGpus, gate: Any, e
         assert neighbour.result() == GIBIBYTE
 
 
-@pytest.mark.long
 def test_chosen_gpus_are_shared(gpus: SimulatedGpus) -> None:
     """Two workers on each of the GPUs that were named, and none on the other."""
     with parpool(gpus=[0, 2], inventory=gpus, workers_per_gpu=2, quiet=True) as pool:

@@ -17,7 +17,6 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted(ROOT.glob("notebooks/*.ipynb"))
-SHORT = "04_spmd_by_hand"
 
 RUN = """
     import sys, pytest
@@ -56,10 +55,9 @@ def test_they_are_numbered() -> None:
     assert [path.name[:3] for path in NOTEBOOKS] == [f"{number:02}_" for number in range(1, len(NOTEBOOKS) + 1)]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(
-    "path", [path if path.stem == SHORT else pytest.param(path, marks=pytest.mark.long) for path in NOTEBOOKS], ids=stem
-)
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=stem)
 def test_it_runs(path: Path, start_python: Callable[..., Any], eventually: Callable[..., bool], tmp_path: Path) -> None:
     copy = tmp_path / path.name
     shutil.copy(path, copy)
@@ -71,6 +69,6 @@ def test_it_runs(path: Path, start_python: Callable[..., Any], eventually: Calla
     assert eventually(lambda: not process.family()), process.family()
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=stem)
-def test_what_is_stored_is_a_whole_run(path: Path) -> None:
-    assert_whole_and_clean(path)
+def test_what_is_stored_is_a_whole_run() -> None:
+    for path in NOTEBOOKS:
+        assert_whole_and_clean(path)
