@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from raypool import Future, InvalidTypeError, InvalidValueError, after_all, after_each, fetch_next, fetch_outputs, wait, waiting
+from raypool import Future, InvalidTypeError, InvalidValueError, after_all, after_each, fetch_next, fetch_outputs, wait
 from raypool.futures import Deferred, Missing
-from tests.conftest import poll
 
 
 def ended(value: Any) -> Future[Any]:
@@ -104,12 +103,16 @@ def test_ctrl_c_in_the_function_ends_nothing_else() -> None:
     assert after_each([ended(1)], str)[0].result(60) == "1"
 
 
+def has_no_thread() -> bool:
+    return not any(thread.name == "raypool-callbacks" for thread in threading.enumerate())
+
+
 def test_its_thread_goes_when_there_is_nothing_to_do(eventually: Any) -> None:
     assert wait(after_each([ended(number) for number in range(100)], str), 60)
-    assert eventually(lambda: not any(thread.name == "raypool-callbacks" for thread in threading.enumerate()))
+    assert eventually(has_no_thread)
 
 
-def test_without_a_thread_the_call_is_made_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_thread_the_call_is_made_all_the_same(monkeypatch: pytest.MonkeyPatch, eventually: Any) -> None:
     """As at the end of the interpreter, or where the system has no thread left."""
 
     def refuse(self: threading.Thread) -> None:
@@ -119,7 +122,7 @@ def test_without_a_thread_the_call_is_made_all_the_same(monkeypatch: pytest.Monk
         return after_each([ended(value)], lambda x: x + 1)[0]
 
     assert wait(after_each([ended(0)], str), 60)
-    assert poll(lambda: waiting._dispatcher._thread is None)
+    assert eventually(has_no_thread)
     monkeypatch.setattr(threading.Thread, "start", refuse)
     (follower,) = after_each([ended(1)], nest)
     assert follower.result(0).result(0) == 2
@@ -167,15 +170,11 @@ def test_what_has_come_in_is_called_before_the_interpreter_ends() -> None:
     assert run(code) == [b"called"] * 3
 
 
-@pytest.mark.parametrize("timeout_s", ["x", True, [1]])
-def test_a_time_that_is_none(timeout_s: Any) -> None:
+def test_times_that_cannot_pass() -> None:
     for verb in (fetch_next, wait):
-        with pytest.raises(InvalidTypeError, match="number of seconds"):
-            verb([Future("f")], timeout_s)
-
-
-@pytest.mark.parametrize("timeout_s", [-1, float("nan")])
-def test_a_time_that_cannot_pass(timeout_s: Any) -> None:
-    for verb in (fetch_next, wait):
-        with pytest.raises(InvalidValueError, match="no time to wait"):
-            verb([Future("f")], timeout_s)
+        for timeout_s in ("x", True, [1]):
+            with pytest.raises(InvalidTypeError, match="number of seconds"):
+                verb([Future("f")], timeout_s)
+        for timeout_s in (-1, float("nan")):
+            with pytest.raises(InvalidValueError, match="no time to wait"):
+                verb([Future("f")], timeout_s)
