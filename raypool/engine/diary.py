@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from raypool.task import Running, notes_here
+from raypool.task import Running, note_here, notes_here
 
 STREAMS = ("stdout", "stderr")
 
@@ -25,8 +25,20 @@ KEPT_WRITES = 50 * MAX_LINES
 KEPT_TEXT = MAX_LINES * MAX_LINE
 
 
+class _Writing(threading.local):
+    """The task whose text an `Echo` is passing on in this thread."""
+
+    note: Running | None = None
+
+
+_writing = _Writing()
+
+
 class Echo:
-    """A stream in place of another: it passes everything on, and says what a task writes."""
+    """A stream in place of another: it passes everything on, and says what a task writes.
+
+    What it passes on may come to another one, through a stream that somebody (colorama, say) has put between them.
+    """
 
     def __init__(self, name: str, original: Any) -> None:
         self._name = name
@@ -34,13 +46,19 @@ class Echo:
 
     def write(self, text: str) -> int:
         """Write some text."""
-        if isinstance(text, str) and text:
-            for note in notes_here():
-                if note.printed is None:
-                    note.printed = deque(maxlen=KEPT_WRITES)
-                note.printed.append((note.index, text[-KEPT_TEXT:]))
-                note.say(note, "text", text)
-        return self.original.write(text)  # type: ignore[no-any-return]
+        here = note_here()
+        if here is None or here is _writing.note or not isinstance(text, str) or not text:
+            return self.original.write(text)  # type: ignore[no-any-return]
+        for note in notes_here():
+            if note.printed is None:
+                note.printed = deque(maxlen=KEPT_WRITES)
+            note.printed.append((note.index, text[-KEPT_TEXT:]))
+            note.say(note, "text", text)
+        _writing.note = here  # should it stay, as somebody stops the task in this instant, then for that one alone
+        try:
+            return self.original.write(text)  # type: ignore[no-any-return]
+        finally:
+            _writing.note = None
 
     def writelines(self, lines: Iterable[str]) -> None:
         """Write some lines."""

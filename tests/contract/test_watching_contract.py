@@ -299,6 +299,38 @@ def test_what_is_printed_in_this_process_is_printed(pool: ParallelPool, capsys: 
     assert (sys.stdout, sys.stderr) == before
 
 
+class Wrapper:
+    """A stream round another, as colorama puts it there, and Ray does by it."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+@pytest.mark.semantics
+@pytest.mark.processes
+def test_what_is_printed_through_a_stream_that_was_put_on_top_is_told_once(
+    pool: ParallelPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where raypool listens again, for a loop in a task."""
+    monkeypatch.setattr(sys, "stdout", sys.stdout)
+
+    def wrap() -> None:
+        sys.stdout = Wrapper(sys.stdout)
+
+    def speak() -> None:
+        pool.parfor(abs, [1, 2])
+        print("once")
+
+    view = pool.options(worker=1)
+    view.parfeval(wrap).result(60)
+    future = view.parfeval(speak)
+    future.result(60)
+    assert future.diary == "once\n"
+
+
 @pytest.mark.processes
 def test_threads_of_a_task_speak_for_it(pool: ParallelPool) -> None:
     def work() -> None:
