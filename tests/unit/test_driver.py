@@ -217,7 +217,8 @@ def test_only_what_a_worker_is_at_is_cancelled() -> None:
         (1, [8, 9]),
     ]
     assert rows(results, "cancelled") == [0, 1, 6, 7]
-    assert results.attempts.loc[results.attempts["status"] == "cancelled", "started_at"].notna().all()
+    frame = results.attempts[results.attempts["status"] == "cancelled"]
+    assert (frame["started_at"] + frame["duration_s"] <= time.time()).all()
 
 
 def test_what_waits_behind_a_call_of_another_task_is_not_cancelled() -> None:
@@ -227,6 +228,20 @@ def test_what_waits_behind_a_call_of_another_task_is_not_cancelled() -> None:
     results = cut_short(pool, 12)
     assert [call.items for call in workers.calls if call.worker_id == 0] == [[-1], [2, 3]]
     assert rows(results, "cancelled") == [4, 5]
+
+
+def test_what_was_lost_with_its_worker_is_not_cancelled_too() -> None:
+    pool, workers = used_to_it(2, retries=1)
+
+    def script(call: Call) -> Iterator[News]:
+        if call is workers.calls[0]:
+            yield call.lost()
+        elif call.items == [2, 3]:
+            yield interrupted(call)
+
+    workers.script = script
+    frame = cut_short(pool, 4).attempts
+    assert frame.loc[frame["item"] < 2, ["attempt", "status"]].values.tolist() == [[1, "lost"], [2, "cancelled"]] * 2
 
 
 def test_of_a_call_that_lasts_only_what_it_keeps_is_cancelled() -> None:
@@ -266,6 +281,18 @@ def test_what_has_timed_out_is_not_cancelled_too() -> None:
         assert [signal.signal for signal in workers.signals] == [Signal.CANCEL]
         assert rows(results, "cancelled") == []
         assert rows(results, "failed") == [0, 2]
+
+
+def test_what_has_timed_out_is_not_lost_too() -> None:
+    """Its worker does not stop, and is killed for that."""
+    pool, workers = scripted(1)
+
+    def script(call: Call) -> Iterator[News]:
+        yield call.lost(LossReason.STOPPED, after_s=5) if call.items == [0] else call.finished()
+
+    workers.script = script
+    results = pool.options(timeout_s=2.0).parfor(train, range(2), on_error="collect")
+    assert results.attempts["status"].tolist() == ["failed", "finished"]
 
 
 def test_an_item_that_runs_again_has_the_time_of_the_call_that_it_failed_in() -> None:
