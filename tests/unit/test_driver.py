@@ -276,11 +276,12 @@ def test_what_has_timed_out_is_not_cancelled_too() -> None:
 
         workers.script = script
         with pytest.raises(KeyboardInterrupt) as caught:
-            pool.options(timeout_s=2.0).parfor(train, range(3), on_error="collect")
+            pool.options(timeout_s=2.0).parfor(train, range(4), on_error="collect")
         results = caught.value.results  # type: ignore[attr-defined]
-        assert [signal.signal for signal in workers.signals] == [Signal.CANCEL]
-        assert rows(results, "cancelled") == []
+        assert workers.signals[0] == (0, workers.calls[0].attempt_id, workers.calls[0].parts[0].task_id, Signal.CANCEL)
         assert rows(results, "failed") == [0, 2]
+        assert rows(results, "cancelled") == [3]
+        assert results.attempts["started_at"][0] > 0, "it is known when it began"
 
 
 def test_what_has_timed_out_is_not_lost_too() -> None:
