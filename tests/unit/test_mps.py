@@ -123,6 +123,7 @@ def test_it_stays_as_long_as_a_worker_uses_it(program: Path, eventually: Callabl
     assert eventually(lambda: processes(folder) == [] and not folder.exists())
 
 
+@pytest.mark.ci
 def test_what_does_not_end_is_killed(service: Mps, program: Path, tmp_path: Path, temporary: TemporaryFolder) -> None:
     (program.parent / "mode").write_text("stubborn")
     start(service, program, tmp_path)
