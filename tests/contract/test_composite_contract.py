@@ -25,6 +25,7 @@ from raypool import (
     SpmdError,
     current_task,
 )
+from raypool.testing import sim_pool
 
 pytestmark = pytest.mark.semantics
 
@@ -152,8 +153,8 @@ def test_tensors_and_models_are_named_with_their_size(pool: ParallelPool) -> Non
     assert lines == ["<Composite of 2 ranks>", "  0: Tensor (3, 4) float32", "  1: Linear, 20 parameters"]
 
 
-def test_of_many_ranks_the_first_have_a_line(make_pool: Any) -> None:
-    with make_pool(18) as pool:
+def test_of_many_ranks_the_first_have_a_line() -> None:
+    with sim_pool(18) as pool:
         lines = repr(pool.spmd(lambda context: context.rank)).splitlines()
     assert lines[:2] == ["<Composite of 18 ranks>", "  0: int"]
     assert lines[-2:] == ["  15: int", "  ... and 2 more"]
@@ -179,11 +180,11 @@ def test_a_model_that_was_loaded_once_serves_many_calls(pool: ParallelPool, mark
         return make(context)
 
     models = pool.spmd(load)
-    for _ in range(20):
+    for _ in range(10):
         counts = pool.spmd(bump, models)
-    assert list(counts) == [20] * 3
+    assert list(counts) == [10] * 3
     assert marks.count("loaded") == 3
-    assert models[1] == {"rank": 1, "calls": 20}
+    assert models[1] == {"rank": 1, "calls": 10}
 
 
 @pytest.mark.everywhere

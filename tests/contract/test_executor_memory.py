@@ -157,17 +157,18 @@ def test_an_error_that_is_false_is_an_error(pool: ParallelPool) -> None:
 
 
 @pytest.mark.concurrent
-def test_calls_that_wait_take_little(pool: ParallelPool, make_pool: Any, make_gate: Any) -> None:
+def test_calls_that_wait_take_little(pool: ParallelPool, make_pool: Any, gate: Any, eventually: Any) -> None:
     """A hundred thousand of them are to stand in a queue; in this process each has a function of its own, too [bytes]."""
-    count, gate, most = 2_000, make_gate(), 1_024 if make_pool.is_in_processes else 1_536
+    count, most = 2_000, 1_024 if make_pool.is_in_processes else 1_536
+    before = pool.statistics().submitted
     busy = [pool.submit(gate.wait) for _ in range(pool.num_workers)]
     first = [pool.submit(abs, -1) for _ in range(10)]
-    pool._engine.driver.barrier()
+    assert eventually(lambda: pool.statistics().submitted == before + len(busy) + 10)
     gc.collect()
     tracemalloc.start()
     try:
         futures = [pool.submit(abs, -number) for number in range(1_000, 1_000 + count)]
-        pool._engine.driver.barrier()
+        assert eventually(lambda: pool.statistics().submitted == before + len(busy) + 10 + count)
         gc.collect()
         each = tracemalloc.get_traced_memory()[0] / count
     finally:

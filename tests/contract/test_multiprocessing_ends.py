@@ -57,6 +57,11 @@ def test_a_call_that_comes_in_as_the_last_thread_leaves_is_cancelled(pool: Paral
 # --- iterators that nobody holds any more -----------------------------------------------------------------------------
 
 
+def raypool_threads() -> set[threading.Thread]:
+    """Return the threads of all pools."""
+    return {thread for thread in threading.enumerate() if thread.name.startswith("raypool-")}
+
+
 def drawing_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name == "raypool-imap"]
 
@@ -128,16 +133,16 @@ def test_results_that_nobody_takes_are_not_kept(mp: Pool, gate: Any, eventually:
     )
 
 
-def test_a_pool_that_is_forgotten_with_its_iterator_ends(make_pool: Any, eventually: Any) -> None:
-    mp = Pool(1, profile=make_pool.profile)
-    assert mp._own is not None
-    engine, thread = mp._own._engine, mp._collector.thread
+def test_a_pool_that_is_forgotten_with_its_iterator_ends(eventually: Any) -> None:
+    before = raypool_threads()
+    mp = Pool(1, profile="threads")
     results = mp.imap(abs, itertools.count())
     next(results)
+    assert raypool_threads() - before
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)
         del results, mp
-        assert eventually(lambda: gc.collect() >= 0 and engine.is_over and not thread.is_alive())
+        assert eventually(lambda: gc.collect() >= 0 and not raypool_threads() - before)
 
 
 # --- errors ------------------------------------------------------------------------------------------------------------
@@ -193,9 +198,9 @@ def test_a_callback_cannot_join_its_own_pool(mp: Pool) -> None:
     mp.join()
 
 
-def test_a_callback_may_terminate_its_own_pool(make_pool: Any, eventually: Any) -> None:
-    mp = Pool(1, profile=make_pool.profile)
+def test_a_callback_may_terminate_its_own_pool(eventually: Any) -> None:
+    before = raypool_threads()
+    mp = Pool(1, profile="threads")
     mp.apply_async(abs, (-1,), callback=lambda _: mp.terminate())
-    assert mp._own is not None
-    assert eventually(lambda: mp._own.is_closed)  # type: ignore[union-attr]
+    assert eventually(lambda: not raypool_threads() - before)
     mp.join()

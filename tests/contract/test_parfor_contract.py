@@ -213,9 +213,10 @@ def test_an_interrupted_loop_gives_back_what_it_has(
 
     def interrupt() -> None:
         assert eventually(lambda: len(marks.all()) == pool.num_workers + 1)  # the first is done, all workers are busy
-        pool._engine.driver.barrier()  # and the pool has its result
+        assert eventually(lambda: pool.statistics().finished == before + 1)  # and the pool has its result
         press_ctrl_c()
 
+    before = pool.statistics().finished
     with ThreadPoolExecutor(1) as thread:
         thread.submit(interrupt)
         with pytest.raises(KeyboardInterrupt) as caught:
