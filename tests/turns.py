@@ -1,7 +1,8 @@
 """Which process runs which tests, where pytest-xdist runs them in several: `make test` has two.
 
 The tests of a file stay together, for the sake of what they share. Files whose tests need much of a machine take turns: one
-process has them all, one after the other. What takes long comes first, so that all processes end at about the same time.
+process has them all, one after the other. What takes long comes first, so that all processes end at about the same time. Files
+that want the GPUs for themselves come before those that use the shared pool, which would have to be opened again and again.
 """
 
 from __future__ import annotations
@@ -94,4 +95,11 @@ class Turns(LoadScopeScheduling):
 
 
 def in_turn(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    return sorted(items, key=lambda item: rank(item.nodeid))
+    without = {file_of(item.nodeid) for item in items if wants_the_gpus(item)}
+    return sorted(items, key=lambda item: (rank(item.nodeid), file_of(item.nodeid) not in without))
+
+
+def wants_the_gpus(item: pytest.Item) -> bool:
+    """Return whether the shared pool is closed for a test: see `nothing_is_left` in tests/leaks.py."""
+    names = getattr(item, "fixturenames", ())
+    return "ray_session" in names and "shared_pool" not in names

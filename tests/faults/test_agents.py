@@ -43,6 +43,7 @@ def the_agent(eventually: Eventually) -> Callable[[], psutil.Process]:
     return find
 
 
+@pytest.mark.quick
 def test_it_ends_when_it_is_told_to(first: Any, the_agent: Callable[[], psutil.Process], eventually: Eventually) -> None:
     before, (worker,) = the_agent(), first.workers
     before.terminate()

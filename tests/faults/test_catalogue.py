@@ -141,7 +141,12 @@ def check(error: BaseException | None, expected: type[BaseException], words: str
         assert "in raise_it" in str(error.__cause__)
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def lane_of(row: Row) -> list[pytest.MarkDecorator]:
+    """Let one worker be killed by the quick tests: another one takes a second or two to start."""
+    return [pytest.mark.ci if row.error is WorkerLostError and row.name != "is killed" else pytest.mark.quick]
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, id=row.name, marks=lane_of(row)) for row in ROWS])
 def test_a_function_that(pool: ParallelPool, row: Row) -> None:
     """Of a loop only this item fails, of two calls only this one."""
     does = row.does  # the table itself stays here
@@ -313,6 +318,7 @@ def test_two_pools_at_once(pool: ParallelPool, gate: Any, eventually: Callable[.
     assert pool.parfeval(abs, -3).result(60) == 3
 
 
+@pytest.mark.quick
 def test_a_pool_inside_a_worker_that_fails(pool: ParallelPool) -> None:
     """`parpool()` in a task is a pool in that process; an error in it is the task's."""
 
@@ -345,6 +351,7 @@ def fill_in_a_child(size: int) -> None:
     subprocess.run([sys.executable, "-c", f"import time; held = bytearray({size}); time.sleep(600)"], check=False)
 
 
+@pytest.mark.quick
 def test_a_function_that_uses_more_memory_than_it_may(pool: ParallelPool) -> None:
     """Itself, or in a child."""
     small = WorkerResources(gpus=0, memory_bytes=600_000_000)

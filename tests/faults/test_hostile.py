@@ -21,7 +21,7 @@ import pytest
 
 from raypool import LossReason, ParallelPool, RemoteTraceback, SerializationError, TaskError, WorkerLostError
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("as_good_as_new")]
+pytestmark = [pytest.mark.timeout(120), pytest.mark.quick, pytest.mark.usefixtures("as_good_as_new")]
 
 
 def die(how: str) -> None:
@@ -220,6 +220,7 @@ def test_a_function_that_cannot_be_unpickled_there(pool: ParallelPool) -> None:
 # --- death ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("how", "words"),
     [("sys.exit", "exit code 3"), ("SIGKILL", "killed")],
@@ -238,6 +239,7 @@ def test_a_function_that_ends_its_process(pool: ParallelPool, how: str, words: s
     assert list(results.to_frame()["attempts"])[1] == 2
 
 
+@pytest.mark.ci
 def test_a_killer_among_short_items_that_share_calls(pool: ParallelPool, marks: Any) -> None:
     """Nobody knows which of the items of a call has killed the worker: it is found, and only it is blamed."""
 
@@ -254,6 +256,7 @@ def test_a_killer_among_short_items_that_share_calls(pool: ParallelPool, marks: 
     assert marks.count("killer") == 3, "retries=2: three attempts"
 
 
+@pytest.mark.ci
 def test_a_killer_among_futures_that_share_calls(pool: ParallelPool, marks: Any) -> None:
     def fn(i: int) -> int:
         if i == 33:
@@ -291,6 +294,7 @@ def test_several_killers_and_several_that_fail(pool: ParallelPool) -> None:
     assert all(results[i] == i for i in range(200) if i not in results.errors)
 
 
+@pytest.mark.ci
 def test_with_no_retries_no_item_runs_twice(pool: ParallelPool, marks: Any) -> None:
     def fn(i: int) -> int:
         marks.add(i)
@@ -316,6 +320,7 @@ def test_an_item_that_fails_its_first_attempt_only(pool: ParallelPool) -> None:
     assert results.to_frame().loc[3, "attempts"] == 2
 
 
+@pytest.mark.ci
 def test_a_worker_killed_while_it_is_idle_is_replaced_unasked(pool: ParallelPool, eventually: Callable[..., bool]) -> None:
     before = pool.workers[1]
     os.kill(before.pid, signal.SIGKILL)
@@ -323,6 +328,7 @@ def test_a_worker_killed_while_it_is_idle_is_replaced_unasked(pool: ParallelPool
     assert pool.workers[1].gpu == before.gpu
 
 
+@pytest.mark.ci
 def test_kills_at_random_moments(pool: ParallelPool) -> None:
     """Scenario 45 in small: workers are killed from outside while they run; every result is there once, and right."""
     chance = random.Random(5)
@@ -354,6 +360,7 @@ def test_kills_at_random_moments(pool: ParallelPool) -> None:
     assert pool.statistics().workers_lost > lost, "nobody was killed: the test shows nothing"
 
 
+@pytest.mark.ci
 def test_kills_at_random_moments_with_no_retries(pool: ParallelPool, marks: Any) -> None:
     """No item runs twice; each is either there or lost."""
 
@@ -373,6 +380,7 @@ def test_kills_at_random_moments_with_no_retries(pool: ParallelPool, marks: Any)
     assert {str(i) for i in range(100) if i not in results.errors} <= set(begun)
 
 
+@pytest.mark.ci
 def test_a_worker_killed_while_it_runs(pool: ParallelPool, gate: Any, marks: Any, eventually: Callable[..., bool]) -> None:
     def fn() -> int:
         marks.add(os.getpid())
@@ -388,12 +396,14 @@ def test_a_worker_killed_while_it_runs(pool: ParallelPool, gate: Any, marks: Any
     assert pool.statistics().workers_lost > 0
 
 
+@pytest.mark.ci
 def test_a_function_that_closes_what_is_open(pool: ParallelPool) -> None:
     """Its worker has lost all connections, and cannot even say so."""
     error = pool.options(retries=0).parfeval(os.closerange, 3, 4000).exception(60)
     assert isinstance(error, WorkerLostError)
 
 
+@pytest.mark.ci
 def test_a_function_may_have_processes_of_its_own(pool: ParallelPool) -> None:
     def fork_and_wait() -> int:
         pid = os.fork()
@@ -411,6 +421,7 @@ def test_a_function_may_have_processes_of_its_own(pool: ParallelPool) -> None:
     assert pool.parfeval(load).result(90) == 4950
 
 
+@pytest.mark.ci
 def test_a_task_bound_to_a_worker_fails_with_it(pool: ParallelPool) -> None:
     with pytest.raises(WorkerLostError, match=r"^Worker 1 "):
         pool.options(worker=1).parfeval(die, "os._exit").result(60)

@@ -133,7 +133,6 @@ SHORT = {
     ("raise", 1, "all_reduce"),
     ("sys.exit", 2, "all_reduce"),
     ("os._exit", 1, "torch"),
-    ("SIGKILL", 0, "all_reduce"),
     ("SIGKILL", 2, "torch"),
 }
 
@@ -245,6 +244,7 @@ def test_what_goes_wrong_while_a_rank_tidies_up(pool: ParallelPool) -> None:
     assert "2 were interrupted because of it" in str(error)
 
 
+@pytest.mark.quick
 def test_all_ranks_fail_at_once(pool: ParallelPool) -> None:
     def fn(context: Any) -> None:
         raise Broken(context.rank)
@@ -273,6 +273,7 @@ def test_a_rank_that_fails_in_an_except_clause_of_its_own(pool: ParallelPool) ->
     assert type(error.__cause__) is Broken
 
 
+@pytest.mark.quick
 def test_an_exception_that_cannot_travel_arrives_as_text(pool: ParallelPool) -> None:
     def fn(context: Any) -> None:
         if context.rank == 1:
@@ -286,6 +287,7 @@ def test_an_exception_that_cannot_travel_arrives_as_text(pool: ParallelPool) -> 
     assert "in fn" in str(error.__cause__.__cause__)
 
 
+@pytest.mark.quick
 def test_what_a_rank_printed_last_stands_in_its_error(pool: ParallelPool) -> None:
     def fn(context: Any) -> None:
         print(f"epoch 3 on rank {context.rank}")
@@ -321,6 +323,14 @@ def test_a_worker_that_dies_before_anybody_knows(pool: ParallelPool) -> None:
         assert isinstance(error, SpmdError)
         assert error.first_rank == 2
         check_lost(error.__cause__)
+
+
+@pytest.mark.quick
+def test_a_rank_that_is_killed_in_a_collective(pool: ParallelPool) -> None:
+    """The whole of it, with other ways and places, is `test_one_rank_fails_while_others_wait_for_it`."""
+    error = fail(pool, come_to_grief, "SIGKILL", 0, "all_reduce")
+    assert set(error.failures) == {0}
+    check_lost(error.__cause__)
 
 
 class Deadly:

@@ -13,7 +13,7 @@ from raypool import CollectiveError, ParallelPool, SerializationError, SpmdError
 
 pytest.importorskip("torch")
 
-pytestmark = [pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.timeout(120), pytest.mark.quick]
 
 
 @pytest.fixture(autouse=True)
@@ -57,6 +57,7 @@ def test_a_rank_that_joins_another_collective(pool: ParallelPool) -> None:
     assert "anks 0 and 1 are in all_reduce, rank 2 is in all_gather" in str(error)
 
 
+@pytest.mark.ci
 def test_a_rank_that_never_sends(pool: ParallelPool) -> None:
     def fn(context: Any) -> Any:
         return context.receive(src=1) if context.rank == 0 else None

@@ -82,6 +82,7 @@ def test_what_waits_runs_when_it_is_done(pool: ParallelPool, gate: Any, waits: A
     assert second.result(60).values == [0, 1, 2]
 
 
+@pytest.mark.quick
 def test_a_loop_is_not_starved(pool: ParallelPool) -> None:
     """Trainings that come one after the other, and a parfor with many items: both come to their end."""
     runs = []
@@ -108,6 +109,7 @@ def test_priorities(pool: ParallelPool, gate: Any, eventually: Any) -> None:
     assert first.started_at < high.started_at < low.started_at, "who is at the head of the queue stays there"
 
 
+@pytest.mark.quick
 def test_some_workers_train_and_the_others_work(pool: ParallelPool, gate: Any, waits: Any, eventually: Any) -> None:
     run = pool.train(waits, workers=[2, 0])
     begun(eventually, run)
@@ -155,6 +157,7 @@ def test_two_trainings_in_one_folder(pool: ParallelPool, tmp_path: Path, waits: 
 # --- the handle -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick
 def test_a_handle_is_a_future_like_any_other(pool: ParallelPool) -> None:
     runs = [pool.train(lambda config: config["n"], {"n": number}, workers=[number]) for number in range(3)]
     failing = pool.train(lambda: 1 / 0)

@@ -206,7 +206,7 @@ def test_a_rank_that_fails_in_mid_training(
 @pytest.mark.parametrize(
     ("culprit", "place"),
     [
-        (1, "backward"),
+        pytest.param(1, "backward", marks=pytest.mark.quick),
         (0, "copy"),
         *(pytest.param(*case, marks=pytest.mark.long) for case in ((0, "backward"), (1, "copy"), (1, "report"), (0, "between"))),
     ],

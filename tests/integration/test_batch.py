@@ -253,7 +253,6 @@ def test_outputs_may_lie_elsewhere(head: Any, tmp_path: Path) -> None:
             again.fetch_outputs()
 
 
-@pytest.mark.long
 def test_a_place_that_cannot_be_written_to_costs_no_work(head: Any, tmp_path: Path) -> None:
     def work(place: Path, called: Path) -> str:
         called.touch()
@@ -283,7 +282,6 @@ def test_outputs_that_cannot_travel_say_so(head: Any) -> None:
     assert (job.state, job.exit_code) == ("failed", 1)
 
 
-@pytest.mark.long
 def test_one_that_ends_its_process_says_so(head: Any) -> None:
     def kill() -> None:
         print("last words", flush=True)
@@ -300,7 +298,6 @@ def test_one_that_ends_its_process_says_so(head: Any) -> None:
 # --- while it runs -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.long
 def test_one_that_runs_can_be_waited_for_read_and_cancelled(head: Any, tmp_path: Path, eventually: Poll) -> None:
     job = raypool.batch(wait_for, str(tmp_path / "gate"), pool=2, profile=head.profile)
     assert eventually(lambda: "begun\n" in job.diary, 60)
@@ -340,7 +337,6 @@ def test_modules_travel_with_the_working_dir(head: Any, tmp_path: Path, run_pyth
     assert with_it == "MyError: 3"
 
 
-@pytest.mark.long
 def test_a_job_that_was_made_otherwise_has_no_outputs(head: Any) -> None:
     from raypool.cloud.jobs import Jobs
 

@@ -159,7 +159,6 @@ with pool_of(2) as pool:
 """
 
 
-@pytest.mark.long
 def test_a_laptop_is_another_machine(laptop: Laptop) -> None:
     said = laptop(FAR)
     assert said["saved"] == 5
@@ -229,7 +228,6 @@ with pool_of(1, working_dir=str(folder)) as pool:
 """
 
 
-@pytest.mark.long
 def test_a_folder_travels_with_the_connection(laptop: Laptop) -> None:
     said = laptop(SHIPPED)
     assert said["seen"][0] == said["again"] == 42
@@ -273,7 +271,6 @@ with pool_of(1) as pool:
 """
 
 
-@pytest.mark.long
 def test_what_is_in_the_way_is_said_within_seconds(laptop: Laptop, head: Any) -> None:
     said = laptop(REFUSED, GCS=head.address)
     expected = {
@@ -324,7 +321,6 @@ with pool_of(2) as pool:
 """
 
 
-@pytest.mark.long
 def test_a_connection_that_breaks_ends_the_pool(laptop: Laptop) -> None:
     said = laptop(BROKEN)
     name, words, took_s = said["error"]
@@ -347,7 +343,6 @@ with pool_of(2) as pool:
 """
 
 
-@pytest.mark.long
 def test_a_laptop_that_is_gone_leaves_nothing_running(
     head: Any, start_python: Any, tmp_path: Path, eventually: Callable[..., bool]
 ) -> None:
@@ -386,7 +381,6 @@ said["left"] = [name for name in os.environ if "TLS" in name]
 """
 
 
-@pytest.mark.long
 def test_an_encrypted_cluster(head: Any, run_head: Callable[..., Any], laptop_at: Laptop, tmp_path: Path) -> None:
     for authority, node in (("ours", "node"), ("theirs", "theirs-node")):
         make_certificates(tmp_path, authority, node)

@@ -18,7 +18,6 @@ from tests.cloud.lab import Lab, give_token, is_allowed
 from tests.conftest import Marks
 
 pytestmark = [
-    pytest.mark.long,
     pytest.mark.timeout(240),
     pytest.mark.skipif(not is_allowed(), reason="this machine lets nobody make namespaces, or has no `ip`"),
 ]

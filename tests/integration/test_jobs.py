@@ -146,7 +146,6 @@ def test_the_log_comes_as_it_is_written_and_a_stop_lets_the_command_tidy_up(
     assert not [path for path in head.session.rglob("*") if path.is_file() and token in path.read_text(errors="replace")]
 
 
-@pytest.mark.long
 def test_a_job_that_waits_is_really_stopped(jobs: Jobs, job_command: Callable[..., Result]) -> None:
     holder = jobs.submit(["sleep", "600"], gpus=2)
     waiter = jobs.submit(["sleep", "600"], gpus=1, name="waiter")
@@ -304,7 +303,6 @@ def tunnel(head: Any) -> Iterator[Tunnel]:
     tunnel.close()
 
 
-@pytest.mark.long
 def test_a_tunnel_that_breaks_costs_no_line_and_repeats_none(tunnel: Tunnel, head: Any, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     code = (

@@ -10,7 +10,7 @@ import pytest
 
 from raypool import ParallelPool, WorkerResources, parpool
 
-pytestmark = pytest.mark.usefixtures("ray_session")
+pytestmark = pytest.mark.usefixtures("shared_pool")
 
 SETTINGS = {"NCCL_SOCKET_IFNAME": "eth7", "NCCL_DEBUG": "WARN"}
 

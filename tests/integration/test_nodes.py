@@ -147,7 +147,6 @@ def test_tasks_leave_a_node_that_is_about_to_go_and_the_pool_grows_again(on_clus
     assert "The pool grows again: 1 more worker on" in words
 
 
-@pytest.mark.long
 def test_without_a_deadline_what_runs_is_left_to_its_end(on_cluster: Any) -> None:
     facts, _ = on_cluster("""
     node = add(num_cpus=1)
@@ -189,7 +188,6 @@ def test_the_table_of_gpus_is_of_all_nodes_that_there_are_workers_on(on_cluster:
 # --- without ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.long
 def test_a_node_that_is_killed_under_a_loop(on_cluster: Any) -> None:
     """Items that were there run again; the pool is smaller, says so, and grows when a node comes; never beyond what it was."""
     facts, words = on_cluster("""
@@ -257,7 +255,6 @@ def test_a_pool_that_was_made_smaller_does_not_grow(on_cluster: Any) -> None:
     assert "grows again" not in words
 
 
-@pytest.mark.long
 def test_a_pool_that_loses_its_only_node_waits_for_another(on_cluster: Any) -> None:
     facts, _ = on_cluster(
         """
@@ -296,7 +293,6 @@ def test_workers_of_several_kinds_are_each_made_up_for(on_cluster: Any) -> None:
     assert facts == {"gpus": [0, 1, 1]}
 
 
-@pytest.mark.long
 def test_a_call_on_all_workers_when_a_node_is_lost(on_cluster: Any) -> None:
     """It ends, as when any rank is lost, and the pool goes on with the others."""
     facts, _ = on_cluster("""
@@ -374,7 +370,6 @@ def what_becomes_of(futures):
 )
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(("name", "words"), [("gcs_server", "control store (GCS)"), ("raylet", "(the raylet) has died")])
 def test_ray_on_this_machine_is_killed(on_cluster: Any, name: str, words: str) -> None:
     """Everything that is pending fails within seconds, with words that say so; another pool can be opened."""
@@ -385,7 +380,6 @@ def test_ray_on_this_machine_is_killed(on_cluster: Any, name: str, words: str) -
     eventually(large.done)
     futures = [pool.parfeval(stay, number) for number in range(4)]
     eventually(lambda: len(list(folder.iterdir())) == 2)
-    started = time.monotonic()
     for process in rays("{name}"):
         process.kill()
     facts["ends"] = what_becomes_of(futures)
@@ -395,7 +389,6 @@ def test_ray_on_this_machine_is_killed(on_cluster: Any, name: str, words: str) -
     except Exception as error:
         facts["later"] = type(error).__name__
     pool.delete()
-    facts["seconds"] = time.monotonic() - started
     try:
         facts["large"] = large.result(10).sum()
     except Exception as error:
@@ -413,14 +406,12 @@ def test_ray_on_this_machine_is_killed(on_cluster: Any, name: str, words: str) -
     assert words in facts["words"]
     assert "parpool()" in facts["words"]
     assert facts["later"] == "PoolBrokenError"
-    assert facts["seconds"] < 40
     assert facts["large"] == (1_000_000 if name == "gcs_server" else "TaskError")
     assert (facts["other"], facts["other again"]) == (1, 2)
     assert facts["left"] == []
     assert "the pool ends" in said
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(("end", "words"), [("gcs_server", "has not answered"), ("raylet", "takes this machine for dead")])
 def test_ray_of_a_cluster_is_killed_under_the_driver(on_cluster: Any, end: str, words: str) -> None:
     """A control store could come again: it is waited for, but not until Ray ends this process."""

@@ -67,7 +67,6 @@ def on_cluster(
     return run
 
 
-@pytest.mark.long
 def test_what_runs_on_a_machine_that_is_taken_back_saves_and_goes_on_elsewhere(on_cluster: Any, tmp_path: Path) -> None:
     """Two that look at `should_stop`, and two that have a function called: each is at most once where it was, at no charge."""
     facts, words = on_cluster(f"""
@@ -159,7 +158,6 @@ def has_same_model(one, other):
 """
 
 
-@pytest.mark.long
 def test_fit_goes_on_elsewhere_from_the_very_step(on_cluster: Any, tmp_path: Path) -> None:
     """In the midst of an epoch, with retries=0, when the pool has its size again; the model is what it would have been."""
     facts, words = on_cluster(
@@ -190,7 +188,6 @@ def test_fit_goes_on_elsewhere_from_the_very_step(on_cluster: Any, tmp_path: Pat
     assert "The pool grows again" in words
 
 
-@pytest.mark.long
 def test_fit_on_a_single_machine_goes_on_when_there_is_another(on_cluster: Any, tmp_path: Path) -> None:
     """It keeps what it has and goes on while it can; what it has done since is done again."""
     facts, _ = on_cluster(
@@ -219,7 +216,6 @@ def test_fit_on_a_single_machine_goes_on_when_there_is_another(on_cluster: Any, 
     assert facts["watcher"] == 0
 
 
-@pytest.mark.long
 def test_fit_on_machines_that_have_gone_already_is_charged_nothing(on_cluster: Any) -> None:
     """Nobody knows yet that they have when it begins; that they would was said before."""
     facts, _ = on_cluster(

@@ -83,6 +83,7 @@ def test_a_rank_is_on_its_workers_gpu(pool: ParallelPool) -> None:
     assert len({gpu for gpu, _, _ in expected}) == 3
 
 
+@pytest.mark.quick
 def test_what_ranks_report_and_print_arrives(pool: ParallelPool, gate: Any, eventually: Callable[..., bool]) -> None:
     """While they run, too."""
 
@@ -234,6 +235,7 @@ def test_calls_from_several_threads(pool: ParallelPool) -> None:
         assert list(threads.map(call, range(4))) == [[value] * 5 for value in expected]
 
 
+@pytest.mark.quick
 def test_a_call_from_the_callback_of_a_future(pool: ParallelPool, gate: Any, eventually: Callable[..., bool]) -> None:
     """It can be handed in there, but not waited for."""
     jobs: list[Any] = []

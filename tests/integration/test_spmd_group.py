@@ -116,6 +116,7 @@ def test_failures_leave_nothing_behind(pool: ParallelPool) -> None:
 # --- hidden -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick
 def test_between_calls_there_is_no_group(pool: ParallelPool) -> None:
     """Other work may make one of its own, and destroy it; the ranks' is not touched."""
 
@@ -208,6 +209,7 @@ def test_a_function_that_destroys_the_default_group(pool: ParallelPool, who: lis
         assert list(pool.spmd(add_up)) == [(6, 6.0)] * 3
 
 
+@pytest.mark.quick
 def test_the_default_group_is_torchs_own(pool: ParallelPool) -> None:
     def fn(context: Any) -> Any:
         import torch
@@ -234,6 +236,7 @@ def test_the_default_group_is_torchs_own(pool: ParallelPool) -> None:
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
+@pytest.mark.quick
 def test_the_environment_is_that_of_torchrun(pool: ParallelPool) -> None:
     def fn(context: Any) -> dict[str, str]:
         return {name: os.environ[name] for name in NAMES}

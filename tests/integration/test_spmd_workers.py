@@ -160,7 +160,7 @@ def test_a_pool_that_has_lost_a_worker(pool: ParallelPool, eventually: Callable[
         assert workers_of(pool.spmd(who)) == [0, 1, 2]
 
 
-def test_a_pool_that_rests(ray_session: None, eventually: Callable[..., bool]) -> None:
+def test_a_pool_that_rests(shared_pool: ParallelPool, eventually: Callable[..., bool]) -> None:
     """The call starts its workers again; what they kept is gone, and says so."""
     with parpool(2, resources=CPU, idle_timeout_s=1.0, quiet=True) as pool:
         kept = pool.spmd(lambda context: [context.rank])
@@ -171,7 +171,7 @@ def test_a_pool_that_rests(ray_session: None, eventually: Callable[..., bool]) -
         assert workers_of(pool.spmd(who)) == [0, 1]
 
 
-def test_a_pool_that_shrinks_and_grows(ray_session: None, gate: Any, eventually: Callable[..., bool]) -> None:
+def test_a_pool_that_shrinks_and_grows(shared_pool: ParallelPool, gate: Any, eventually: Callable[..., bool]) -> None:
     """A call that waits has its error at once, and does not wait for workers that will not come."""
     with parpool(2, resources=CPU, quiet=True) as pool:
         kept = pool.spmd(lambda context: [context.rank])

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from raypool import DataQueue, ParallelPool, current_task, parpool, report
+from raypool import DataQueue, ParallelPool, WorkerResources, current_task, parpool, report
 
 pytestmark = [pytest.mark.timeout(180)]
 
@@ -22,6 +22,7 @@ def pid() -> int:
     return os.getpid()
 
 
+@pytest.mark.quick
 def test_loss_curves_of_four_trainings(pool: ParallelPool) -> None:
     """Scenario 25: live, each sender's in order, and what was sent before anybody listened comes when somebody does."""
     losses: DataQueue[tuple[int, int]] = DataQueue()
@@ -79,6 +80,7 @@ def test_a_fresh_process_that_dies_and_one_that_is_cancelled(pool: ParallelPool,
     assert pool.parfeval_on_all(abs, -1).result(90) == [1, 1, 1]
 
 
+@pytest.mark.quick
 def test_threads_speak_for_the_task_that_has_started_them(pool: ParallelPool, make_gate: Any) -> None:
     """Also when they outlive it; and a pool of threads for whichever task hands something in."""
     go_on, has_ended, may_end = make_gate(), make_gate(), make_gate()
@@ -112,6 +114,7 @@ def test_threads_speak_for_the_task_that_has_started_them(pool: ParallelPool, ma
     assert early.diary == "late\n"
 
 
+@pytest.mark.quick
 def test_a_call_on_all_runs_when_one_of_its_parts_does(pool: ParallelPool, make_gate: Any, eventually: Any) -> None:
     blocker, gate = make_gate(), make_gate()
     blocking = pool.options(worker=1).parfeval(blocker.wait)
@@ -128,7 +131,7 @@ def test_a_call_on_all_runs_when_one_of_its_parts_does(pool: ParallelPool, make_
     assert eventually(lambda: not pool.busy)
 
 
-def test_a_sweep_table_that_lives(ray_session: None, make_gate: Any, marks: Any, eventually: Any) -> None:
+def test_a_sweep_table_that_lives(shared_pool: ParallelPool, make_gate: Any, marks: Any, eventually: Any) -> None:
     """Scenario 17: statuses change while it runs; one trial is stopped by itself; the setup ran once on each worker."""
     go_on = [make_gate() for _ in range(4)]
 
@@ -143,7 +146,8 @@ def test_a_sweep_table_that_lives(ray_session: None, make_gate: Any, marks: Any,
     def statuses() -> list[str]:
         return [trial.state for trial in trials]
 
-    setting = parpool(2, quiet=True, setup=lambda: marks.add("setup"), teardown=lambda: marks.add("teardown"))
+    around = {"setup": lambda: marks.add("setup"), "teardown": lambda: marks.add("teardown")}
+    setting = parpool(2, resources=WorkerResources(gpus=0), quiet=True, **around)
     with setting as pool, contextlib.ExitStack() as stack:
         stack.callback(pool.cancel_all)  # a failed assert is not to wait for what runs
         trials = [pool.parfeval(train, number) for number in range(4)]

@@ -25,6 +25,7 @@ def ends(frame: Any) -> Any:
 # --- who runs what when -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick
 def test_seven_models_on_three_gpus(pool: ParallelPool, most_at_once: Any) -> None:
     """Scenario 10: results in order, never two on one GPU at the same moment, and the GPUs are all used."""
 
@@ -44,6 +45,7 @@ def test_seven_models_on_three_gpus(pool: ParallelPool, most_at_once: Any) -> No
     assert most_at_once(frame) >= 2
 
 
+@pytest.mark.quick
 def test_a_long_model_holds_up_nobody(pool: ParallelPool, gate: Any, marks: Any, eventually: Any) -> None:
     """Scenario 10: while one model trains, the others keep all other GPUs busy."""
 
@@ -109,6 +111,7 @@ def test_short_items_use_all_workers(pool: ParallelPool) -> None:
     assert shares.min() > 0.15 * shares.sum(), "the work was not spread"
 
 
+@pytest.mark.quick
 def test_an_endless_generator_is_drawn_lazily(pool: ParallelPool, gate: Any, eventually: Any) -> None:
     """Scenario 15: while nothing finishes, at most workers x look-ahead items are drawn."""
     drawn = itertools.count()
@@ -140,6 +143,7 @@ def test_an_endless_generator_is_drawn_lazily(pool: ParallelPool, gate: Any, eve
     assert eventually(lambda: not pool.busy)
 
 
+@pytest.mark.quick
 def test_a_failure_says_where_it_happened(pool: ParallelPool) -> None:
     """Scenario 12, on GPUs."""
 
@@ -186,6 +190,7 @@ def check_shipped_once(pool: ParallelPool, marks: Any) -> None:
     assert len(unpacked) == len(set(unpacked)) <= pool.num_workers
 
 
+@pytest.mark.quick
 def test_a_large_closure_is_shipped_once(pool: ParallelPool, marks: Any) -> None:
     """Scenario 16, in a closure: packed once, unpacked once per worker, the same array for all its items."""
     data = Traced(marks, np.arange(2_000_000.0))
@@ -200,6 +205,7 @@ def test_a_large_closure_is_shipped_once(pool: ParallelPool, marks: Any) -> None
     assert len({(gpu, where) for gpu, where, _ in results}) == len({gpu for gpu, _, _ in results})
 
 
+@pytest.mark.quick
 def test_a_large_partial_is_shipped_once(pool: ParallelPool, marks: Any) -> None:
     """Scenario 16, in a partial."""
 
@@ -212,6 +218,7 @@ def test_a_large_partial_is_shipped_once(pool: ParallelPool, marks: Any) -> None
     check_shipped_once(pool, marks)
 
 
+@pytest.mark.quick
 def test_a_large_argument_is_packed_once(pool: ParallelPool, marks: Any) -> None:
     future = pool.parfeval(lambda data, factor: factor * float(data.array.sum()), Traced(marks, np.ones(1_000_000)), factor=2)
 
@@ -239,6 +246,7 @@ def test_what_a_loop_has_shipped_is_let_go(pool: ParallelPool, eventually: Any) 
     assert eventually(is_as_before)
 
 
+@pytest.mark.quick
 def test_large_values_stay_away_until_somebody_asks(pool: ParallelPool, eventually: Any) -> None:
     """They are in the store, not here; and outlive the process that made them."""
     worker = pool.options(worker=1)
