@@ -27,6 +27,7 @@ from raypool.cloud.connect import host_and_port
 from raypool.cloud.dashboard import Dashboard
 from raypool.engine.ray_session import LOOPBACK_ONLY
 from tests.leaks import MARK, SHARED
+from tests.shared_pool import shared
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,6 +43,12 @@ def two_workers(shared_pool: ParallelPool) -> Any:
     """Give two of its workers."""
     part, _ = shared_pool.partition(workers=[0, 1])
     return part
+
+
+@pytest.fixture(scope="module")
+def free_gpus(ray_session: None) -> None:
+    """Let a file have a pool of its own on the GPUs: the shared one is closed."""
+    shared.close()
 
 
 @pytest.fixture(scope="module")

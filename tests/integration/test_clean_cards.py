@@ -24,7 +24,7 @@ def gpus(tmp_path_factory: pytest.TempPathFactory) -> SimulatedGpus:
 
 
 @pytest.fixture(scope="module")
-def pool(ray_session: None, gpus: SimulatedGpus, by_value: None) -> Iterator[ParallelPool]:
+def pool(free_gpus: None, gpus: SimulatedGpus, by_value: None) -> Iterator[ParallelPool]:
     """Give a pool of one worker, whose card has 16 GiB: so 1.6 GiB may be left over."""
     with parpool(1, inventory=gpus, cancel_grace_s=3, quiet=True) as pool:
         yield pool

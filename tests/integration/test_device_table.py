@@ -44,7 +44,7 @@ def gpus(tmp_path_factory: pytest.TempPathFactory, by_value: None) -> Cards:
 
 
 @pytest.fixture(scope="module")
-def pool(ray_session: None, gpus: Cards) -> Iterator[ParallelPool]:
+def pool(free_gpus: None, gpus: Cards) -> Iterator[ParallelPool]:
     """Give a pool of three workers on two of Ray's three GPUs; the machine has a fourth of which Ray knows nothing."""
     with parpool(3, gpus=[0, 1], resources=WorkerResources(gpus=0.5), inventory=gpus, quiet=True) as pool:
         yield pool

@@ -22,7 +22,7 @@ def cards(tmp_path_factory: pytest.TempPathFactory) -> SimulatedGpus:
 
 
 @pytest.fixture(scope="module")
-def pool(ray_session: None, cards: SimulatedGpus) -> Iterator[ParallelPool]:
+def pool(free_gpus: None, cards: SimulatedGpus) -> Iterator[ParallelPool]:
     """Give six workers on them."""
     with parpool(inventory=cards, workers_per_gpu=2, quiet=True) as pool:
         yield pool

@@ -69,7 +69,7 @@ def test_a_long_model_holds_up_nobody(pool: ParallelPool, gate: Any, marks: Any,
 
 
 @pytest.mark.parametrize("position", [0, 4])
-def test_a_skewed_load(pool: ParallelPool, marks: Any, eventually: Any, position: int) -> None:
+def test_a_skewed_load(two_workers: Any, marks: Any, eventually: Any, position: int) -> None:
     """Scenario 11: one long item and eleven short ones on two workers take as long as the long one alone.
 
     Ray's own Pool deals the items out in advance, six to each worker, and so takes a quarter longer.
@@ -82,7 +82,7 @@ def test_a_skewed_load(pool: ParallelPool, marks: Any, eventually: Any, position
             time.sleep(0.06)
             marks.add("done")
 
-    frame = pool.parfor(work, range(12), max_workers=2).to_frame()
+    frame = two_workers.parfor(work, range(12)).to_frame()
 
     on_the_long_one = frame[frame["worker"] == frame["worker"][position]].drop(position)
     assert (on_the_long_one["started_at"] < frame["started_at"][position]).all(), "an item has waited for the long one"
