@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from typing import Any
 
 import pytest
@@ -26,6 +27,20 @@ def test_a_worker_that_fails_every_item_is_taken_out_and_said_by_name(make_pool:
         assert "Worker 1 (" in caplog.text
         assert re.search(r"the last \d+ items there have all failed", caplog.text)
         assert pool.parfor(abs, range(5)) == list(range(5))
+
+
+@pytest.mark.threads
+def test_items_that_fail_at_once_are_not_taken_for_short_ones(make_pool: Any) -> None:
+    """A worker that fails what it gets is given one item at a time: in a longer call it would spoil most of the loop."""
+
+    def fn(item: int) -> int:
+        if current_task().worker == 1:
+            raise OSError("no space left on device")
+        time.sleep(0.1)
+        return item
+
+    with make_pool(3) as pool:
+        assert 2 < len(pool.parfor(fn, range(60), on_error="collect").errors) < 40, "others do the rest"
 
 
 @pytest.mark.everywhere

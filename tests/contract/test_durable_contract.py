@@ -119,6 +119,9 @@ def test_items_that_had_another_number_are_pointed_out_where_there_is_a_seed(
     assert "2 items of abs had another number" in caplog.text
 
 
+@pytest.mark.semantics
+@pytest.mark.threads
+@pytest.mark.quick
 def test_what_a_generator_changes_later_is_kept_as_it_was(pool: ParallelPool, folder: Path) -> None:
     def configurations() -> Iterator[dict[str, int]]:
         config = {"x": -1}

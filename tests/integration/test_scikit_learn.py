@@ -1,19 +1,25 @@
-"""scikit-learn on the workers of a pool: the same scores, whoever computes them."""
+"""scikit-learn on the workers of a pool: the same scores, whoever computes them. Its own tests run in tests/suites."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 from joblib import parallel_config
 
-from raypool import ParallelPool, register_joblib
+from raypool import ParallelPool, parpool, register_joblib
 
 
-@pytest.fixture(autouse=True)
-def registered() -> None:
+@pytest.fixture(params=["threads", "local"])
+def pool(request: pytest.FixtureRequest) -> Iterator[ParallelPool]:
     register_joblib()
+    if request.param == "local":
+        yield request.getfixturevalue("shared_pool")
+        return
+    with parpool(2, profile="threads", quiet=True) as pool:
+        yield pool
 
 
 @pytest.fixture(scope="module")
@@ -41,18 +47,6 @@ def test_a_grid_search_finds_the_same(pool: ParallelPool, digits: tuple[Any, Any
     np.testing.assert_array_equal(parallel[1], serial[1])
 
 
-def test_cross_validation_gives_the_same_scores(pool: ParallelPool, digits: tuple[Any, Any]) -> None:
-    from sklearn.linear_model import LogisticRegression
-    from sklearn.model_selection import cross_val_score
-    from sklearn.pipeline import make_pipeline
-    from sklearn.preprocessing import StandardScaler
-
-    model = make_pipeline(StandardScaler(), LogisticRegression(max_iter=200))
-    serial = cross_val_score(model, *digits, cv=4, n_jobs=1)
-    with parallel_config("raypool", pool=pool, n_jobs=2):
-        np.testing.assert_array_equal(cross_val_score(model, *digits, cv=4), serial)
-
-
 def test_a_forest_is_the_same(pool: ParallelPool, digits: tuple[Any, Any]) -> None:
     from sklearn.ensemble import RandomForestClassifier
 
@@ -78,11 +72,3 @@ def test_a_search_over_forests_does_not_wait_for_itself(pool: ParallelPool, digi
     serial = best(1)
     with parallel_config("raypool", pool=pool):
         np.testing.assert_allclose(best(-1), serial, rtol=1e-9)
-
-
-def test_an_estimator_that_fails_is_said_to(pool: ParallelPool, digits: tuple[Any, Any]) -> None:
-    from sklearn.model_selection import cross_val_score
-    from sklearn.svm import SVC
-
-    with parallel_config("raypool", pool=pool), pytest.raises(ValueError, match="C"):
-        cross_val_score(SVC(C=-1.0), *digits, error_score="raise")
