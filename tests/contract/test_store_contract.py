@@ -55,9 +55,16 @@ def test_what_is_put_here_is_read_by_tasks_however_the_store_gets_there(pool: Pa
 
     assert pool.parfeval(read, store, "model").result(TIMEOUT_S) == [199_999.0] * 4
     assert pool.parfeval(lambda: {"store": [store]}).result(TIMEOUT_S)["store"][0] is store
-    back = pool.parfeval(lambda: current_task().store).result(TIMEOUT_S)
-    back["from here"] = 1
-    assert pool.store["from here"] == 1
+
+
+@pytest.mark.semantics
+@pytest.mark.processes
+def test_a_store_that_a_task_sends_home_is_the_pools_own(make_pool: Any) -> None:
+    """Also if nobody has asked the pool for its store here."""
+    with make_pool(1) as pool:
+        back = pool.parfeval(lambda: current_task().store).result(TIMEOUT_S)
+        back["from here"] = 1
+        assert pool.store.keys() == ["from here"]
 
 
 @pytest.mark.everywhere
