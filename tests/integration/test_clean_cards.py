@@ -202,7 +202,6 @@ def test_max_leftover_bytes_says_how_much_may_stay(ray_session: None, gpus: Simu
 @pytest.mark.parametrize("is_stubborn", [False, True])
 def test_memory_is_back_before_the_next_task(pool: ParallelPool, gpus: SimulatedGpus, gate: Any, is_stubborn: bool) -> None:
     """A task that was cancelled, and one that had to be killed for it: the card is empty again, and it is the same card."""
-    pool.parfeval(os.getpid).result(60)  # it begins when the card is free of what a test before has left
     (worker,) = pool.workers
     before = gpus.memory_used(worker.gpus) or 0
 
