@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -53,18 +54,24 @@ def test_a_pool_that_loses_its_gpus_one_by_one(breaking_cards: Any, gate: Any, e
                 use()
 
 
-def test_a_loop_in_a_pool_that_breaks(breaking_cards: Any, make_gate: Any, marks: Any) -> None:
+def test_a_loop_in_a_pool_that_breaks(breaking_cards: Any, gate: Any, eventually: Any) -> None:
     """What had finished is not lost."""
 
     def fn(i: int) -> int:
         if i == 3:
+            gate.wait()
             os._exit(1)
         return i
 
     with parpool(1, inventory=breaking_cards, quiet=True) as pool:
         assert pool.parfeval(abs, -1).result(60) == 1
         breaking_cards.flag.touch()
-        with pytest.raises(PoolBrokenError, match="fallen off the bus") as caught:
-            pool.parfor(fn, range(6), chunk_size=1, on_error="collect")
-    assert caught.value.results[:3] == [0, 1, 2]
-    assert list(caught.value.results.to_frame()["status"]) == ["finished"] * 3 + ["cancelled"] * 3
+        with ThreadPoolExecutor(1) as thread:
+            loop = thread.submit(pool.parfor, fn, range(6), chunk_size=1, on_error="collect")
+            assert eventually(lambda: pool.statistics().finished == 4, 60)
+            gate.open()
+            error: Any = loop.exception(100)
+    assert isinstance(error, PoolBrokenError)
+    assert "fallen off the bus" in str(error)
+    assert error.results[:3] == [0, 1, 2]
+    assert list(error.results.to_frame()["status"]) == ["finished"] * 3 + ["cancelled"] * 3

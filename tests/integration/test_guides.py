@@ -1,4 +1,4 @@
-"""The Python of the guides that needs a Ray: README.md on clusters, docs/clusters.md, docs/several_gpus.md.
+"""The Python of the guides that needs a cluster: README.md, docs/clusters.md.
 
 The cluster is a head on this machine. Where a document has numbers of machines, and the id of a job, the tests put in those that
 there are; nothing else of it is changed.
@@ -17,7 +17,7 @@ import pytest
 
 from tests.documents import blocks_of
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.timeout(240)]
 
 ABOVE = """
 def train(width):
@@ -83,11 +83,3 @@ def test_a_job(folder: Path) -> None:
     job = run(f"{ABOVE}\n{hand_in}", folder).split()[-1]
     outputs = run(f'import raypool\nprint(raypool.find_job("{job}"{fetch.rstrip().partition("#")[0]})', folder)
     assert outputs == "[{'width': 8}, {'width': 32}, {'width': 128}]\n"
-
-
-def test_whether_several_gpus_pay(tmp_path: Path) -> None:
-    """As docs/several_gpus.md measures it."""
-    [block] = blocks_of("docs/several_gpus.md", "python")
-    printed = run(block.code, tmp_path)
-    assert "speed_up" in printed
-    assert "communication_s" in printed

@@ -14,7 +14,6 @@ from tests.documents import blocks_of
 PAGE = "docs/matlab.md"
 
 
-@pytest.mark.long
 @pytest.mark.timeout(240)
 @pytest.mark.usefixtures("ray_session")
 def test_the_python_side_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,6 +35,7 @@ def test_the_python_side_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert any(tmp_path.glob("runs/checkpoint_*"))
 
 
+@pytest.mark.quick
 def test_each_program_has_both_sides() -> None:
     for block, following in pairwise(blocks_of(PAGE)[1:]):
         assert {block.language, following.language} == {"matlab", "python"}

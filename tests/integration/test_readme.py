@@ -70,7 +70,6 @@ def test_every_worker_at_once(tmp_path: Path) -> None:
     assert losses[1] != losses[2]
 
 
-@pytest.mark.long
 def test_one_model_on_all_workers(tmp_path: Path) -> None:
     printed = run("-c", TRAINING, cwd=tmp_path)
     rows = re.findall(r"^\d+ +0 +(\d+) +(\d\S+)$", printed, re.MULTILINE)
@@ -80,13 +79,13 @@ def test_one_model_on_all_workers(tmp_path: Path) -> None:
     assert "torch.Size([512, 1])" in printed
 
 
-@pytest.mark.long
 def test_gpus_seen_and_shared(tmp_path: Path) -> None:
     printed = run("-c", SHARED, cwd=tmp_path)
     assert re.search(r"^\d+ GPUs$", printed, re.MULTILINE)
     assert len(re.findall(r"^[0-5] +\d+ +\d\.\S+ ", printed, re.MULTILINE)) == 6, "a width and a loss in each row"
 
 
+@pytest.mark.quick
 def test_the_sweep_is_the_example() -> None:
     assert (ROOT / "examples/watch_a_sweep.py").read_text().endswith(f'"""\n\n{SWEEP}')
 
