@@ -12,10 +12,10 @@ from joblib import parallel_config
 from raypool import ParallelPool, parpool, register_joblib
 
 
-@pytest.fixture(params=["threads", "local"])
+@pytest.fixture(params=["threads", "shared"])
 def pool(request: pytest.FixtureRequest) -> Iterator[ParallelPool]:
     register_joblib()
-    if request.param == "local":
+    if request.param == "shared":
         yield request.getfixturevalue("shared_pool")
         return
     with parpool(2, profile="threads", quiet=True) as pool:
