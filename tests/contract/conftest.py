@@ -7,7 +7,7 @@
 - `processes`: pickling, killing, memory, signals. On Ray.
 - `everywhere`: the promises that hold the four backends together.
 
-On Ray, make test has what is `everywhere`, and what has the mark `quick` beside another.
+On Ray, make test has what is `everywhere`; in threads and on Ray, what has the mark `quick` beside another.
 """
 
 from __future__ import annotations
@@ -42,10 +42,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             break
     else:
         pytest.fail(f"{metafunc.definition.nodeid} needs one of the marks {', '.join(BACKENDS)}.", pytrace=False)
-    is_quick = "everywhere" in marks or metafunc.definition.get_closest_marker("quick") is not None
-    lanes = {"threads": [pytest.mark.ci], "ray": [] if is_quick else [pytest.mark.ci]}
+    in_ci = {"threads"} if "everywhere" in marks else {"threads", "ray"}
+    if metafunc.definition.get_closest_marker("quick") is not None:
+        in_ci = set()
     backends = [backend for name, backends in BACKENDS.items() if name in marks for backend in backends]
-    parameters = [pytest.param(backend, marks=lanes.get(backend, [])) for backend in dict.fromkeys(backends)]
+    parameters = [pytest.param(name, marks=[pytest.mark.ci] if name in in_ci else []) for name in dict.fromkeys(backends)]
     metafunc.parametrize("make_pool", parameters, indirect=True)
 
 
