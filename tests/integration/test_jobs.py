@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -115,10 +114,8 @@ def test_a_command_runs_as_it_was_given_and_its_exit_code_is_kept(job_command: C
 def test_what_cannot_be_is_refused_at_once(
     job_command: Callable[..., Result], words: list[str], exit_code: int, said: str
 ) -> None:
-    began = time.monotonic()
     done = job_command(*words)
     assert (done.exit_code, said in done.output) == (exit_code, True), done.output
-    assert time.monotonic() - began < 12  # an autoscaler would say within seconds that there is one
 
 
 def test_the_log_comes_as_it_is_written_and_a_stop_lets_the_command_tidy_up(
@@ -194,10 +191,8 @@ def test_ctrl_c_ends_the_looking_only(jobs: Jobs, head: Any, eventually: Poll) -
 
 
 def refusal(profile: Profile) -> str:
-    began = time.monotonic()
     with pytest.raises(CloudError) as caught:
         Jobs(profile)
-    assert time.monotonic() - began < 10
     return str(caught.value)
 
 

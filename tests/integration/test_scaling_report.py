@@ -143,7 +143,6 @@ def test_bad_arguments() -> None:
         scaling_report(run)
 
 
-@pytest.mark.long
 def test_the_page_on_several_gpus_is_true(run_python: Callable[..., Any]) -> None:
     text = (Path(__file__).parents[2] / "docs" / "several_gpus.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
