@@ -43,7 +43,6 @@ def test_items_that_fail_at_once_are_not_taken_for_short_ones(make_pool: Any) ->
         assert 2 < len(pool.parfor(fn, range(60), on_error="collect").errors) < 40, "others do the rest"
 
 
-@pytest.mark.everywhere
 def test_a_function_that_fails_everywhere_takes_out_nobody(pool: ParallelPool) -> None:
     assert len(pool.parfor(lambda x: 1 // 0, range(200), on_error="collect").errors) == 200
     assert pool.num_workers == 3
