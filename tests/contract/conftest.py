@@ -134,7 +134,7 @@ def check_pool() -> Callable[[ParallelPool], None]:
 
 @pytest.fixture
 def mp(pool: ParallelPool) -> Iterator[Pool]:
-    """Give a pool in the shape of `multiprocessing.Pool`, on the pool that the tests of a file share."""
+    """Give a pool in the shape of `multiprocessing.Pool`, which `pool` lends its workers."""
     mp = Pool(pool=pool)
     yield mp
     mp.terminate()
