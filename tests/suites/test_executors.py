@@ -1,7 +1,11 @@
 """CPython's own tests of executors (`test.test_concurrent_futures`), of which a pool is one.
 
-| Python | threads | Ray |
-|---|---|---|
+| counted on Python 3.11 and 3.13 | pass | fail as expected | seconds |
+|---|---|---|---|
+| threads | 36 (3.11), 37 (3.13) | 7 | 44 |
+| Ray | 20 (3.11), 23 (3.13) | 13 | 210 |
+
+A Python that has come without these tests takes those that `PYTHONPATH` leads to: a folder with the whole package `test`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """joblib's own tests of `Parallel` (`joblib.test.test_parallel`), with our backend in the place of loky, and as the default.
 
-| joblib | threads | Ray |
-|---|---|---|
+| counted with joblib 1.6, Python 3.11 to 3.13 | pass | fail as expected | seconds |
+|---|---|---|---|
+| threads | 214 | 24 | 50 |
+| Ray (3.11 only) | 236 | 44 | 100 |
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ EITHER = dict.fromkeys(
 
 
 def test_in_threads(run_suite: Callable[..., Any]) -> None:
-    run_suite(
+    run = run_suite(
         "joblib_backend",
         [SUITE],
         "threads",
@@ -62,10 +64,11 @@ def test_in_threads(run_suite: Callable[..., Any]) -> None:
             "initializer": "it is about processes",
         },
     )
+    assert run.notes["tasks"] > 1000
 
 
 def test_on_ray(run_suite: Callable[..., Any]) -> None:
-    run_suite(
+    run = run_suite(
         "joblib_backend",
         [SUITE],
         "ray",
@@ -82,3 +85,4 @@ def test_on_ray(run_suite: Callable[..., Any]) -> None:
         },
         either=EITHER,
     )
+    assert run.notes["tasks"] > 1000

