@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import gc
 import logging
 import os
 import time
@@ -160,7 +161,7 @@ def test_what_was_sent_ahead_runs_in_the_next_process(pool: ParallelPool, gpus: 
     assert set(results.to_frame()["attempts"]) == {1}
 
 
-def test_what_is_kept_on_purpose_stays(pool: ParallelPool, gpus: SimulatedGpus) -> None:
+def test_what_is_kept_on_purpose_stays(pool: ParallelPool, gpus: SimulatedGpus, eventually: Any) -> None:
     """A constant is built once, and its worker goes on; so is a part of a Composite, which keeps its worker."""
     model = pool.constant(lambda: gpus.allocate(6000 * MIB))
     before = pool.parfeval(os.getpid).result()
@@ -176,7 +177,15 @@ def test_what_is_kept_on_purpose_stays(pool: ParallelPool, gpus: SimulatedGpus) 
     held = pool.spmd(make)
     assert pool.parfeval(os.getpid).result() == before
     assert "SimulatedTensor" in repr(held)
+    with_both = gpus.memory_used(pool.workers[0].gpus)
     del held
+    gc.collect()
+
+    def is_freed_by_a_call() -> bool:
+        assert pool.parfeval(os.getpid).result() == before
+        return gpus.memory_used(pool.workers[0].gpus) == with_both - 3000 * MIB
+
+    assert eventually(is_freed_by_a_call)
 
 
 @pytest.mark.long
