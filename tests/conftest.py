@@ -225,12 +225,12 @@ def ray_session() -> Iterator[None]:
 
 @pytest.fixture
 def shared_pool(request: pytest.FixtureRequest, ray_session: None, by_value: None) -> Iterator[ParallelPool]:
-    """Lend the pool that tests on Ray share. A test may kill its workers, but has to leave three, with nothing to do."""
+    """Lend the pool that tests on Ray share. A test may kill its workers, or close it, but has to leave nothing to do."""
     pool = shared.open()
     before = pool.num_workers
     failed = request.session.testsfailed
     yield pool
-    is_well = poll(shared.is_at_rest) and pool.num_workers == before
+    is_well = poll(shared.is_at_rest) and (pool.is_closed or pool.num_workers == before)
     if request.session.testsfailed != failed or not is_well:
         shared.close()
     assert is_well, f"left behind in the shared pool: {pool.statistics()}, {pool.workers}"

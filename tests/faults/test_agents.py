@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import psutil
@@ -12,6 +12,7 @@ import pytest
 
 from raypool import ParallelPool, parpool
 from raypool.engine import agents, ray_backend
+from tests.shared_pool import shared
 
 pytestmark = [pytest.mark.timeout(180)]
 
@@ -26,10 +27,11 @@ def living_agents() -> list[psutil.Process]:
 
 
 @pytest.fixture
-def first(shared_pool: ParallelPool) -> Any:
-    """Give the pool's first worker."""
+def first(shared_pool: ParallelPool) -> Iterator[Any]:
+    """Give the pool's first worker. Its store goes with the agent, so the next test gets another pool."""
     part, _ = shared_pool.partition(workers=[0])
-    return part
+    yield part
+    shared.close()
 
 
 @pytest.fixture
