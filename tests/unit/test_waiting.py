@@ -139,8 +139,9 @@ def run(code: str) -> list[bytes]:
 
 def test_in_a_forked_child_there_is_a_thread_again() -> None:
     code = """
-        import os, threading
+        import os, threading, warnings
         from raypool import Future, after_each, wait
+        warnings.simplefilter("ignore")  # Python 3.12 and newer warn of any fork beside threads
         def ended():
             future = Future("ended")
             future.set_result(1)
