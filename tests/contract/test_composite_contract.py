@@ -312,13 +312,15 @@ def test_a_call_holds_what_it_was_given(pool: ParallelPool) -> None:
 @pytest.mark.processes
 def test_nothing_stays_of_a_call_that_failed(pool: ParallelPool, marks: Any, eventually: Any) -> None:
     def fail(context: Any) -> Any:
+        value = Watched(marks)
+        context.barrier()
         if context.rank == 2:
             raise ArithmeticError
-        return Watched(marks)
+        return value
 
     with pytest.raises(SpmdError, match="Rank 2"):
         pool.spmd(fail)
-    assert eventually(lambda: gc.collect() >= 0 and pool.parfeval_on_all(gc.collect).result(60) and marks.count("freed") == 2)
+    assert eventually(lambda: gc.collect() >= 0 and pool.parfeval_on_all(gc.collect).result(60) and marks.count("freed") == 3)
 
 
 @pytest.mark.processes
