@@ -31,6 +31,7 @@ from tests.shared_pool import shared
 from tests.time_limits import pytest_exception_interact, pytest_timeout_set_timer  # noqa: F401 - hooks
 
 os.environ.update(ENVIRONMENT)  # before anything imports Ray, which reads its settings then
+os.environ["RAY_raylet_start_wait_time_s"] = "300"  # noqa: SIM112 - Ray gives a node 30 s; beside others it needs more
 
 # A machine that has other things to do makes examples slowly: that is no failure.
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -106,7 +107,7 @@ class Gate:
     def open(self) -> None:
         self.path.touch()
 
-    def wait(self, timeout_s: float = 60.0) -> None:
+    def wait(self, timeout_s: float = 300.0) -> None:
         if not poll(self.path.exists, timeout_s):
             raise TimeoutError(f"Nobody has opened {self.path.name}.")
 
@@ -265,7 +266,7 @@ class Started:
         )
         self.pid = self.process.pid
 
-    def finish(self, timeout_s: float = 90.0) -> subprocess.CompletedProcess[str]:
+    def finish(self, timeout_s: float = 500.0) -> subprocess.CompletedProcess[str]:
         """Wait for its end."""
         out, err = self.process.communicate(timeout=timeout_s)
         return subprocess.CompletedProcess(self.process.args, self.process.returncode, out, err)
@@ -310,7 +311,7 @@ def start_python() -> Iterator[Callable[..., Started]]:
 def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run some code in a process of its own to its end, and make sure that it ends well."""
 
-    def run(code: str, *, timeout_s: float = 90.0, **env: str) -> subprocess.CompletedProcess[str]:
+    def run(code: str, *, timeout_s: float = 500.0, **env: str) -> subprocess.CompletedProcess[str]:
         process = Started(code, env)
         try:
             done = process.finish(timeout_s)

@@ -68,7 +68,7 @@ atexit.register(leave_nothing)
 FAREWELL = "raypool-farewell"
 """A thread that closes the connections of groups that have ended, after two seconds: one at most, however many groups."""
 
-GRACE_S = 20.0
+GRACE_S = 120.0
 """What is done is done at once; only on a machine that is very busy does it take this long [s]."""
 
 

@@ -282,7 +282,7 @@ def _connect(ray: Any, address: str | None, inventory: Inventory | None, shipped
             with without_helpers():
                 _init_kept(ray, {**own, **options})
             _hush(ray)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except Exception as error:  # of a node that does not come up Ray says it by a plain one
         raise connect.not_started(address, error) from error
     if address is not None and address.startswith(CLIENT):
         from raypool.engine import outside

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.seeds(1), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.seeds(1)]
 
 PROGRAM = """
 import os, random, threading, time
@@ -80,7 +80,7 @@ def test_a_loop_survives_machines_that_come_and_go(
     seed: int, start_python: Callable[..., Any], make_trace: Callable[[], Path], eventually: Callable[..., bool]
 ) -> None:
     process = start_python(PROGRAM, SEED=str(seed), TRACE=str(make_trace()))
-    done = process.finish(270)
+    done = process.finish()
     assert done.returncode == 0, done.stdout + done.stderr
     assert "complete" in done.stdout
     assert "killed" in done.stdout, "nothing has happened: the test shows nothing"

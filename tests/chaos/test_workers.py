@@ -13,8 +13,6 @@ import pytest
 
 from raypool import ParallelPool, Results, current_task, parpool, report
 
-pytestmark = [pytest.mark.timeout(180)]
-
 MANY = 200
 FEW = 60
 ENOUGH = 4

@@ -352,7 +352,7 @@ LAUNCHER = """
 """Ray's launcher would rent machines; the lab's are there."""
 
 
-@pytest.mark.ci
+@pytest.mark.long
 def test_a_cluster_is_made_for_a_job_whose_script_waits_for_all_machines_and_goes_with_it(
     on_lab: list[str], lab: Profile
 ) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from raypool import InvalidTypeError, InvalidValueError, ParallelPool, current_task
 
-pytestmark = [pytest.mark.semantics, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.semantics]
 
 
 def test_a_worker_that_fails_every_item_is_taken_out_and_said_by_name(make_pool: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from raypool import Future, ParallelPool, gcp, parpool
 
-pytestmark = [pytest.mark.semantics, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.semantics]
 
 
 @pytest.mark.processes

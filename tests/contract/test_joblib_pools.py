@@ -216,6 +216,5 @@ def test_it_works_in_a_thread_that_outlives_the_main_one(run_python: Any) -> Non
 
         threading.Thread(target=late).start()
         """,
-        timeout_s=30,
     )
     assert done.stdout.split() == ["2401", "2401"]

@@ -27,7 +27,7 @@ from raypool import (
 
 pytest.importorskip("torch")
 
-pytestmark = [pytest.mark.semantics, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.semantics]
 
 
 def add_up(context: Any) -> int:

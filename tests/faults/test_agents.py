@@ -14,8 +14,6 @@ from raypool import ParallelPool, parpool
 from raypool.engine import agents, ray_backend
 from tests.shared_pool import shared
 
-pytestmark = [pytest.mark.timeout(180)]
-
 Eventually = Callable[..., bool]
 
 

@@ -126,7 +126,7 @@ class Sweep:
         self.done = {item: counts[item] for item in there}
 
     def finish(self) -> None:
-        last = self.start_python(self.code).finish(120)
+        last = self.start_python(self.code).finish()
         assert last.stdout.splitlines()[-1:] == ["True 60"], last.stderr
         self.check()
         results = load_results(self.run_dir)

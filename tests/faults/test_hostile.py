@@ -21,7 +21,7 @@ import pytest
 
 from raypool import LossReason, ParallelPool, RemoteTraceback, SerializationError, TaskError, WorkerLostError
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.quick, pytest.mark.usefixtures("as_good_as_new")]
+pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("as_good_as_new")]
 
 
 def die(how: str) -> None:

@@ -13,8 +13,6 @@ import pytest
 from raypool import ParallelPool, WorkerResources, parpool, report
 from tests.leaks import strays
 
-pytestmark = [pytest.mark.timeout(180)]
-
 
 def descriptors() -> int:
     """Return how many files, pipes and sockets this process has open."""

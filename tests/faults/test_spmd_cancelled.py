@@ -12,8 +12,6 @@ import pytest
 
 from raypool import InvalidValueError, ParallelPool, SpmdError, parpool
 
-pytestmark = [pytest.mark.timeout(180)]
-
 SUBSETS = ([0, 1, 2], [1, 0], [1, 2])
 
 

@@ -28,7 +28,6 @@ from raypool import (
 
 pytest.importorskip("torch")
 
-pytestmark = [pytest.mark.timeout(180)]
 
 long = pytest.mark.long
 

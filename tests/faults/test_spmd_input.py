@@ -13,7 +13,7 @@ from raypool import CollectiveError, ParallelPool, SerializationError, SpmdError
 
 pytest.importorskip("torch")
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.quick]
+pytestmark = [pytest.mark.quick]
 
 
 @pytest.fixture(autouse=True)

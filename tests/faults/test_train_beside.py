@@ -27,7 +27,6 @@ from raypool import (
 
 torch = pytest.importorskip("torch")
 
-pytestmark = [pytest.mark.timeout(180)]
 
 mse_loss = torch.nn.functional.mse_loss
 

@@ -26,7 +26,6 @@ from tests.faults.conftest import add_up, count_ranks
 
 torch = pytest.importorskip("torch")
 
-pytestmark = [pytest.mark.timeout(300)]
 
 long = pytest.mark.long
 

@@ -20,7 +20,6 @@ from raypool.train.checkpoints import list_kept
 torch = pytest.importorskip("torch")
 
 pytestmark = [
-    pytest.mark.timeout(600),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data.context"),  # Ray warns of itself
 ]
 
@@ -102,7 +101,8 @@ def test_a_rank_that_raises_in_its_backward_pass(pool: Any, tmp_path: Path, culp
     assert again.values == [[2, 0], [2, 1]]
 
 
-@pytest.mark.parametrize("culprit", [1, pytest.param(0, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("culprit", [0, 1])
 def test_a_rank_that_is_killed_in_its_backward_pass(pool: Any, tmp_path: Path, culprit: int) -> None:
     """Not again without retries; with the same folder the warm lane goes on from where it was."""
     mark = tmp_path / "mark"

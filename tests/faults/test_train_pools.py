@@ -22,7 +22,6 @@ from tests.faults.conftest import add_up, count_ranks
 
 torch = pytest.importorskip("torch")
 
-pytestmark = [pytest.mark.timeout(300)]
 
 on_ray = pytest.mark.usefixtures("ray_session", "by_value")
 

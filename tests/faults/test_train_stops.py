@@ -21,7 +21,6 @@ from tests.faults.conftest import count_ranks
 
 torch = pytest.importorskip("torch")
 
-pytestmark = [pytest.mark.timeout(300)]
 
 EPOCHS = 5
 

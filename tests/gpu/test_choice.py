@@ -7,7 +7,7 @@ import pytest
 from raypool import ResourceError, WorkerResources, parpool
 from raypool.devices.nvml import NvmlInventory
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.gpu]
 
 GIB = 2**30
 

@@ -14,7 +14,7 @@ from raypool.devices.nvml import NvmlInventory, nvml
 with nvml() as library:
     HAS_GPU = library is not None and library.nvmlDeviceGetCount() > 0
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="no GPU"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="no GPU")]
 
 GIBIBYTE = 2**30
 

@@ -10,7 +10,7 @@ import pytest
 from raypool import current_task, parpool
 from raypool.devices.nvml import nvml
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.gpu]
 
 
 def used_bytes() -> list[int]:

@@ -10,7 +10,6 @@ from raypool import MetricBuffer, as_device, copy_to, cpu, gpu
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use"),
-    pytest.mark.timeout(300),
 ]
 
 

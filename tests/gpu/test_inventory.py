@@ -16,7 +16,7 @@ from raypool import gpu_device_count, gpu_device_table
 from raypool.devices.nvml import NvmlInventory
 from raypool.devices.visible import visible_gpus
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.gpu]
 
 LOOK = """
 import json

@@ -23,7 +23,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not HAS_GPU, reason="no GPU"),
     pytest.mark.skipif(shutil.which(mps.PROGRAM) is None, reason=f"no {mps.PROGRAM}"),
-    pytest.mark.timeout(300),
 ]
 
 HALF = WorkerResources(gpus=0.5)

@@ -8,7 +8,7 @@ from raypool import parpool
 from raypool.devices.nvml import nvml
 from raypool.spmd.context import SpmdContext
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.gpu]
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,6 @@ from raypool.devices.nvml import nvml
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.timeout(300),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data.context"),  # Ray warns of itself
 ]
 

@@ -13,8 +13,6 @@ import pytest
 
 from tests.documents import Block, blocks_of, commands_of
 
-pytestmark = [pytest.mark.timeout(120)]
-
 DOCUMENT = "docs/at_home.md"
 TRAIN, *SCRIPTS = sorted(blocks_of(DOCUMENT, "python"), key=lambda block: block.heading != "At the prompt")
 

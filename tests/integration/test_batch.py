@@ -36,8 +36,6 @@ from raypool import (
 )
 from tests.integration import test_growth as growth
 
-pytestmark = [pytest.mark.timeout(180)]
-
 Poll = Callable[..., bool]
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -92,7 +90,7 @@ def test_a_job_has_its_own_pool_and_its_outputs_are_there_for_another_process(he
     job_id, state = run_python(submitter).stdout.split()
     assert state in ("queued", "running")
     job = raypool.find_job(job_id, profile=head.profile)
-    assert job.fetch_outputs(timeout_s=60) == ([0, 1, 4, 9, 16], [0, 1], SECRET)
+    assert job.fetch_outputs(timeout_s=300) == ([0, 1, 4, 9, 16], [0, 1], SECRET)
     assert (job.name, job.state, job.exit_code, job.error) == ("squares", "finished", 0, None)
     assert repr(job) == f"<Job {job_id} (squares): finished>"
     assert job.submitted_at < job.finished_at
@@ -116,7 +114,7 @@ def assert_nobody_else_can_read(head: Any, secret: str) -> None:
 def test_an_exception_comes_back_as_itself(head: Any) -> None:
     job = raypool.batch(diverge, 7, profile=head.profile, name="bold")
     with pytest.raises(DivergedError, match="diverged at step 7") as caught:
-        job.fetch_outputs(timeout_s=60)
+        job.fetch_outputs(timeout_s=300)
     assert caught.value.step == 7
     assert isinstance(caught.value.__cause__, RemoteTraceback)
     assert "in diverge" in str(caught.value.__cause__)
@@ -180,7 +178,7 @@ def test_where_an_autoscaler_could_not_make_room_the_job_itself_says_so(
     with run_head({"num-cpus": 1, "num-gpus": 0, "autoscaling-config": settings}, environment) as head:
         job = raypool.batch(squares, 3, pool=7, profile=dataclasses.replace(head.profile, resources=WorkerResources(gpus=1)))
         with pytest.raises(ResourceError, match="7"):
-            job.fetch_outputs(timeout_s=60)
+            job.fetch_outputs(timeout_s=300)
 
 
 @pytest.mark.parametrize(
@@ -228,7 +226,7 @@ def test_a_hundred_megabytes_come_back_whole(head: Any) -> None:
         return np.random.default_rng(0).random(12_500_000)
 
     job = raypool.batch(make, profile=head.profile)
-    assert job.wait(timeout_s=60)
+    assert job.wait(timeout_s=300)
     outputs = job.fetch_outputs()
     np.testing.assert_array_equal(outputs, make())
 
@@ -238,7 +236,7 @@ def test_outputs_may_lie_elsewhere(head: Any, tmp_path: Path) -> None:
     jobs = [
         raypool.batch(max, [3, 5], profile=head.profile, outputs=place) for place in (f"file://{tmp_path}/a/b", f"{tmp_path}/c/")
     ]
-    assert [job.fetch_outputs(timeout_s=60) for job in jobs] == [5, 5]
+    assert [job.fetch_outputs(timeout_s=300) for job in jobs] == [5, 5]
     for job, folder in zip(jobs, (tmp_path / "a" / "b", tmp_path / "c"), strict=True):
         [left] = folder.iterdir()
         assert job.outputs_at.endswith(str(left))
@@ -260,8 +258,8 @@ def test_a_place_that_cannot_be_written_to_costs_no_work(head: Any, tmp_path: Pa
     never = raypool.batch(work, tmp_path, tmp_path / "1", profile=head.profile, outputs=f"{tmp_path}/file/folder")
     late = raypool.batch(work, tmp_path / "place", tmp_path / "2", profile=head.profile, outputs=f"{tmp_path}/place")
     with pytest.raises(CloudError, match=r"The function was not called: its outputs are to go to .*/file/folder"):
-        never.fetch_outputs(timeout_s=60)
-    assert late.fetch_outputs(timeout_s=60) == "hours of work"
+        never.fetch_outputs(timeout_s=300)
+    assert late.fetch_outputs(timeout_s=300) == "hours of work"
     assert "is left on this node" in late.diary
     assert not (tmp_path / "1").exists()
     assert (tmp_path / "2").exists()
@@ -274,7 +272,7 @@ def test_outputs_that_cannot_travel_say_so(head: Any) -> None:
 
     job = raypool.batch(lock, profile=head.profile)
     with pytest.raises(SerializationError, match=r"Cannot send a result back: \['guard'\] \(a lock\) cannot be pickled"):
-        job.fetch_outputs(timeout_s=60)
+        job.fetch_outputs(timeout_s=300)
     assert (job.state, job.exit_code) == ("failed", 1)
 
 
@@ -285,9 +283,9 @@ def test_one_that_ends_its_process_says_so(head: Any) -> None:
 
     killed, left = raypool.batch(kill, profile=head.profile), raypool.batch(sys.exit, 3, profile=head.profile)
     with pytest.raises(TaskError, match=r"ended with exit code -?\d+ and has left nothing.*last words"):
-        killed.fetch_outputs(timeout_s=60)
+        killed.fetch_outputs(timeout_s=300)
     with pytest.raises(TaskError, match="has ended its process, with exit code 3"):
-        left.fetch_outputs(timeout_s=60)
+        left.fetch_outputs(timeout_s=300)
     assert left.exit_code == 3
 
 
@@ -308,7 +306,7 @@ def test_one_that_runs_can_be_waited_for_read_and_cancelled(head: Any, tmp_path:
     with pytest.raises(CancelledError):
         job.fetch_outputs()
     after = raypool.batch(squares, 3, pool=2, profile=head.profile)  # its GPUs are free again
-    assert after.fetch_outputs(timeout_s=60)[0] == [0, 1, 4]
+    assert after.fetch_outputs(timeout_s=300)[0] == [0, 1, 4]
     assert not after.cancel()
 
 
@@ -323,7 +321,7 @@ def test_modules_travel_with_the_working_dir(head: Any, tmp_path: Path, run_pyth
     profiles = raypool.Profile(**cluster), raypool.Profile(**cluster, working_dir={str(tmp_path)!r})
     for job in [raypool.batch(my_models.train, 3, profile=profile) for profile in profiles]:
         try:
-            job.fetch_outputs(timeout_s=60)
+            job.fetch_outputs(timeout_s=300)
         except Exception as error:
             print(f"{{type(error).__name__}}: {{error}}")
     """
@@ -338,7 +336,7 @@ def test_a_job_that_was_made_otherwise_has_no_outputs(head: Any) -> None:
 
     job = raypool.find_job(Jobs(head.profile).submit(["echo", "hello"]), profile=head.profile)
     with pytest.raises(CloudError, match="it was not handed in by"):
-        job.fetch_outputs(timeout_s=60)
+        job.fetch_outputs(timeout_s=300)
     assert job.diary == "hello\n"
 
 
@@ -350,8 +348,8 @@ def test_the_ray_of_this_process_will_do(head: Any, run_python: Run) -> None:
     ray.init({head.address!r}, log_to_driver=False, logging_level="ERROR")
     def squares(number):
         return list(raypool.gcp(create=False).parfor(lambda i: i * i, range(number)))
-    print(raypool.batch(squares, 4, pool=1).fetch_outputs(timeout_s=90))
+    print(raypool.batch(squares, 4, pool=1).fetch_outputs(timeout_s=300))
     """
     settings = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(head.token_file)}
     loopback = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-    assert run_python(code, timeout_s=150, **settings, **loopback).stdout.splitlines()[-1] == "[0, 1, 4, 9]"
+    assert run_python(code, **settings, **loopback).stdout.splitlines()[-1] == "[0, 1, 4, 9]"

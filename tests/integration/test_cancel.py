@@ -15,7 +15,7 @@ import pytest
 
 from raypool import ParallelPool, TaskCancelled, TaskTimeoutError, current_task, fetch_next, wait
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.quick]
+pytestmark = [pytest.mark.quick]
 
 
 def pid() -> int:

@@ -11,14 +11,12 @@ import pytest
 
 from raypool import ParallelPool, PoolClosedError, RaypoolError, ResourceError, StartupError, WorkerResources, parpool
 
-pytestmark = [pytest.mark.timeout(120)]
-
 
 def test_two_pools_choose_at_once(ray_session: None, by_value: None) -> None:
     pools: dict[int, ParallelPool] = {}
 
     def choose(gpu: int) -> None:
-        pools[gpu] = parpool(gpus=[gpu], quiet=True, start_timeout_s=30)
+        pools[gpu] = parpool(gpus=[gpu], quiet=True, start_timeout_s=300)
 
     threads = [threading.Thread(target=choose, args=(gpu,)) for gpu in (0, 1, 2)]
     for thread in threads:
@@ -54,7 +52,7 @@ def test_shares_of_a_gpu_fill_up_before_another_is_taken(ray_session: None, by_v
 def test_a_pool_that_is_shut_down_while_it_waits_for_gpus_keeps_none(
     ray_session: None, by_value: None, eventually: Callable[..., bool]
 ) -> None:
-    with parpool(2, quiet=True), parpool(1, quiet=True, start_timeout_s=60) as pool:
+    with parpool(2, quiet=True), parpool(1, quiet=True, start_timeout_s=300) as pool:
         caught: list[BaseException] = []
 
         def grow() -> None:
@@ -104,7 +102,7 @@ def test_what_is_given_back_in_time_is_taken(ray_session: None, by_value: None) 
     """Within start_timeout_s it is waited for."""
     with parpool(3, quiet=True) as holder:
         opened: list[ParallelPool] = []
-        opener = threading.Thread(target=lambda: opened.append(parpool(3, start_timeout_s=60, quiet=True)))
+        opener = threading.Thread(target=lambda: opened.append(parpool(3, start_timeout_s=300, quiet=True)))
         opener.start()
         holder.delete()
         opener.join(60)

@@ -19,8 +19,6 @@ from cryptography.x509.oid import NameOID
 
 from raypool.engine.ray_session import LOOPBACK_ONLY
 
-pytestmark = [pytest.mark.timeout(180)]
-
 LAPTOP = """
 import os, json, sys, time, signal
 from raypool import *
@@ -373,6 +371,7 @@ said["left"] = [name for name in os.environ if "TLS" in name]
 """
 
 
+@pytest.mark.long
 def test_an_encrypted_cluster(head: Any, run_head: Callable[..., Any], laptop_at: Laptop, tmp_path: Path) -> None:
     for authority, node in (("ours", "node"), ("theirs", "theirs-node")):
         make_certificates(tmp_path, authority, node)

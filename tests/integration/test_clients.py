@@ -16,8 +16,6 @@ import pytest
 
 from raypool import ParallelPool, SerializationError, current_task, report
 
-pytestmark = [pytest.mark.timeout(120)]
-
 
 @pytest.fixture
 def with_a_lock() -> Callable[[Any], float]:

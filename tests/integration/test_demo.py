@@ -20,8 +20,6 @@ from raypool.cli import main
 COLUMNS = ["index", "network", "width", "lr", "accuracy", "loss", "parameters", "seconds", "status", "duration_s"]
 COLUMNS += ["started_at", "worker", "gpu", "attempts", "peak_memory_bytes", "reason", "error"]
 
-pytestmark = pytest.mark.timeout(180)
-
 
 @pytest.fixture(autouse=True)
 def threads_kept() -> Iterator[None]:

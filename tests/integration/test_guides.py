@@ -17,8 +17,6 @@ import pytest
 
 from tests.documents import blocks_of
 
-pytestmark = [pytest.mark.timeout(240)]
-
 ABOVE = """
 def train(width):
     return {"width": width}

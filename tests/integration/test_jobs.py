@@ -24,8 +24,6 @@ from raypool.cli import main
 from raypool.cloud import dashboard as dashboard_module
 from raypool.cloud.jobs import Jobs
 
-pytestmark = [pytest.mark.timeout(180)]
-
 Poll = Callable[..., bool]
 
 

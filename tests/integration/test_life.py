@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import ray
 
-pytestmark = [pytest.mark.timeout(180)]
-
 GONE_WITHIN_S = 90.0
 """Measured on two quiet cores: 0.6 s after a normal end, 4 s after SIGKILL (Ray's own node manager has to notice it)."""
 
@@ -48,7 +46,7 @@ def test_a_driver_that_ends_by_itself(start_python: Any, eventually: Any, body: 
     """It neither waits for what runs nor leaves it running."""
     started = start_python(driver(body))
 
-    done = started.finish(60)
+    done = started.finish()
 
     assert done.returncode == status, done.stderr
     assert ("the driver fails" in done.stderr) == (status == 1)
@@ -81,7 +79,7 @@ futures[0].result()
 
     started.process.send_signal(how)
 
-    done = started.finish(60)
+    done = started.finish()
     assert done.returncode == (128 + how if how is signal.SIGTERM else -how)
     assert "SIGTERM received" not in done.stderr
     check_nothing_is_left(started, eventually)

@@ -14,7 +14,6 @@ from tests.documents import blocks_of
 PAGE = "docs/matlab.md"
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.usefixtures("ray_session")
 def test_the_python_side_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -14,7 +14,7 @@ import ray
 
 from raypool import InvalidValueError, ParallelPool, ResourceError, WorkerResources, current_task, parpool
 
-pytestmark = [pytest.mark.usefixtures("ray_session", "by_value"), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.usefixtures("ray_session", "by_value")]
 
 CPU = WorkerResources(gpus=0, cpus=0.5)
 GPU = WorkerResources(gpus=1)
@@ -166,7 +166,7 @@ def test_two_mixed_pools_at_once() -> None:
     """Both open at the same moment, where there is enough for both."""
     pools: list[ParallelPool] = []
     starters = [
-        threading.Thread(target=lambda: pools.append(parpool(resources=[CPU, GPU, CPU], quiet=True, start_timeout_s=60)))
+        threading.Thread(target=lambda: pools.append(parpool(resources=[CPU, GPU, CPU], quiet=True, start_timeout_s=300)))
         for _ in range(2)
     ]
     for starter in starters:

@@ -12,7 +12,7 @@ import pytest
 
 from raypool import ParallelPool, ResourceError, WorkerResources, current_task, parpool
 
-pytestmark = [pytest.mark.usefixtures("ray_session", "by_value"), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.usefixtures("ray_session", "by_value")]
 
 CPU = WorkerResources(gpus=0, cpus=0.5)
 GPU = WorkerResources(gpus=1)

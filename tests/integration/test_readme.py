@@ -21,8 +21,6 @@ CODE = {block.heading: block.code for block in blocks_of("README.md", "python")}
 TEN_LINES, SWEEP, DURABLE = CODE["Ten lines"], CODE["A sweep that is watched"], CODE["A sweep that survives"]
 SPMD, TRAINING, SHARED = CODE["Every worker at once"], CODE["One model on all workers"], CODE["GPUs, seen and shared"]
 
-pytestmark = [pytest.mark.timeout(240)]
-
 
 def run(*args: str, code: str | None = None, cwd: Path) -> str:
     """Run Python, with a home of its own, and return what it printed."""

@@ -26,8 +26,6 @@ DEADLINE_S = 250.0
 
 Load = Callable[[str], Any]
 
-pytestmark = [pytest.mark.timeout(300)]
-
 
 @pytest.fixture
 def pool(two_workers: Any) -> Any:
@@ -243,7 +241,7 @@ def test_what_a_script_prints(name: str, pool: Any, load: Load, tmp_path: Path, 
 def test_a_script_by_itself(name: str, run_python: Any, tmp_path: Path) -> None:
     """As a user runs it: with the Ray that it starts, and warnings are errors."""
     path = ROOT / "examples" / f"{name}.py"
-    done = run_python(f"import runpy; runpy.run_path({str(path)!r}, run_name='__main__')", timeout_s=220, HOME=str(tmp_path))
+    done = run_python(f"import runpy; runpy.run_path({str(path)!r}, run_name='__main__')", HOME=str(tmp_path))
     assert not done.stderr
     assert done.stdout.startswith("raypool: 2 workers on ")
     assert re.search(LAST_LINES[name], done.stdout)

@@ -143,10 +143,11 @@ def test_bad_arguments() -> None:
         scaling_report(run)
 
 
+@pytest.mark.long
 def test_the_page_on_several_gpus_is_true(run_python: Callable[..., Any]) -> None:
     text = (Path(__file__).parents[2] / "docs" / "several_gpus.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    printed = run_python(code, timeout_s=110).stdout
+    printed = run_python(code).stdout
     assert "2 workers:" in printed
     assert "speed-up" in printed
     for name in re.findall(r"`(\w+_(?:s|up))`|`(efficiency)`", text):

@@ -21,8 +21,6 @@ import ray
 from raypool import ParallelPool, WorkerResources, parpool
 from raypool.devices.cores import usable_cores
 
-pytestmark = [pytest.mark.timeout(180)]
-
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 PREAMBLE = """
@@ -277,7 +275,7 @@ def test_a_cluster_at_an_address_is_used_and_left(ray_session: None, run_python:
     print(json.dumps(facts))
     """
 
-    facts, done = session(run_python, code, timeout_s=40, RAY_AUTH_MODE="token")
+    facts, done = session(run_python, code, RAY_AUTH_MODE="token")
 
     assert len(set(facts["gpus"])) == 2
     assert facts["is Ray left"] is False
@@ -293,8 +291,24 @@ def test_no_ray_at_the_address(run_python: Run) -> None:
     except StartupError as error:
         print(json.dumps({"error": str(error)}))
     """
-    facts, _ = session(run_python, code, timeout_s=40)
+    facts, _ = session(run_python, code)
     assert "127.0.0.1:1" in facts["error"]
+
+
+def test_ray_does_not_come_up(run_python: Run) -> None:
+    code = """
+    from raypool import parpool, StartupError
+    import ray
+    def init(**options):
+        raise Exception("The current node timed out during startup.")  # Ray's own words, and type
+    ray.init = init
+    try:
+        parpool(1)
+    except StartupError as error:
+        print(json.dumps({"error": str(error)}))
+    """
+    facts, _ = session(run_python, code)
+    assert "could not be started or reached at this machine: The current node timed out" in facts["error"]
 
 
 def test_a_home_that_cannot_be_written(run_python: Run) -> None:
@@ -306,7 +320,7 @@ def test_a_home_that_cannot_be_written(run_python: Run) -> None:
     except StartupError as error:
         print(json.dumps({"error": str(error)}))
     """
-    facts, _ = session(run_python, code, timeout_s=40, HOME="/dev/null")
+    facts, _ = session(run_python, code, HOME="/dev/null")
     assert "/dev/null/.ray" in facts["error"]
 
 

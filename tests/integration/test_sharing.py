@@ -12,7 +12,7 @@ from raypool.devices.simulated import SimulatedGpus
 
 GIBIBYTE = 2**30
 
-pytestmark = [pytest.mark.usefixtures("ray_session"), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.usefixtures("ray_session")]
 
 
 @pytest.fixture(scope="module")

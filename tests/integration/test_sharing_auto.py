@@ -16,7 +16,7 @@ from raypool.devices.simulated import SimulatedGpus
 
 GIBIBYTE = 2**30
 
-pytestmark = [pytest.mark.usefixtures("ray_session"), pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.usefixtures("ray_session")]
 
 
 @pytest.fixture

@@ -20,8 +20,6 @@ import raypool
 from tests.documents import ROOT
 from tests.integration.browser import browser, complaints, requests, serve  # noqa: F401 - fixtures
 
-pytestmark = [pytest.mark.timeout(240)]
-
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -24,8 +24,6 @@ from raypool import (
 
 pytest.importorskip("torch")
 
-pytestmark = [pytest.mark.timeout(180)]
-
 
 def add_up(context: Any) -> int:
     return context.all_reduce(context.rank + 1)

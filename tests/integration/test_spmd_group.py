@@ -13,7 +13,6 @@ from raypool import ParallelPool, SpmdContext
 
 pytest.importorskip("torch")
 
-pytestmark = [pytest.mark.timeout(180)]
 
 SPARE = 4
 """Ray opens a connection or a thread of its own now and then."""

@@ -24,7 +24,6 @@ from raypool import (
 
 pytest.importorskip("torch")
 
-pytestmark = [pytest.mark.timeout(180)]
 
 CPU = WorkerResources(gpus=0, cpus=0.25)
 

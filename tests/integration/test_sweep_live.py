@@ -13,8 +13,6 @@ import pytest
 
 from raypool import DataQueue, ParallelPool, WorkerResources, current_task, parpool, report
 
-pytestmark = [pytest.mark.timeout(180)]
-
 
 def pid() -> int:
     import os

@@ -32,7 +32,6 @@ from raypool.train.checkpoints import list_kept
 from raypool.train.runs import RunOptions
 
 pytestmark = [
-    pytest.mark.timeout(400),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data.context"),  # Ray warns of itself
     pytest.mark.usefixtures("coordinator"),
 ]

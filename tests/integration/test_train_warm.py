@@ -23,8 +23,6 @@ from raypool import (
 
 torch = pytest.importorskip("torch")
 
-pytestmark = [pytest.mark.timeout(180)]
-
 
 @pytest.fixture
 def pool(two_workers: Any) -> Any:
@@ -122,7 +120,6 @@ def test_a_loop_of_the_documentation(pool: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(400)
 def test_the_same_as_by_a_bare_trainer(pool: Any, tmp_path: Path, run_python: Callable[..., Any]) -> None:
     """Ray's own trainer comes to the same parameters with the same loop."""
     code = f"""
@@ -143,7 +140,7 @@ def test_the_same_as_by_a_bare_trainer(pool: Any, tmp_path: Path, run_python: Ca
         print(trainer.fit().checkpoint.path)
         ray.shutdown()
         """
-    done = run_python(code, timeout_s=300, RAY_TRAIN_HEALTH_CHECK_INTERVAL_S="0.2")
+    done = run_python(code, RAY_TRAIN_HEALTH_CHECK_INTERVAL_S="0.2")
     theirs = torch.load(Path(done.stdout.split()[-1]) / "model.pt")
     ours = state_of(pool.train(train_func, {"epochs": 2}, options=RunOptions(run_dir=tmp_path / "run")).result(60).checkpoint)
     assert ours["epoch"] == theirs["epoch"] == 1

@@ -56,14 +56,13 @@ def test_they_are_numbered() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=stem)
 def test_it_runs(path: Path, start_python: Callable[..., Any], eventually: Callable[..., bool], tmp_path: Path) -> None:
     copy = tmp_path / path.name
     shutil.copy(path, copy)
     settings = {name: str(tmp_path) for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR")}
     process = start_python(RUN.format(folder=str(tmp_path), path=str(copy)), **settings)
-    done = process.finish(220)
+    done = process.finish()
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert_whole_and_clean(copy)
     assert eventually(lambda: not process.family()), process.family()
