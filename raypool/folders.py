@@ -9,12 +9,14 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
 import uuid
 import weakref
 from collections.abc import Callable
+from errno import EPERM
 from pathlib import Path
 
 LOCK = ".lock"
@@ -32,10 +34,26 @@ if not os.fork():
 
 
 def make_private(folder: Path) -> Path:
-    """Make a folder, and those that it is in as far as they are missing, for this user only; return it."""
+    """Make a folder, and those that it is in as far as they are missing, for this user only; return it.
+
+    Raises:
+        PermissionError: It is there already, and belongs to another user, who could see and change what is put there.
+    """
+    make_folders(folder.parent)
+    try:
+        folder.mkdir(mode=0o700)
+    except FileExistsError:
+        status = folder.lstat()
+        if stat.S_ISLNK(status.st_mode) or status.st_uid != os.getuid():
+            whose = "is a link" if stat.S_ISLNK(status.st_mode) else f"belongs to user {status.st_uid}"
+            raise PermissionError(EPERM, f"it {whose}: only a folder of this user's is used there", str(folder)) from None
+    return folder
+
+
+def make_folders(folder: Path) -> Path:
+    """Make a folder, and its missing parents, for this user only; one that is there can be anyone's."""
     if not folder.is_dir():
-        if folder.parent != folder:
-            make_private(folder.parent)
+        make_folders(folder.parent)
         folder.mkdir(mode=0o700, exist_ok=True)
     return folder
 

@@ -25,6 +25,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from raypool import ParallelPool
+from raypool.engine.ray_helpers import without_helpers
 from raypool.engine.ray_session import ENVIRONMENT, make_token
 from tests.leaks import GRACE_S, MARK, no_process_or_file_is_left, nothing_is_left, poll  # noqa: F401 - fixtures
 from tests.shared_pool import shared
@@ -210,15 +211,16 @@ def ray_session() -> Iterator[None]:
 
     for name in (__name__, poll.__module__):  # gates travel
         cloudpickle.register_pickle_by_value(sys.modules[name])
-    ray.init(
-        address="local",
-        num_cpus=4,
-        num_gpus=3,
-        object_store_memory=200_000_000,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-    )
+    with without_helpers():
+        ray.init(
+            address="local",
+            num_cpus=4,
+            num_gpus=3,
+            object_store_memory=200_000_000,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="ERROR",
+        )
     yield
     shared.close()
     ray.shutdown()

@@ -35,10 +35,15 @@ class SharedPool:
         return pool is None or pool.is_closed or (not pool.busy and {worker.state for worker in pool.workers} == {"idle"})
 
     def close(self) -> None:
-        """End it, so that the GPUs are free."""
+        """End it, and wait until Ray has all GPUs back."""
         pool, self._pool, self.folder = self._pool, None, None
-        if pool is not None:
+        if pool is not None and not pool.is_closed:
+            import ray
+
+            from tests.leaks import poll  # it imports this module
+
             pool.delete()
+            assert poll(lambda: ray.available_resources().get("GPU") == ray.cluster_resources()["GPU"])
 
 
 shared = SharedPool()

@@ -47,7 +47,7 @@ class Exchange:
         self._offers: dict[int, asyncio.Future[str]] = {}
         self._ends = QueueEnds()
         self._shelf = Shelf()
-        self._meeting_points = Shelf()
+        self._meetings: dict[int, Meeting] = {}
 
     # --- queues -------------------------------------------------------------------------------------------------------
 
@@ -98,9 +98,25 @@ class Exchange:
 
     # --- ranks --------------------------------------------------------------------------------------------------------
 
-    async def meet(self, verb: str, *args: Any) -> Any:
-        """Put, wait for or remove the address at which the ranks of a group find each other."""
-        return await getattr(self._meeting_points, verb)(*args)
+    async def meet(self, number: int, rank: int, world_size: int, said: Any) -> list[Any]:
+        """Say something to all ranks of a new group, and return what all have said, by rank, when the last one has."""
+        meeting = self._meetings.setdefault(number, Meeting())
+        meeting.said[rank] = said
+        try:
+            if len(meeting.said) == world_size:
+                meeting.is_complete.set()
+            await meeting.is_complete.wait()
+            return [meeting.said[other] for other in range(world_size)]
+        finally:  # also where this rank was cancelled: then the others are, too
+            self._meetings.pop(number, None)
+
+
+class Meeting:
+    """The ranks of a new group, as far as they have come."""
+
+    def __init__(self) -> None:
+        self.said: dict[int, Any] = {}
+        self.is_complete = asyncio.Event()
 
 
 class QueueEnds:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from raypool.errors import InvalidValueError
-from raypool.folders import make_private, sync_folder
+from raypool.folders import make_folders, sync_folder
 
 PIECE_BYTES = 64 * 1024 * 1024
 """So much of a file travels at once."""
@@ -71,7 +71,7 @@ class FolderHome:
 
     def token(self) -> str:
         """Return what only those know who see this folder."""
-        file = make_private(self._root) / TOKEN
+        file = make_folders(self._root) / TOKEN
         with contextlib.suppress(FileExistsError):
             spare = file.with_name(f"{TOKEN}.{uuid.uuid4().hex}{PARTIAL}")
             spare.write_text(uuid.uuid4().hex)
@@ -98,7 +98,7 @@ class FolderHome:
     def begin(self, name: str) -> str:
         """Begin a new version."""
         folder = self._root / name
-        make_private(folder.parent)
+        make_folders(folder.parent)
         for left in folder.parent.glob(f".{folder.name}.*{PARTIAL}"):
             shutil.rmtree(left, ignore_errors=True)
         version = uuid.uuid4().hex[:8]
@@ -108,7 +108,7 @@ class FolderHome:
     def write_piece(self, name: str, version: str, file: str, piece: bytes) -> None:
         """Put the next piece of a file into a version."""
         target = _of_version(self._root / name, version) / file
-        make_private(target.parent)
+        make_folders(target.parent)
         with open(target, "ab", opener=_private) as stream:
             stream.write(piece)
             stream.flush()
@@ -168,7 +168,7 @@ def _private(path: str, flags: int) -> int:
 
 def _take_over(old: Path, new: Path) -> None:
     """Let a file that has not changed be in the new version too."""
-    make_private(new.parent)
+    make_folders(new.parent)
     try:
         os.link(old, new)
     except OSError:  # a file system without links

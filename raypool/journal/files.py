@@ -1,7 +1,7 @@
 """Files of a run: each is there as a whole or not at all, for its owner only, and is opened only if it is what was written.
 
-A pickle can run code when it is opened. So one is opened only from a file that belongs to whoever opens it, and whose size and
-hash are those in the journal.
+A pickle can run code when it is opened. So one is opened only from a run that nobody else can have written to, and from a file
+whose size and hash are those in the journal.
 """
 
 from __future__ import annotations
@@ -84,8 +84,12 @@ def read_file(path: Path, size: int, known_digest: bytes) -> bytes:
     return data
 
 
+JOURNAL = ("journal.sqlite", "journal.sqlite-wal", "journal.salvaged.sqlite")
+"""The files that rows are read from."""
+
+
 def distrust(path: Path) -> str | None:
-    """Return why what is in a file of ours may have been put there by somebody else, and what to do; None if it may not."""
+    """Return why what is in a file or folder may have been put there by somebody else, and what to do; None if it may not."""
     status = path.stat()
     if status.st_uid != os.getuid():
         return f"{path} belongs to user {status.st_uid}, and a pickle in it could run code as you: if you trust it, chown it"
@@ -106,6 +110,28 @@ def check_owner(path: Path) -> None:
         raise Damaged(f"{path} cannot be read ({error.strerror or error})") from error
     if reason is not None:
         raise Damaged(reason)
+
+
+def check_run(run_dir: Path) -> None:
+    """Make sure that nobody else can have written what the journal in this folder says.
+
+    Raises:
+        Damaged: The folder or a file of the journal belongs to somebody else, or others may write to it.
+    """
+    check_owner(run_dir)
+    for name in JOURNAL:
+        with contextlib.suppress(FileNotFoundError):
+            (run_dir / name).lstat()
+            check_owner(run_dir / name)
+
+
+def is_trusted(run_dir: Path) -> bool:
+    """Whether nobody else can have written what the journal in this folder says."""
+    try:
+        check_run(run_dir)
+    except Damaged:
+        return False
+    return True
 
 
 def cloudpickled(value: Any) -> bytes:

@@ -14,9 +14,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from raypool.errors import SerializationError
+from raypool.errors import JournalError, SerializationError
 from raypool.journal.descriptors import Identity, closed, identity, opening
-from raypool.journal.files import Damaged, make_folder, write_file
+from raypool.journal.files import Damaged, check_run, make_folder, write_file
 from raypool.journal.lock import RunLock
 from raypool.journal.opening import Contents, cannot_write, connect, open_database
 from raypool.journal.outcomes import (
@@ -94,13 +94,17 @@ class Journal:
             source: Where the function stands, for those who replay an item.
 
         Raises:
-            JournalError: It is in use, was made for another function or seed, or cannot be written.
+            JournalError: It is in use, was made for another function or seed, cannot be written, or others can write to it.
         """
         folder = Path(os.path.abspath(run_dir))  # noqa: PTH100 (links stay what they are)
         try:
             make_folder(folder)
         except OSError as error:
             raise cannot_write(folder, error) from error
+        try:
+            check_run(folder)
+        except Damaged as error:
+            raise JournalError(f"The run is not opened: {error}.", run_dir=str(folder)) from error
         lock = RunLock(folder)
         try:
             with opening(folder / DATABASE):

@@ -35,7 +35,7 @@ class RunLock:
     def __init__(self, folder: Path, name: str = "journal.lock") -> None:
         self._path = folder / name
         try:
-            self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
+            self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         except OSError as error:
             raise JournalError(
                 f"{folder} cannot be written ({error.strerror or error}). Give a folder that belongs to you.", run_dir=str(folder)

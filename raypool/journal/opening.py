@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from raypool.errors import JournalError
-from raypool.journal.files import distrust, sync_folder
+from raypool.journal.files import sync_folder
 from raypool.journal.outcomes import DATABASE
 from raypool.journal.salvage import carve
 from raypool.journal.schema import (
@@ -80,9 +80,6 @@ def open_database(folder: Path) -> tuple[sqlite3.Connection, Contents]:
         rest = _bytes_of(folder / f"{DATABASE}-wal")  # before SQLite tidies it away
         with contextlib.suppress(FileExistsError):
             os.close(os.open(folder / DATABASE, os.O_CREAT | os.O_EXCL, 0o600))
-        reason = distrust(folder / DATABASE)
-        if reason is not None:
-            raise JournalError(f"The journal is not opened: {reason}.", run_dir=str(folder))
         try:
             check_beginning(folder / DATABASE, rest)
             connection = connect(folder / DATABASE)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from raypool.errors import RemoteTraceback, SerializationError, TaskError
-from raypool.journal.files import Damaged, check_owner, digest, dump, load, make_folder, read_file, write_file
+from raypool.journal.files import Damaged, check_owner, check_run, digest, dump, load, make_folder, read_file, write_file
 from raypool.journal.plain import decode, encode
 from raypool.journal.schema import MAX_PICKLE_BYTES, MAX_TEXT_BYTES
 from raypool.results import Row
@@ -115,7 +115,7 @@ def get_back(place: Place, run_dir: Path, key: str) -> Any:
         if place.body is not None:
             return decode(place.body)
         if place.pickled is not None:
-            check_owner(run_dir / DATABASE)
+            check_run(run_dir)
             return load(place.pickled)
         if not place.file or place.digest is None:
             raise Damaged("it was never stored, since it cannot be pickled")

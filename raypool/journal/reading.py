@@ -20,7 +20,7 @@ from raypool.errors import JournalError
 from raypool.feed import Feed
 from raypool.feed import Row as Report
 from raypool.journal.descriptors import bare
-from raypool.journal.files import Damaged
+from raypool.journal.files import Damaged, is_trusted
 from raypool.journal.lock import is_in_use
 from raypool.journal.opening import (
     SALVAGED,
@@ -244,7 +244,9 @@ def _read_once(path: Path) -> Contents:
     rest = _log_of(path)  # first: what is in it is in the tables by the time that they are read, or was never found there
     check_beginning(path, rest)
     failure: Exception | None = None
-    for open_one in (_open_still, _open_beside, _open_copy):
+    # As root, SQLite gives a log to whoever has the database, and so would make a stranger's log one's own.
+    would_change = os.geteuid() == 0 and not is_trusted(path.parent)
+    for open_one in (_open_copy,) if would_change else (_open_still, _open_beside, _open_copy):
         try:
             with open_one(path) as connection:
                 contents = _with_rest(read_all(connection), rest)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from raypool.engine.runner import seed_everything
 from raypool.errors import JournalError
-from raypool.journal.files import Damaged, check_owner, load, read_file
+from raypool.journal.files import Damaged, check_owner, check_run, load, read_file
 from raypool.journal.opening import Contents
 from raypool.journal.outcomes import get_back
 from raypool.journal.reading import Entry, entries_of, newest_run, positions_of, read_contents
@@ -100,6 +100,10 @@ def replaying(run_dir: Path, item: str) -> Iterator[Replay]:
     """
     folder = run_dir.absolute()
     contents = read_contents(folder)
+    try:
+        check_run(folder)  # it says which script to load
+    except Damaged as error:
+        raise JournalError(f"No item of {folder} is run again: {error}.", run_dir=str(folder)) from error
     entry = _entry(folder, entries_of(contents), item)
     run = newest_run(contents) if entry.stored is None else entry.stored.run
     source, seed = _about(folder, contents, run)

@@ -152,7 +152,8 @@ class Group:
         return words
 
     def _meet(self, word: Word) -> list[Word]:
-        return [Word.read(entry) for entry in self.lines.meet(word.write())]
+        key = self.packer.key
+        return [Word.read(entry, key) for entry in self.lines.meet(word.write(key))]
 
     @contextmanager
     def operation(self, name: str, peer: int | None = None) -> Iterator[None]:
@@ -369,9 +370,8 @@ def leave() -> None:
 
 def connect(assignment: Assignment, way: Way | None) -> Group:
     """Find the other ranks, and make a group with them."""
-    packer = Packer(way if assignment.has_process else None)
     if way is None or (assignment.world_size == 1 and not assignment.has_process):
-        return Group(assignment, Alone(), packer)
+        return Group(assignment, Alone(), Packer(b""))
     found = find_others(assignment, way)
 
     def make() -> GlooLines | Alone:
@@ -380,7 +380,8 @@ def connect(assignment: Assignment, way: Way | None) -> Group:
         store = distributed().PrefixStore("control", found.store)
         return GlooLines(store, assignment.rank, assignment.world_size, found.address)
 
+    packer = Packer(found.host.key, way if assignment.has_process else None)
     group = Group(assignment, in_thread(make, discard=lambda lines: lines.sever()), packer)
-    group.store, group.address, group.master = found.store, found.address, found.master
+    group.store, group.address, group.master = found.store, found.address, found.host.master
     group.has_nccl, group.interfaces = found.has_nccl, interfaces_for(found.address)
     return group

@@ -1,22 +1,25 @@
 """How the ranks of a new group find each other.
 
-Rank 0 listens at a port that the system has chosen, and publishes the address through the pool's exchange. Everything after that
-goes through a store of torch's. What waits in native code is done when all ranks are known to be there, and in a thread.
+All ranks meet at the pool's exchange, which only the pool's own processes can ask. There rank 0 says where the store is through
+which torch's groups are made: in a file that only this user can open if all ranks are on one machine, else at a port. Other users
+can write to that port, so nothing that comes from there is unpickled; and what ranks send each other is signed with a key that
+rank 0 tells them at the meeting. What waits in native code is done when all ranks are known to be there, and in a thread.
 """
 
 from __future__ import annotations
 
-import pickle
+import secrets
 import threading
-import time
-from collections.abc import Callable, Sequence
+import uuid
+from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+from raypool.folders import folder_of_process, make_private
 from raypool.spmd.addresses import LOOPBACK, free_port, knock, listen, own_address
 from raypool.spmd.lines import SLICE_S, distributed
-from raypool.task import Way, current_task
+from raypool.task import Way, current_task, note_here
 
 STORE_TIMEOUT = timedelta(seconds=60)
 """How long one question to the store may take."""
@@ -42,46 +45,42 @@ class Assignment(NamedTuple):
     stays_warm: bool = True
 
 
-class Announcement(NamedTuple):
-    """What a rank says of itself at first: that it is there, the address of its host with a free port, and which GPU it has."""
+class Host(NamedTuple):
+    """What rank 0 tells the others.
 
-    address: tuple[str, int]
-    gpu_uuid: str | None
+    `place`: of the store: an address, a file, or the store itself where ranks are threads. `master`: an address with a
+    free port. `key`: messages between ranks are signed with it.
+    """
+
+    place: Any
+    master: tuple[str, int]
+    key: bytes
 
 
 class Found(NamedTuple):
-    """What ranks that have found each other share: a store; and the address of this one, and that of rank 0 with a free port."""
+    """What ranks that have found each other share: a store, and what rank 0 has said; and the address of this one."""
 
     store: Any
     address: str
-    master: tuple[str, int]
+    host: Host
     has_nccl: bool
 
 
 def find_others(assignment: Assignment, way: Way) -> Found:
     """Find the other ranks, and wait until all are there. Can be interrupted."""
-    try:
-        with ExitStack() as stack:
-            store, address = _meet_at(assignment, way)
-            port = stack.enter_context(free_port(address)) if assignment.rank == 0 else 0
-            announcements = _announce(store, assignment, (address, port))
-    finally:
+    store, address, host = None, "", None
+    with ExitStack() as stack:
         if assignment.rank == 0:
-            way.ask("meet", "remove", assignment.number)
-    uuids = [entry.gpu_uuid for entry in announcements]
+            store, place, address = _open_store(assignment)
+            host = Host(place, (address, stack.enter_context(free_port(address))), secrets.token_bytes(32))
+        said = _gpu_uuid(assignment), None if host is None else tuple(host)  # plain: the exchange does not know these classes
+        met = way.ask("meet", assignment.number, assignment.rank, assignment.world_size, said)
+    if host is None:
+        host = Host(*met[0][1])
+        store, address = _join_store(assignment, host.place)
+    uuids = [uuid for uuid, _ in met]
     has_nccl = None not in uuids and len(set(uuids)) == len(uuids)  # NCCL wants a GPU of its own for each rank
-    return Found(store, address, announcements[0].address, has_nccl)
-
-
-def _announce(store: Any, assignment: Assignment, address: tuple[str, int]) -> Sequence[Announcement]:
-    """Say that this rank is there, and wait for all others: what follows cannot be interrupted, so all must have come."""
-    store.set(f"here/{assignment.rank}", pickle.dumps(tuple(Announcement(address, _gpu_uuid(assignment)))))
-    keys = [f"here/{rank}" for rank in range(assignment.world_size)]
-    pause_s = 0.001
-    while not store.check(keys):
-        time.sleep(pause_s)  # the store's own wait with a time limit says on stderr each time that it has run out
-        pause_s = min(2 * pause_s, SLICE_S)
-    return [Announcement(*pickle.loads(store.get(key))) for key in keys]
+    return Found(store, address, host, has_nccl)
 
 
 def _gpu_uuid(assignment: Assignment) -> str | None:
@@ -92,32 +91,45 @@ def _gpu_uuid(assignment: Assignment) -> str | None:
     return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
 
 
-def _meet_at(assignment: Assignment, way: Way) -> tuple[Any, str]:
-    """Return the store through which the ranks find each other, and the address of this one."""
+def _open_store(assignment: Assignment) -> tuple[Any, Any, str]:
+    """Return a new store, where the others find it, and the address of this rank."""
     dist = distributed()
     if not assignment.has_process:
-        return _published(assignment, way, dist.HashStore), LOOPBACK
-    if assignment.rank == 0:
-        address = own_address(assignment.is_one_host)
-        listener = listen(address)
-        port = listener.getsockname()[1]
-        store = dist.TCPStore(
-            address, port, None, True, STORE_TIMEOUT, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
-        way.ask("meet", "put", assignment.number, (address, port))
-        return store, address
-    host, port = way.ask("meet", "wait", assignment.number, None)[1]
+        store = dist.HashStore()
+        return store, store, LOOPBACK
+    if assignment.is_one_host:
+        file = _new_file()
+        return _store_in(file), file, LOOPBACK
+    address = own_address(is_one_host=False)
+    listener = listen(address)
+    port = listener.getsockname()[1]
+    store = dist.TCPStore(address, port, None, True, STORE_TIMEOUT, wait_for_workers=False, master_listen_fd=listener.detach())
+    return store, (address, port), address
+
+
+def _join_store(assignment: Assignment, place: Any) -> tuple[Any, str]:
+    """Return the store that rank 0 has opened, and the address of this rank."""
+    if not assignment.has_process:
+        return place, LOOPBACK
+    if assignment.is_one_host:
+        return _store_in(place), LOOPBACK
+    host, port = place
     knock((host, port))
-    store = in_thread(lambda: dist.TCPStore(host, port, None, False, STORE_TIMEOUT, wait_for_workers=False))
-    return store, own_address(assignment.is_one_host, (host, port))
+    store = in_thread(lambda: distributed().TCPStore(host, port, None, False, STORE_TIMEOUT, wait_for_workers=False))
+    return store, own_address(is_one_host=False, towards=(host, port))
 
 
-def _published(assignment: Assignment, way: Way, make: Callable[[], Any]) -> Any:
-    if assignment.rank == 0:
-        store = make()
-        way.ask("meet", "put", assignment.number, store)
-        return store
-    return way.ask("meet", "wait", assignment.number, None)[1]
+def _new_file() -> str:
+    """Return the name of a file that goes with the pool, not before: native code of a rank that has gone on may still want it."""
+    note = note_here()
+    folder = folder_of_process() if note is None or note.folders is None else note.folders.temporary()
+    return str(make_private(folder / "groups") / uuid.uuid4().hex)
+
+
+def _store_in(file: str) -> Any:
+    store = distributed().FileStore(file)
+    store.set_timeout(STORE_TIMEOUT)
+    return store
 
 
 def in_thread(make: Callable[[], Any], discard: Callable[[Any], object] = bool) -> Any:

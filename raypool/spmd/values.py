@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 from raypool.errors import InvalidTypeError, SerializationError
-from raypool.spmd.wire import Word
+from raypool.spmd.wire import Word, checked, signed
 from raypool.task import Way
 
 PLAIN = frozenset({int, float, bool, str, type(None), complex})
@@ -20,9 +20,13 @@ MAX_INLINE_BYTES = 512
 
 
 class Packer:
-    """Pickles values, in the way of the pool if there is one: what a worker has from a notebook has no module to be found in."""
+    """Pickles values, in the way of the pool if there is one: what a worker has from a notebook has no module to be found in.
 
-    def __init__(self, way: Way | None = None) -> None:
+    What it has pickled is signed with `key`; it opens nothing else.
+    """
+
+    def __init__(self, key: bytes, way: Way | None = None) -> None:
+        self.key = key
         self._way = way
 
     def pack(self, value: Any, operation: str) -> bytes:
@@ -31,6 +35,9 @@ class Packer:
         Raises:
             SerializationError: It cannot be pickled.
         """
+        return signed(self._pickled(value, operation), self.key)
+
+    def _pickled(self, value: Any, operation: str) -> bytes:
         if type(value) in PLAIN:
             return pickle.dumps(value, protocol=5)
         if self._way is not None:
@@ -48,10 +55,12 @@ class Packer:
         """Return the value of a rank.
 
         Raises:
+            CollectiveError: No rank of the group has sent it.
             SerializationError: It cannot be read here.
         """
+        pickled = checked(packed, self.key)
         try:
-            return pickle.loads(packed)
+            return pickle.loads(pickled)
         except Exception as error:
             raise SerializationError(
                 f"What rank {rank} has sent in {operation} cannot be read here: {type(error).__name__}: {error}. "

@@ -6,14 +6,18 @@ see the same, and come to the same judgement: either all go on, or all raise the
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import pickle
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from raypool.errors import InvalidTypeError, InvalidValueError
+from raypool.errors import CollectiveError, InvalidTypeError, InvalidValueError
 
 SLOT_BYTES = 1024
 """Of a word. On one machine a meeting with 1024 bytes takes as long as one with 256; what fits needs no second message."""
+
+SIGNATURE_BYTES = 16
 
 MAX_NAMED = 8
 """An error names so many ranks by number."""
@@ -25,6 +29,32 @@ HAS_ENDED = "has ended"
 
 AGREE = frozenset({"all_reduce", "reduce"})
 """Collectives in which all values must be of one kind, dtype, shape and device."""
+
+
+def signed(data: bytes, key: bytes) -> bytes:
+    """Return data behind its signature, by which the other ranks know that a rank has sent it."""
+    return _signature(data, key) + data
+
+
+def checked(data: Any, key: bytes) -> memoryview:
+    """Return what was signed.
+
+    Raises:
+        CollectiveError: It was not signed with this key: no rank of the group has sent it.
+    """
+    whole = memoryview(data)
+    signature, rest = whole[:SIGNATURE_BYTES], whole[SIGNATURE_BYTES:]
+    if not hmac.compare_digest(signature, _signature(rest, key)):
+        raise CollectiveError(
+            "A message has arrived that no rank of this group has sent. Most likely another program has connected to a port of "
+            "the group: see SECURITY.md. Nothing of it was opened.",
+            missing=(),
+        )
+    return rest
+
+
+def _signature(data: Any, key: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=SIGNATURE_BYTES, key=key).digest()
 
 
 class Word(NamedTuple):
@@ -46,18 +76,23 @@ class Word(NamedTuple):
     size: int = 0
     payload: bytes | None = None
 
-    def write(self) -> bytes:
+    def write(self, key: bytes) -> bytes:
         """Return the slot; without the payload, if that does not fit."""
-        word = self if self.size <= SLOT_BYTES else self._replace(payload=None)
+        room = SLOT_BYTES - SIGNATURE_BYTES
+        word = self if self.size <= room else self._replace(payload=None)
         slot = pickle.dumps(tuple(word), protocol=5)
-        if len(slot) > SLOT_BYTES:
+        if len(slot) > room:
             slot = pickle.dumps(tuple(word._replace(payload=None)), protocol=5)
-        return slot.ljust(SLOT_BYTES, b"\0")
+        return signed(slot.ljust(room, b"\0"), key)
 
     @staticmethod
-    def read(slot: bytes) -> Word:
-        """Return the word in a slot."""
-        return Word(*pickle.loads(slot))  # a pickle knows where it ends
+    def read(slot: bytes, key: bytes) -> Word:
+        """Return the word in a slot.
+
+        Raises:
+            CollectiveError: No rank of the group has written it.
+        """
+        return Word(*pickle.loads(checked(slot, key)))  # a pickle knows where it ends
 
 
 class Disagreement(NamedTuple):

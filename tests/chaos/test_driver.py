@@ -130,7 +130,7 @@ def workers_of(process: Any, sweep: Sweep) -> list[int]:
 
 def strike(process: Any, begun: int, sweep: Sweep, chance: random.Random, eventually: Callable[..., bool]) -> None:
     """End the driver when it has begun so many items, and a moment has passed; with 0, somewhere in its start."""
-    assert eventually(lambda: len(sweep.begun()) >= begun or process.process.poll() is not None, 90)
+    assert eventually(lambda: len(sweep.begun()) >= begun or process.process.poll() is not None)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.process.wait(chance.uniform(0, 0.1 if begun else 3.0))
     process.process.send_signal(chance.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGINT, signal.SIGTERM]))

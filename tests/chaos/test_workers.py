@@ -27,7 +27,7 @@ def busy_and_idle(pool: ParallelPool) -> Callable[[], list[int]]:
 
 
 def check_all_workers(pool: ParallelPool, gpus: list[int | None]) -> None:
-    assert pool.parfeval_on_all(lambda: current_task().gpu).result(60) == gpus
+    assert pool.parfeval_on_all(lambda: current_task().gpu).result(300) == gpus
     statistics = pool.statistics()
     assert statistics.queued == statistics.running == 0
     assert statistics.submitted == statistics.finished + statistics.failed + statistics.cancelled
@@ -97,9 +97,9 @@ def test_futures_survive_any_number_of_lost_processes(
         for item, future in enumerate(futures):
             if item in cancelled:
                 with pytest.raises(CancelledError):
-                    future.result(60)
+                    future.result(300)
             else:
-                assert future.result(60) == fn(item)
+                assert future.result(300) == fn(item)
 
     with parpool(chance.choice([2, 3]), retries=RETRIES, quiet=True, trace=make_trace()) as pool:
         workers = busy_and_idle(pool)

@@ -191,7 +191,7 @@ class Lab:
                 child.send_signal(number)
         return "\n".join(process.communicate(timeout=BOOT_S))
 
-    def run(self, name: str, *command: str, timeout_s: float = 60.0, **env: str) -> str:
+    def run(self, name: str, *command: str, timeout_s: float = 500.0, **env: str) -> str:
         """Run a program on a host to its end; return what it has printed."""
         process = self.start(name, *command, **env)
         try:

@@ -273,7 +273,7 @@ def test_ctrl_c_ends_an_initializer(
         marks.add("went on")
 
     def interrupt() -> None:
-        if eventually(lambda: marks.count("hangs"), 60):
+        if eventually(lambda: marks.count("hangs")):
             press_ctrl_c()
         gate_opens.wait(20)
         gate.open()  # so that it fails instead of waiting

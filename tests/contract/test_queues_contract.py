@@ -489,7 +489,7 @@ def test_a_killed_worker_that_waited_for_room_keeps_nobody_waiting(pool: Paralle
     future = pool.options(retries=1).parfeval(task, 1)
     assert eventually(lambda: len(queue._end._putters) == 1)  # type: ignore[union-attr]
     os.kill(int(marks.all()[0].split()[1]), signal.SIGKILL)
-    assert eventually(lambda: len(queue._end._putters) == 2, 60)  # type: ignore[union-attr]  # it runs again
+    assert eventually(lambda: len(queue._end._putters) == 2)  # type: ignore[union-attr]  # it runs again
     assert take(queue, 3) == ["full", 1, 1]
     future.result(TIMEOUT_S)
     queue.close()

@@ -74,7 +74,7 @@ def as_good_as_new(pool: ParallelPool, eventually: Callable[..., bool]) -> Itera
     """After whatever it was, all workers answer to calls and loops, on the GPUs that they had, and nothing is left to do."""
     gpus = [worker.gpu for worker in pool.workers]
     yield
-    visible = pool.parfeval_on_all(lambda: os.environ["CUDA_VISIBLE_DEVICES"]).result(60)
+    visible = pool.parfeval_on_all(lambda: os.environ["CUDA_VISIBLE_DEVICES"]).result(300)
     assert visible == [str(gpu) for gpu in gpus]
     assert [worker.gpu for worker in pool.workers] == gpus
     assert list(pool.parfor(abs, range(-4, 0))) == [4, 3, 2, 1]

@@ -48,7 +48,7 @@ def test_it_ends_when_it_is_told_to(first: Any, the_agent: Callable[[], psutil.P
     before, (worker,) = the_agent(), first.workers
     before.terminate()
     psutil.Process(worker.pid).kill()
-    assert first.parfeval(os.getpid).result(60) != worker.pid
+    assert first.parfeval(os.getpid).result(300) != worker.pid
     assert eventually(lambda: not before.is_running())
 
 
@@ -59,7 +59,7 @@ def test_one_that_answers_nobody_is_replaced(
     before, (worker,) = the_agent(), first.workers
     before.suspend()
     psutil.Process(worker.pid).kill()
-    assert first.parfeval(os.getpid).result(60) != worker.pid
+    assert first.parfeval(os.getpid).result(300) != worker.pid
     assert eventually(lambda: not before.is_running())
     assert the_agent() != before
 
@@ -73,7 +73,7 @@ def test_what_it_is_to_cancel_ends_without_it(
     before = the_agent()
     before.suspend()
     assert future.cancel()
-    assert first.parfeval(abs, -1).result(60) == 1
+    assert first.parfeval(abs, -1).result(300) == 1
     assert eventually(lambda: not before.is_running())
 
 

@@ -160,7 +160,7 @@ def test_a_function_that(pool: ParallelPool, row: Row) -> None:
     results = once.parfor(fn, range(4), on_error="collect")
 
     check(bad.exception(60), row.error, row.words, "fn")
-    assert (bad.state, good.result(60)) == ("failed", 2)
+    assert (bad.state, good.result(300)) == ("failed", 2)
     assert list(results.errors) == [1]
     check(results.errors[1], row.error, row.words, "item 1 of")
     assert results[:] == [0, None, 2, 3]
@@ -198,7 +198,7 @@ def test_a_function_that_hangs(pool: ParallelPool) -> None:
             assert "timeout_s=2" in str(error)
             assert "stopped on worker 0" in str(error)
         assert results[:] == [0, None, 2]
-        assert strict.parfeval(abs, -1).result(60) == 1
+        assert strict.parfeval(abs, -1).result(300) == 1
 
 
 # --- workers ----------------------------------------------------------------------------------------------------------
@@ -223,7 +223,7 @@ def test_a_worker_that_is_killed_while_it_is_idle(pool: ParallelPool, eventually
     futures = [once.parfeval(abs, -i) for i in range(4)]
 
     assert once.parfor(lambda i: i, range(8)) == list(range(8))
-    assert [future.result(60) for future in futures] == [0, 1, 2, 3]
+    assert [future.result(300) for future in futures] == [0, 1, 2, 3]
     assert eventually(lambda: pool.workers[0].pid != victim.pid)
 
 
@@ -236,7 +236,7 @@ def test_a_worker_that_is_killed_while_it_starts(pool: ParallelPool, marks: Any)
             os.kill(os.getpid(), signal.SIGKILL)
 
     with parpool(1, setup=die_once, quiet=True, resources=WorkerResources(gpus=0)) as other:
-        assert other.options(retries=0).parfeval(abs, -1).result(60) == 1
+        assert other.options(retries=0).parfeval(abs, -1).result(300) == 1
         assert other.options(retries=0).parfor(abs, [-2]) == [2]
     assert marks.count("started") == 2
 
@@ -273,7 +273,7 @@ def test_a_worker_that_is_killed_between_its_result_and_the_answer(pool: Paralle
         return bytes(size) if i else Snare(marks, size)
 
     if verb == "parfeval":
-        values = [pool.parfeval(fn, 0).result(60)]
+        values = [pool.parfeval(fn, 0).result(300)]
     else:
         results = pool.parfor(fn, range(3))
         values = list(results)
@@ -296,7 +296,7 @@ def test_a_setup_that_fails_on_one_worker_and_on_all(pool: ParallelPool) -> None
         with pytest.raises(StartupError, match=f"(?s){how_many} workers did not start.*LookupError: no such data set"):
             parpool(2, setup=lambda worker=worker: fail(worker), quiet=True, resources=light)
     with parpool(2, quiet=True, resources=light) as other:
-        assert other.parfeval(abs, -1).result(60) == 1
+        assert other.parfeval(abs, -1).result(300) == 1
         assert other.parfor(abs, [-2]) == [2]
 
 
@@ -309,13 +309,13 @@ def test_two_pools_at_once(pool: ParallelPool, gate: Any, eventually: Callable[.
         held = other.parfeval(gate.wait)
         assert eventually(held.running)
         with pytest.raises(WorkerLostError):
-            pool.options(retries=0).parfeval(os._exit, 1).result(60)
+            pool.options(retries=0).parfeval(os._exit, 1).result(300)
         assert pool.parfor(abs, [-1, -2]) == [1, 2]
         pids = [worker.pid for worker in other.workers]
         gate.open()
         assert held.exception(60) is None
         assert [worker.pid for worker in other.workers] == pids
-    assert pool.parfeval(abs, -3).result(60) == 3
+    assert pool.parfeval(abs, -3).result(300) == 3
 
 
 @pytest.mark.quick
@@ -368,7 +368,7 @@ def test_a_function_that_uses_more_memory_than_it_may(pool: ParallelPool) -> Non
             assert re.search(words, str(error)), str(error)
             assert "smaller batches" in str(error)
         assert results[:] == [0, None, 2]
-        assert limited.parfeval(lambda: len(bytearray(200_000_000))).result(60) == 200_000_000
+        assert limited.parfeval(lambda: len(bytearray(200_000_000))).result(300) == 200_000_000
 
 
 def test_a_machine_that_runs_out_of_memory(pool: ParallelPool, run_python: Callable[..., Any]) -> None:
@@ -395,7 +395,7 @@ def test_a_machine_that_runs_out_of_memory(pool: ParallelPool, run_python: Calla
             results = once.parfor(fill, range(3), on_error="collect")
             for error in (error, results.errors[1]):
                 print(type(error).__name__, error.reason.name, str(error))
-            print(results[:], pool.parfeval(abs, -1).result(60))
+            print(results[:], pool.parfeval(abs, -1).result(300))
         """,
         timeout_s=500,
         RAY_memory_usage_threshold=str(enough),

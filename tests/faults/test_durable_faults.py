@@ -102,14 +102,14 @@ class Sweep:
         for kill in range(most):
             num_marks = len(self.marks.all()) + moments.randint(0, 25)
             started = self.start_python(self.code)
-            assert self.eventually(functools.partial(has_gone_so_far, self.marks, num_marks, started), 60), "it does not go on"
+            assert self.eventually(functools.partial(has_gone_so_far, self.marks, num_marks, started)), "it does not go on"
             time.sleep(moments.uniform(0, 0.02))  # in the midst of whatever it is at
             if started.process.poll() is not None:
                 assert started.finish().returncode == 0, started.finish().stderr
                 return kill
             os.kill(started.pid, signal.SIGKILL)
             started.process.wait(30)
-            assert self.eventually(functools.partial(is_gone, started), 60), "what the driver had started lives on"
+            assert self.eventually(functools.partial(is_gone, started)), "what the driver had started lives on"
             self.check()
         return most
 
@@ -168,7 +168,7 @@ def test_the_folder_of_a_driver_that_was_killed_is_free(
         with parpool(2, profile="threads", quiet=True) as pool:
             pool.parfor(work, range(4), run_dir={str(tmp_path / "run")!r}, chunk_size=1)
     """)
-    assert eventually(lambda: num_finished(tmp_path / "run") == 3, 90)
+    assert eventually(lambda: num_finished(tmp_path / "run") == 3)
     with parpool(2, profile="threads", quiet=True) as pool:
         with pytest.raises(JournalError, match=rf"in use by process {started.pid} on .*, since 2"):
             pool.parfor(abs, range(4), run_dir=tmp_path / "run")
@@ -206,9 +206,9 @@ def test_ctrl_c_leaves_what_was_done_and_says_so(
                 print("".join(getattr(interrupt, "__notes__", [])))
             print(list(pool.parfor(work, range(6), run_dir={str(tmp_path / "run")!r})))
     """)
-    ready.wait(90)
+    ready.wait()
     # What a worker has done is known a moment later; "inline" has nobody who could write it down meanwhile.
-    assert profile == "inline" or eventually(lambda: num_finished(tmp_path / "run") == 3, 60)
+    assert profile == "inline" or eventually(lambda: num_finished(tmp_path / "run") == 3)
 
     os.killpg(started.pid, signal.SIGINT)
 

@@ -35,7 +35,7 @@ def use(pool: ParallelPool) -> None:
     assert len(results.metrics) == 8
     pool.store["key"] = bytes(100_000)
     assert isinstance(pool.parfeval(fn, 3).exception(60), ValueError)
-    assert pool.parfeval(abs, -1).result(60) == 1
+    assert pool.parfeval(abs, -1).result(300) == 1
 
 
 @pytest.mark.parametrize("profile", ["inline", "threads"])
@@ -76,6 +76,6 @@ def test_children_of_workers_end_with_them(ray_session: None, by_value: None, ev
 
     before = strays()
     with parpool(1, quiet=True, resources=WorkerResources(gpus=0)) as pool:
-        pids = pool.parfeval(start_two).result(60)
+        pids = pool.parfeval(start_two).result(300)
         assert strays() - before == set(pids)
     assert eventually(lambda: strays() <= before)

@@ -44,7 +44,7 @@ def next_call_works(pool: ParallelPool, eventually: Callable[..., bool]) -> Iter
 
 
 def pids(pool: ParallelPool) -> list[int]:
-    return pool.parfeval_on_all(os.getpid).result(60)
+    return pool.parfeval_on_all(os.getpid).result(300)
 
 
 def add_up(context: Any) -> int:
@@ -371,7 +371,7 @@ def test_a_worker_that_dies_at_some_moment(pool: ParallelPool, gate: Any, number
     def begin() -> None:
         threading.Thread(target=fall, daemon=True).start()
 
-    pool.options(worker=culprit).parfeval(begin).result(60)
+    pool.options(worker=culprit).parfeval(begin).result(300)
     gate.open()
     began, orders = time.monotonic(), itertools.cycle([[2, 1, 0], [0, 2, 1]])
     error = None

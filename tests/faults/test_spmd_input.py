@@ -26,7 +26,7 @@ def next_call_works(pool: ParallelPool) -> Iterator[None]:
 
 
 def pids(pool: ParallelPool) -> list[int]:
-    return pool.parfeval_on_all(os.getpid).result(60)
+    return pool.parfeval_on_all(os.getpid).result(300)
 
 
 def fail(pool: ParallelPool, fn: Any, *args: Any) -> SpmdError:

@@ -45,7 +45,7 @@ def add_up(context: Any) -> int:
 
 
 def pids(pool: ParallelPool) -> list[int]:
-    return pool.parfeval_on_all(os.getpid).result(60)
+    return pool.parfeval_on_all(os.getpid).result(300)
 
 
 def count_for_ever() -> None:
@@ -174,7 +174,7 @@ def test_the_time_runs_from_the_beginning_not_from_the_call(pool: ParallelPool, 
     waited_from = time.monotonic()
     assert eventually(lambda: time.monotonic() > waited_from + 5.5)
     gate.open()
-    assert list(future.result(60)) == [6] * 3
+    assert list(future.result(300)) == [6] * 3
 
 
 # --- somebody does not want it any more -------------------------------------------------------------------------------
@@ -210,7 +210,7 @@ def test_it_is_cancelled_while_it_waits(pool: ParallelPool, gate: Any, marks: An
     behind = [pool.parfeval(abs, -number) for number in range(20)]
     assert {future.state for future in [gang, *behind]} == {"queued"}
     assert gang.cancel()
-    assert [future.result(60) for future in behind] == list(range(20))
+    assert [future.result(300) for future in behind] == list(range(20))
     gate.open()
     assert marks.all() == []
 
@@ -228,7 +228,7 @@ def test_every_rank_sees_the_wish_to_stop(pool: ParallelPool, gate: Any) -> None
     future = pool.spmd_async(train)
     gate.wait()
     future.request_stop()
-    steps = list(future.result(60))
+    steps = list(future.result(300))
     assert len(set(steps)) == 1
     assert future.state == "finished"
 
@@ -240,7 +240,7 @@ def test_a_wish_to_stop_from_before_the_beginning(pool: ParallelPool, gate: Any,
     future = pool.spmd_async(lambda context: current_task().should_stop)
     future.request_stop()
     gate.open()
-    assert list(future.result(60)) == [True] * 3
+    assert list(future.result(300)) == [True] * 3
 
 
 # --- the pool ends ----------------------------------------------------------------------------------------------------
@@ -265,7 +265,7 @@ def test_the_pool_is_deleted_during_a_call(ray_session: None, make_gate: Callabl
         assert eventually(queued.cancelled)
         assert running.state == "running"
         going_on.open()
-        deleting.result(60)
+        deleting.result(300)
     assert running.exception(0) is None
     with pytest.raises(PoolClosedError, match="have gone with it"):
         running.result(0)[0]
@@ -338,9 +338,9 @@ def test_ctrl_c_ends_all_ranks(start_python: Any, make_gate: Any, eventually: Ca
             print(list(pool.spmd(lambda context: context.all_reduce(1))), pool.parfeval_on_all(os.getpid).result() == pids)
         """
     )
-    ready.wait(90)
+    ready.wait()
     os.killpg(started.pid, signal.SIGINT)
     done = started.finish()
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["interrupted", "[2, 2] True"]
-    assert eventually(lambda: not started.family(), 60), started.family()
+    assert eventually(lambda: not started.family()), started.family()

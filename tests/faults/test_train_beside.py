@@ -59,7 +59,7 @@ def waits(gate: Any) -> Callable[[], list[int]]:
 
 def begun(eventually: Any, *runs: Any) -> None:
     """Wait until trainings have reported something."""
-    assert eventually(lambda: all(not run.metrics.empty for run in runs), 60)
+    assert eventually(lambda: all(not run.metrics.empty for run in runs))
 
 
 # --- other work -------------------------------------------------------------------------------------------------------
@@ -76,9 +76,9 @@ def test_what_waits_runs_when_it_is_done(pool: ParallelPool, gate: Any, waits: A
     assert pool.queue.running == [run]
     assert second in pool.queue.queued
     gate.open()
-    assert run.result(60).values == [[number] * 3 for number in range(3)]
-    assert [future.result(60) for future in futures + behind] == [*range(20), *range(20)]
-    assert second.result(60).values == [0, 1, 2]
+    assert run.result(300).values == [[number] * 3 for number in range(3)]
+    assert [future.result(300) for future in futures + behind] == [*range(20), *range(20)]
+    assert second.result(300).values == [0, 1, 2]
 
 
 @pytest.mark.quick
@@ -96,7 +96,7 @@ def test_a_loop_is_not_starved(pool: ParallelPool) -> None:
     for number in range(5):
         while len(runs) <= number:
             threading.Event().wait(0.01)
-        assert runs[number].result(60).values == [1] * 3
+        assert runs[number].result(300).values == [1] * 3
 
 
 def test_priorities(pool: ParallelPool, gate: Any, eventually: Any) -> None:
@@ -104,7 +104,7 @@ def test_priorities(pool: ParallelPool, gate: Any, eventually: Any) -> None:
     assert eventually(lambda: {blocker.state for blocker in blockers} == {"running"})
     first, low, high = (pool.options(priority=priority).train(lambda: 1) for priority in (0, 0, 5))
     gate.open()
-    assert [run.result(60).values for run in (first, low, high)] == [[1] * 3] * 3
+    assert [run.result(300).values for run in (first, low, high)] == [[1] * 3] * 3
     assert first.started_at < high.started_at < low.started_at, "who is at the head of the queue stays there"
 
 
@@ -113,10 +113,10 @@ def test_some_workers_train_and_the_others_work(pool: ParallelPool, gate: Any, w
     run = pool.train(waits, workers=[2, 0])
     begun(eventually, run)
     assert list(pool.parfor(lambda _: current_task().worker, 6)) == [1] * 6
-    assert pool.train(lambda: current_task().worker, workers=[1]).result(60).values == [1]
+    assert pool.train(lambda: current_task().worker, workers=[1]).result(300).values == [1]
     assert run.state == "running"
     gate.open()
-    assert run.result(60).values == [[2, 2, 0], [0, 0, 1]]
+    assert run.result(300).values == [[2, 2, 0], [0, 0, 1]]
 
 
 def test_two_trainings_on_two_parts(pool: ParallelPool, gate: Any, waits: Any, eventually: Any) -> None:
@@ -128,17 +128,17 @@ def test_two_trainings_on_two_parts(pool: ParallelPool, gate: Any, waits: Any, e
     assert part.queue.running == [runs[0]]
     assert rest.queue.running == [runs[1]]
     gate.open()
-    assert [run.result(60).values for run in runs] == [[[1, 1, 0]], [[0, 0, 0], [2, 2, 1]]]
+    assert [run.result(300).values for run in runs] == [[[1, 1, 0]], [[0, 0, 0], [2, 2, 1]]]
     x, model = torch.ones(12, 1).double(), torch.nn.Linear(1, 1).double()  # two ranks add in another order than one
     fits = [each.fit(model, (x, x), mse_loss, TrainingOptions(max_epochs=2)) for each in (part, rest)]
-    assert [len(fit.result(60).values) for fit in fits] == [1, 2]
+    assert [len(fit.result(300).values) for fit in fits] == [1, 2]
     torch.testing.assert_close(*[fit.result().metrics["loss"] for fit in fits])
 
 
 def test_a_fit_on_chosen_workers(pool: ParallelPool) -> None:
     x = torch.ones(12, 1)
     options = TrainingOptions(max_epochs=1, worker_load=[2, 1])
-    assert len(pool.fit(torch.nn.Linear(1, 1), (x, x), mse_loss, options, workers=[2, 1]).result(60).values) == 2
+    assert len(pool.fit(torch.nn.Linear(1, 1), (x, x), mse_loss, options, workers=[2, 1]).result(300).values) == 2
 
 
 def test_two_trainings_in_one_folder(pool: ParallelPool, tmp_path: Path, waits: Any, gate: Any, eventually: Any) -> None:
@@ -149,8 +149,8 @@ def test_two_trainings_in_one_folder(pool: ParallelPool, tmp_path: Path, waits: 
     with pytest.raises(InvalidValueError, match="run_dir"):
         pool.train(lambda: 1, workers=[1], options=RunOptions(run_dir=tmp_path / "." / "run"))
     gate.open()
-    assert run.result(60).values == [[0, 0, 0]]
-    assert pool.train(lambda: 1, workers=[1], options=kept).result(60).values == [1]
+    assert run.result(300).values == [[0, 0, 0]]
+    assert pool.train(lambda: 1, workers=[1], options=kept).result(300).values == [1]
 
 
 # --- the handle -------------------------------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ def test_a_handle_is_a_future_like_any_other(pool: ParallelPool) -> None:
     number, first = fetch_next(runs, 60)
     assert first.values == [number]
     doubled = after_each(runs, lambda result: result.values[0] * 2)
-    assert [each.result(60) for each in doubled] == [0, 2, 4]
+    assert [each.result(300) for each in doubled] == [0, 2, 4]
     assert [result.values[0] for result in fetch_outputs(runs)] == [0, 1, 2]
     assert isinstance(failing.error, TrainingError)
     assert isinstance(failing.error.__cause__, ZeroDivisionError)
@@ -210,7 +210,7 @@ def test_all_that_runs_is_cancelled(pool: ParallelPool, eventually: Any, tmp_pat
 
 def test_what_is_asked_of_one_that_has_ended(pool: ParallelPool) -> None:
     run = pool.train(lambda: 1)
-    assert run.result(60).values == [1] * 3
+    assert run.result(300).values == [1] * 3
     assert not run.cancel()
     assert not run.request_stop()
     assert run.state == "finished"
@@ -222,7 +222,7 @@ def test_a_callback_that_raises_harms_nobody(pool: ParallelPool, caplog: Any) ->
     later: list[int] = []
     run.add_done_callback(lambda _: 1 / 0)
     run.add_done_callback(lambda _: later.append(1))
-    assert run.result(60).values == [1] * 3
+    assert run.result(300).values == [1] * 3
     for _ in itertools.takewhile(lambda _: not later, range(1000)):
         threading.Event().wait(0.01)
     assert later == [1]
@@ -235,7 +235,7 @@ def test_what_it_prints(pool: ParallelPool) -> None:
         print(f"rank {ray.train.get_context().get_world_rank()} is here")
 
     run = pool.train(loop)
-    run.result(60)
+    run.result(300)
     for rank in range(3):
         assert f"rank {rank} is here" in run.diary
     assert "local mode" not in run.diary

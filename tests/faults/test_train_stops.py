@@ -36,7 +36,7 @@ def next_training_works(pool: Any, eventually: Callable[..., bool]) -> Iterator[
     """After whatever it was, a training on all workers works, and nothing is queued or running."""
     yield
     assert eventually(lambda: not pool.busy)
-    assert eventually(lambda: pool.idle_workers == pool.num_workers == 2, 60)
+    assert eventually(lambda: pool.idle_workers == pool.num_workers == 2)
     assert pool.train(count_ranks).result(120).values == [2, 2]
 
 

@@ -294,7 +294,7 @@ def test_one_that_ends_its_process_says_so(head: Any) -> None:
 
 def test_one_that_runs_can_be_waited_for_read_and_cancelled(head: Any, tmp_path: Path, eventually: Poll) -> None:
     job = raypool.batch(wait_for, str(tmp_path / "gate"), pool=2, profile=head.profile)
-    assert eventually(lambda: "begun\n" in job.diary, 60)
+    assert eventually(lambda: "begun\n" in job.diary)
     assert (job.state, job.error, job.exit_code, job.finished_at) == ("running", None, None, None)
     assert not job.wait(timeout_s=0.1)
     with pytest.raises(TimeoutError, match="it goes on"):

@@ -56,7 +56,7 @@ def test_two_chosen_gpus_and_nothing_on_the_third(gpus: SimulatedGpus) -> None:
         with parpool(gpus=chosen, inventory=gpus, quiet=True) as pool:
             assert gpus_of(pool) == chosen
             assert [worker.gpu_uuid for worker in pool.workers] == [gpus.devices()[gpu].uuid for gpu in chosen]
-            assert pool.parfeval_on_all(use, 0).result(60) == [(gpu, [gpu]) for gpu in chosen]
+            assert pool.parfeval_on_all(use, 0).result(300) == [(gpu, [gpu]) for gpu in chosen]
             assert all(seen == [gpu] for gpu, seen in pool.parfor(use, range(8)))
             assert gpus.devices()[1].processes == ()
             with parpool(inventory=gpus, quiet=True) as rest:
@@ -70,7 +70,7 @@ def test_as_many_workers_as_cards_each_with_another(gpus: SimulatedGpus) -> None
         workers = first.workers + rest.workers
         assert {worker.gpu_uuid for worker in workers} == {card.uuid for card in gpus.devices()}
         assert [worker.gpu_name for worker in workers] == ["Simulated GPU"] * 3
-        seen = first.parfeval_on_all(see).result(60) + rest.parfeval_on_all(see).result(60)
+        seen = first.parfeval_on_all(see).result(300) + rest.parfeval_on_all(see).result(300)
         assert sorted(seen) == [(0, "0"), (1, "1"), (2, "2")]
 
 
@@ -315,14 +315,14 @@ def test_chosen_gpus_of_each_machine(run_script: Any) -> None:
     a, b = add("a", 0, 1, 2), add("b", 3, 4)
     options = {"address": cluster.address, "inventory": cards}
     with parpool(gpus={"b": [4], "a": [2, 0]}, cancel_grace_s=1, quiet=True, **options) as pool:
-        facts["all"] = pool.parfeval_on_all(where).result(60)
+        facts["all"] = pool.parfeval_on_all(where).result(300)
         facts["held"] = attempt(gpus={"a": [1, 2]}, start_timeout_s=0.5, **options)
         cluster.remove_node(b, allow_graceful=False)
         eventually(lambda: pool.num_workers == 2)
-        facts["left"] = sorted(pool.parfeval_on_all(where).result(60))
+        facts["left"] = sorted(pool.parfeval_on_all(where).result(300))
         add("b", 3, 4)
         eventually(lambda: pool.num_workers == 3 and all(worker.state == "idle" for worker in pool.workers))
-        facts["back"] = sorted(pool.parfeval_on_all(where).result(60))
+        facts["back"] = sorted(pool.parfeval_on_all(where).result(300))
     facts["none here"] = attempt(gpus=[0], **options)
     facts["not there"] = attempt(gpus={"b": [3, 4, 5]}, **options)
     facts["which"] = attempt(gpus={"127.0.0.1": [0]}, **options)
@@ -348,7 +348,7 @@ def test_nodes_with_labels(run_script: Any) -> None:
     for number, wanted in (1, "spot"), (3, "!spot"), (3, "in(spot, reserved)"), (1, "!in(spot, reserved)"):
         resources = WorkerResources(gpus=1, labels={"market": wanted})
         with parpool(number, resources=resources, quiet=True, **options) as pool:
-            facts[wanted] = sorted(pool.parfeval_on_all(where).result(60))
+            facts[wanted] = sorted(pool.parfeval_on_all(where).result(300))
     spot = WorkerResources(gpus=1, labels={"market": "spot"})
     facts["too many"] = attempt(num_workers=2, resources=spot, **options)  # known at once, without waiting
     facts["nobody"] = attempt(resources=WorkerResources(gpus=1, labels={"market": "cattle"}), **options)
@@ -379,9 +379,9 @@ def test_a_ray_that_was_told_which_gpus_it_has(run_script: Any, visible: str) ->
     ray.init(address="local", num_cpus=2, num_gpus=2, object_store_memory=100_000_000, include_dashboard=False,
         log_to_driver=False, logging_level="ERROR")
     with parpool(quiet=True, inventory=cards) as pool:
-        facts["all"] = sorted(pool.parfeval_on_all(see).result(60))
+        facts["all"] = sorted(pool.parfeval_on_all(see).result(300))
     with parpool(gpus=[2], quiet=True, inventory=cards) as pool:
-        facts["chosen"] = pool.parfeval_on_all(see).result(60)
+        facts["chosen"] = pool.parfeval_on_all(see).result(300)
     facts["other"] = attempt(gpus=[1], inventory=cards)
     facts["full"] = attempt(num_workers=2, inventory=cards, min_free_memory_bytes=2**40)
     cards.break_down()
@@ -408,9 +408,9 @@ def test_chosen_gpus_of_a_ray_that_is_started_for_the_pool(run_script: Any) -> N
     """Scenario 1: what the inventory knows of, and the environment leaves of it, is what the new Ray has."""
     code = """
     with parpool(gpus=[0, 2], inventory=cards, quiet=True) as pool:
-        facts["chosen"] = pool.parfeval_on_all(see).result(60)
+        facts["chosen"] = pool.parfeval_on_all(see).result(300)
         with parpool(inventory=cards, quiet=True) as rest:
-            facts["rest"] = sorted(rest.parfeval_on_all(see).result(60))
+            facts["rest"] = sorted(rest.parfeval_on_all(see).result(300))
     import ray
     facts["is Ray left"] = ray.is_initialized()
     print(json.dumps(facts))
@@ -431,7 +431,7 @@ def test_instances_of_one_card_are_different_devices(run_script: Any) -> None:
     cards.change(1, mig=["MIG-a", "MIG-b"])
     with parpool(quiet=True, inventory=cards) as pool:
         facts["workers"] = sorted([worker.gpu, worker.gpu_uuid] for worker in pool.workers)
-        facts["seen"] = sorted(pool.parfeval_on_all(see).result(60))
+        facts["seen"] = sorted(pool.parfeval_on_all(see).result(300))
     ray.shutdown()
     print(json.dumps(facts))
     """,

@@ -74,7 +74,7 @@ def test_ctrl_c_and_the_same_command_again(
     (folder / "configs.jsonl").write_text("".join(json.dumps({"width": width, **paths}) + "\n" for width in (8, 16, 64)))
     options = ("configs.jsonl", "--workers", "1", "--profile", profile)
     started = start_sweep(*options)
-    assert eventually((folder / "ready").exists, 100), started.finish(1)
+    assert eventually((folder / "ready").exists), started.finish(1)
     os.killpg(started.pid, signal.SIGINT)
     done = started.finish()
     assert (done.returncode, done.stdout) == (130, ""), done.stderr

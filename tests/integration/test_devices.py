@@ -45,7 +45,7 @@ def test_one_worker_for_each_gpu_and_one_line(capfd: Any) -> None:
     """Scenario 2."""
     with parpool() as pool:
         said = capfd.readouterr()
-        seen = pool.parfeval_on_all(look).result(60)
+        seen = pool.parfeval_on_all(look).result(300)
         assert gpus_of(pool) == [0, 1, 2]
         assert seen == [(index, index, str(index)) for index in range(3)]
         assert len({worker.pid for worker in pool.workers}) == 3
@@ -93,9 +93,9 @@ class Trainer:
 def test_pools_that_start_at_once_never_share_a_gpu() -> None:
     with ThreadPoolExecutor(3) as starters, ExitStack() as stack:
         starting = [starters.submit(parpool, 1, quiet=True) for _ in range(3)]
-        pools = [stack.enter_context(future.result(60)) for future in starting]
+        pools = [stack.enter_context(future.result(300)) for future in starting]
         assert sorted(gpu for pool in pools for gpu in gpus_of(pool)) == [0, 1, 2]
-        assert sorted(pool.parfeval(look).result(60)[2] for pool in pools) == ["0", "1", "2"]
+        assert sorted(pool.parfeval(look).result(300)[2] for pool in pools) == ["0", "1", "2"]
 
 
 # --- parts of a GPU, and more than one ----------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ def test_two_gpus_for_each_worker() -> None:
     with parpool(resources=WorkerResources(gpus=2), quiet=True) as pool:
         (worker,) = pool.workers
         assert worker.gpus == (0, 1)
-        assert pool.parfeval(look).result(60) == (0, 0, "0,1")
+        assert pool.parfeval(look).result(300) == (0, 0, "0,1")
 
 
 def test_a_pool_that_shrinks_gives_its_gpus_back() -> None:
@@ -132,10 +132,10 @@ def test_a_pool_that_shrinks_gives_its_gpus_back() -> None:
         pool.resize(1)
         with parpool(2, quiet=True) as other:
             assert gpus_of(pool) + sorted(gpus_of(other)) == [0, 1, 2]
-            assert pool.parfeval(look).result(60) == (0, 0, "0")
+            assert pool.parfeval(look).result(300) == (0, 0, "0")
         pool.resize(3)
         assert sorted(gpus_of(pool)) == [0, 1, 2]
-        assert sorted(visible for _, _, visible in pool.parfeval_on_all(look).result(60)) == ["0", "1", "2"]
+        assert sorted(visible for _, _, visible in pool.parfeval_on_all(look).result(300)) == ["0", "1", "2"]
 
 
 def test_the_pool_that_gcp_makes_stays() -> None:
@@ -164,11 +164,11 @@ def test_a_worker_is_replaced_on_the_same_gpu(pool: ParallelPool, eventually: An
 
     assert isinstance(lost, WorkerLostError)
     assert "GPU 1" in str(lost)
-    assert eventually(lambda: pool.workers[1].pid != before[1].pid and pool.workers[1].state == "idle", 60)
+    assert eventually(lambda: pool.workers[1].pid != before[1].pid and pool.workers[1].state == "idle")
     after = pool.workers
     assert [(worker.index, worker.gpu) for worker in after] == [(0, 0), (1, 1), (2, 2)]
     assert (after[0], after[2]) == (before[0], before[2])
-    assert pool.parfeval_on_all(look).result(60) == [(index, index, str(index)) for index in range(3)]
+    assert pool.parfeval_on_all(look).result(300) == [(index, index, str(index)) for index in range(3)]
 
 
 def test_a_worker_without_a_gpu_sees_none(shared_pool: ParallelPool) -> None:
@@ -178,6 +178,6 @@ def test_a_worker_without_a_gpu_sees_none(shared_pool: ParallelPool) -> None:
         return look()[1], os.environ["CUDA_VISIBLE_DEVICES"], torch.cuda.device_count(), str(current_task().device)
 
     with parpool(1, resources=NO_GPU, quiet=True) as pool:
-        assert pool.parfeval(see).result(60) == (None, "", 0, "cpu")
+        assert pool.parfeval(see).result(300) == (None, "", 0, "cpu")
         assert pool.workers[0].gpus == ()
         assert pool.workers[0].gpu is None

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-GONE_WITHIN_S = 60.0
+GONE_WITHIN_S = 300.0
 
 
 def press_ctrl_c(started: Any) -> None:
@@ -52,7 +52,7 @@ with parpool(2, quiet=True) as pool:
     print(pool.parfor(abs, [-1, -2])[:], pool.parfeval_on_all(os.getpid).result() == pids)
 """
     )
-    ready.wait(90)
+    ready.wait()
     assert eventually(lambda: len(started.family()) > 3)
 
     press_ctrl_c(started)
@@ -84,7 +84,7 @@ with parpool(2, quiet=True) as pool:
     pool.parfor(stubborn, 5)
 """
     )
-    ready.wait(90)
+    ready.wait()
 
     for _ in range(times):
         press_ctrl_c(started)
@@ -110,7 +110,7 @@ except KeyboardInterrupt:
     print(pool.parfeval(abs, -1).result(), future.worker_replaced)
 """
     )
-    ready.wait(90)
+    ready.wait()
     press_ctrl_c(started)
     done = started.finish()
     assert done.returncode == 0, done.stderr

@@ -175,7 +175,7 @@ def test_ctrl_c_ends_the_looking_only(jobs: Jobs, head: Any, eventually: Poll) -
         assert process.stdout is not None
         assert any(line == "begun\n" for line in process.stdout)
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=30)
+        _, said = process.communicate(timeout=500)
     job_id = said.splitlines()[0]
     try:
         assert process.returncode == 130

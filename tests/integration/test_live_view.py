@@ -81,7 +81,7 @@ def on_terminal(code: str, keys: bytes = b"", watch: Callable[[Callable[[], str]
     reader.start()
     try:
         watch(shown)
-        assert process.wait(60) == 0, shown()
+        assert process.wait(500) == 0, shown()
     finally:
         process.kill()
         process.wait()
@@ -106,7 +106,7 @@ def test_a_picture_on_a_terminal(gate: Any, eventually: Callable[..., bool]) -> 
         def missing() -> list[str]:
             return [pattern for pattern in patterns if not re.search(pattern, plain(shown()))]
 
-        assert eventually(lambda: not missing(), 60), (missing(), shown())
+        assert eventually(lambda: not missing()), (missing(), shown())
         gate.open()
 
     code = TRAIN.format(held=8, gate=str(gate.path))
@@ -322,7 +322,7 @@ def test_the_memory_of_the_gpus_as_it_is(gpus: Cards, eventually: Callable[..., 
 
         assert eventually(is_seen), told
         end.open()
-        future.result(60)
+        future.result(300)
         (gpus._folder / "hangs").touch()
         try:
             assert eventually(lambda: ask(told.append) or told[-1] == {}), "what was seen long ago is not how it is now"

@@ -43,7 +43,7 @@ def test_two_workers_without_a_gpu_and_two_with_one(capfd: Any) -> None:
         first, second = gpus_of(pool)[2:]
         assert {first, second} < {0, 1, 2}
         assert first != second
-        seen = pool.parfeval_on_all(look).result(60)
+        seen = pool.parfeval_on_all(look).result(300)
         assert [index for index, _, _ in seen] == list(range(4))
         assert [visible for _, _, visible in seen] == [""] * 2 + [str(first), str(second)]
         assert len({worker.pid for worker in pool.workers}) == 4
@@ -73,7 +73,7 @@ def test_shares_of_gpus_beside_workers_without_one() -> None:
 def test_chosen_gpus_go_to_those_that_have_one() -> None:
     with parpool(resources=[CPU, GPU, CPU, GPU], gpus=[2, 0], quiet=True) as pool:
         assert gpus_of(pool) == [None, 2, None, 0]
-        assert [visible for _, _, visible in pool.parfeval_on_all(look).result(60)] == ["", "2", "", "0"]
+        assert [visible for _, _, visible in pool.parfeval_on_all(look).result(300)] == ["", "2", "", "0"]
 
 
 @pytest.mark.long
@@ -81,9 +81,9 @@ def test_loops_use_workers_of_all_kinds(make_gate: Callable[[], Any], eventually
     gate = make_gate()
     with parpool(resources=[CPU, CPU, GPU], quiet=True) as pool:
         jobs = [pool.parfeval(lambda: (gate.wait(), current_task().gpu is None)[1]) for _ in range(3)]
-        assert eventually(lambda: all(job.running() for job in jobs), 60)
+        assert eventually(lambda: all(job.running() for job in jobs))
         gate.open()
-        assert sorted(job.result(60) for job in jobs) == [False, True, True]
+        assert sorted(job.result(300) for job in jobs) == [False, True, True]
 
 
 # --- too little ---------------------------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ def test_a_worker_of_each_kind_is_replaced_by_its_like(eventually: Any) -> None:
         after = pool.workers
         assert [(worker.index, worker.gpu) for worker in after] == [(worker.index, worker.gpu) for worker in before]
         gpu, half = gpus_of(pool)[1:3]
-        assert pool.parfeval_on_all(look).result(60) == [(0, None, ""), (1, gpu, str(gpu)), (2, half, str(half)), (3, None, "")]
+        assert pool.parfeval_on_all(look).result(300) == [(0, None, ""), (1, gpu, str(gpu)), (2, half, str(half)), (3, None, "")]
 
 
 def test_a_mixed_pool_shrinks_and_fills_up_again(eventually: Any) -> None:
@@ -148,7 +148,7 @@ def test_a_mixed_pool_shrinks_and_fills_up_again(eventually: Any) -> None:
         pool.resize(4)
         assert Counter(gpu is None for gpu in gpus_of(pool)) == {True: 2, False: 2}
         assert len(set(gpus_of(pool))) == 3
-        assert sorted(pool.parfeval_on_all(lambda: current_task().gpu is None).result(60)) == [False, False, True, True]
+        assert sorted(pool.parfeval_on_all(lambda: current_task().gpu is None).result(300)) == [False, False, True, True]
         with pytest.raises(ResourceError, match=r"Requested 1 workers, available 0: .* each of 4 workers"):
             pool.resize(5)
         assert pool.num_workers == 4

@@ -56,7 +56,7 @@ def note_pipes() -> None:
 def test_workers_that_share_a_gpu_have_it(path: str, caplog: pytest.LogCaptureFixture, eventually: Callable[..., bool]) -> None:
     """One service for both, before anything of the user's runs there; it ends with the pool, and its files go."""
     with parpool(2, resources=HALF, gpus=[0], mps=True, setup=note_pipes, env={"PATH": path}, quiet=True) as pool:
-        (pipes, logs, seen), other = pool.parfeval_on_all(look).result(60)
+        (pipes, logs, seen), other = pool.parfeval_on_all(look).result(300)
         assert other == (pipes, logs, seen)
         assert pipes == seen
         assert pipes is not None
@@ -74,7 +74,7 @@ def test_where_it_cannot_be_the_workers_take_turns(path: str, tmp_path: Path, ca
     """One warning, however many workers, says why and what to do; all goes on."""
     (tmp_path / "bin" / "mode").write_text("fails")
     with parpool(2, resources=HALF, mps=True, env={"PATH": path}, quiet=True) as pool:
-        assert pool.parfeval_on_all(look).result(60) == [(None, None, None)] * 2
+        assert pool.parfeval_on_all(look).result(300) == [(None, None, None)] * 2
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warnings) == 1
     assert "take turns, for nvidia-cuda-mps-control -d has failed with status 1: An instance of this" in warnings[0]
@@ -83,18 +83,18 @@ def test_where_it_cannot_be_the_workers_take_turns(path: str, tmp_path: Path, ca
 @pytest.mark.long
 def test_a_gpu_that_is_not_shared_needs_none(path: str, caplog: pytest.LogCaptureFixture) -> None:
     with parpool(2, mps=True, env={"PATH": path}, quiet=True) as pool:
-        assert pool.parfeval_on_all(look).result(60) == [(None, None, None)] * 2
+        assert pool.parfeval_on_all(look).result(300) == [(None, None, None)] * 2
     assert caplog.messages == [mps.NOT_SHARED]
     caplog.clear()
     with parpool(1, resources=WorkerResources(gpus=0), mps=True, env={"PATH": path}, quiet=True) as pool:
-        assert pool.parfeval(look).result(60) == (None, None, None)
+        assert pool.parfeval(look).result(300) == (None, None, None)
     assert caplog.messages == []
 
 
 @pytest.mark.long
 def test_a_service_of_the_users_own_is_left_alone(path: str, tmp_path: Path) -> None:
     with parpool(1, resources=HALF, mps=True, env={"PATH": path, mps.PIPES: str(tmp_path)}, quiet=True) as pool:
-        assert pool.parfeval(look).result(60)[0] == str(tmp_path)
+        assert pool.parfeval(look).result(300)[0] == str(tmp_path)
         assert not processes(str(tmp_path))
 
 
@@ -111,13 +111,13 @@ def test_a_worker_that_must_be_killed_leaves_the_service_first(path: str, gate: 
 
     options: dict[str, Any] = {"resources": HALF, "mps": True, "env": {"PATH": path}, "cancel_grace_s": 0.5, "quiet": True}
     with parpool(1, **options) as pool:
-        pipes, logs, _ = pool.parfeval(look).result(60)
+        pipes, logs, _ = pool.parfeval(look).result(300)
         (worker,) = pool.workers
         (Path(str(pipes)) / "clients").write_text(f"{worker.pid}\n")
         future = pool.parfeval(stay)
         gate.wait()
         future.cancel()
-        assert pool.parfeval(look).result(60)[0] == pipes
+        assert pool.parfeval(look).result(300)[0] == pipes
         assert pool.workers[0].pid != worker.pid
         said = (Path(str(logs)) / "control.log").read_text().splitlines()
         assert [line.split()[2] for line in said if line.startswith("terminate_client")] == [str(worker.pid)]
@@ -132,7 +132,7 @@ def test_a_driver_that_is_killed_leaves_no_service(
     from raypool import WorkerResources, parpool
     ray.init(address="local", num_cpus=2, num_gpus=1, include_dashboard=False, log_to_driver=False)
     pool = parpool(2, resources=WorkerResources(gpus=0.5), mps=True, env={"PATH": os.environ["FAKE_PATH"]}, quiet=True)
-    print(pool.parfeval(os.getenv, "CUDA_MPS_PIPE_DIRECTORY").result(60), flush=True)
+    print(pool.parfeval(os.getenv, "CUDA_MPS_PIPE_DIRECTORY").result(300), flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
     """
     process = start_python(code, FAKE_PATH=path, PYTHONWARNINGS="ignore")

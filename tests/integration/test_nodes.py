@@ -125,13 +125,13 @@ def test_tasks_leave_a_node_that_is_about_to_go_and_the_pool_grows_again(on_clus
         eventually(lambda: list(folder.glob(f"* left {node.node_id}")))
         facts["in time"] = time.monotonic() < gone_at
         mark("door")
-        facts["values"] = [future.result(60) for future in futures]
+        facts["values"] = [future.result(300) for future in futures]
         sizes(pool, 1)
         kill(node)
         facts["alone"] = set(pool.parfor(lambda i: node_of(), range(3))) == {node_of()}
         new = add(num_cpus=2)
         sizes(pool, 2)
-        facts["again"] = set(pool.parfeval_on_all(node_of).result(60)) == {node_of(), new.node_id}
+        facts["again"] = set(pool.parfeval_on_all(node_of).result(300)) == {node_of(), new.node_id}
     ray.init(cluster.address, log_to_driver=False, logging_level="ERROR")
     facts["groups"] = [group["state"] for group in ray.util.placement_group_table().values() if group["state"] != "REMOVED"]
     end()
@@ -156,8 +156,8 @@ def test_without_a_deadline_what_runs_is_left_to_its_end(on_cluster: Any) -> Non
         eventually(lambda: pool.num_workers == 1)
         facts["later"] = pool.parfeval(node_of)
         mark("door")
-        facts["values"] = [future.result(60) for future in futures]
-        facts["later"] = facts["later"].result(60) == node_of()
+        facts["values"] = [future.result(300) for future in futures]
+        facts["later"] = facts["later"].result(300) == node_of()
         facts["runs"] = len(list(folder.glob("* on *")))
         sizes(pool, 1)
     end()
@@ -209,7 +209,7 @@ def test_a_node_that_is_killed_under_a_loop(on_cluster: Any) -> None:
         sizes(pool, 2)
         add(num_cpus=4)
         sizes(pool, 3)
-        facts["nodes"] = len(set(pool.parfeval_on_all(node_of).result(60)))
+        facts["nodes"] = len(set(pool.parfeval_on_all(node_of).result(300)))
         facts["more"] = pool.parfor(fn, range(9), chunk_size=1) == [i * i for i in range(9)]
         time.sleep(7)  # it could try to grow once more
         facts["size"] = pool.num_workers
@@ -229,7 +229,7 @@ def test_where_another_node_has_room_the_workers_go_there(on_cluster: Any) -> No
         kill(first)
         eventually(lambda: pool.statistics().workers_lost == 1)
         sizes(pool, 2)
-        facts["there"] = set(pool.parfeval_on_all(node_of).result(60)) == {node_of(), spare.node_id}
+        facts["there"] = set(pool.parfeval_on_all(node_of).result(300)) == {node_of(), spare.node_id}
     end()
     """)
     assert facts == {"there": True}
@@ -247,7 +247,7 @@ def test_a_pool_that_was_made_smaller_does_not_grow(on_cluster: Any) -> None:
         time.sleep(7)
         facts["size"] = pool.num_workers
         pool.resize(2)
-        facts["larger"] = len(pool.parfeval_on_all(node_of).result(60))
+        facts["larger"] = len(pool.parfeval_on_all(node_of).result(300))
     end()
     """)
     assert facts == {"size": 1, "larger": 2}
@@ -266,8 +266,8 @@ def test_a_pool_that_loses_its_only_node_waits_for_another(on_cluster: Any) -> N
         eventually(lambda: pool.statistics().workers_lost == 2)
         mark("door")
         new = add(num_cpus=2)
-        facts["values"] = [future.result(90)[0] for future in futures]
-        facts["there"] = pool.parfeval(node_of).result(60) == new.node_id
+        facts["values"] = [future.result(300)[0] for future in futures]
+        facts["there"] = pool.parfeval(node_of).result(300) == new.node_id
         sizes(pool, 2)
     end()
     """,
@@ -315,7 +315,7 @@ def test_a_call_on_all_workers_when_a_node_is_lost(on_cluster: Any) -> None:
         kill(node)
         future.join(60)
         sizes(pool, 1)
-        facts["after"] = pool.parfeval(node_of).result(60) == node_of()
+        facts["after"] = pool.parfeval(node_of).result(300) == node_of()
     end()
     """)
     assert facts["after"]
@@ -395,9 +395,9 @@ def test_ray_on_this_machine_is_killed(on_cluster: Any, name: str, words: str) -
     except Exception as error:
         facts["large"] = type(error).__name__
     with parpool(1, quiet=True) as other:
-        facts["other"] = other.parfeval(abs, -1).result(60)
+        facts["other"] = other.parfeval(abs, -1).result(300)
         del pool
-        facts["other again"] = other.parfeval(abs, -2).result(60)
+        facts["other again"] = other.parfeval(abs, -2).result(300)
     facts["left"] = [child.name() for child in psutil.Process().children(recursive=True) if child.status() != "zombie"]
     print(json.dumps(facts))
     """,

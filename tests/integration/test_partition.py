@@ -47,8 +47,8 @@ def test_two_pools_of_a_mixed_one_run_at_the_same_time(make_gate: Callable[[], A
         assert {(gpu, visible) for _, gpu, visible in prepared} == {(None, "")}
         assert (training.idle_workers, preparing.idle_workers) == (0, 2)
         gate.open()
-        assert {model.result(60) for model in models} == {str(gpu) for gpu in gpus_of(training)}
-        assert [value[0] for value in pool.parfeval_on_all(look).result(60)] == list(range(4))
+        assert {model.result(300) for model in models} == {str(gpu) for gpu in gpus_of(training)}
+        assert [value[0] for value in pool.parfeval_on_all(look).result(300)] == list(range(4))
 
 
 def test_so_many_workers_for_each_gpu() -> None:
@@ -58,7 +58,7 @@ def test_so_many_workers_for_each_gpu() -> None:
             assert sorted(Counter(gpus_of(part)).values()) == expected
             assert part.num_workers + rest.num_workers == 6
             assert Counter(gpus_of(part)) + Counter(gpus_of(rest)) == Counter(gpus_of(pool))
-            assert {gpu for _, gpu, _ in part.parfeval_on_all(look).result(60)} == {0, 1, 2}
+            assert {gpu for _, gpu, _ in part.parfeval_on_all(look).result(300)} == {0, 1, 2}
 
 
 @pytest.mark.long
@@ -79,8 +79,8 @@ def test_parts_of_a_pool_that_rests(eventually: Any) -> None:
         with pytest.raises(ResourceError, match="requested 2, available 1"):
             parpool(2, start_timeout_s=0.5, quiet=True)
         assert set(training.parfor(lambda _: look()[1], 10)) <= {gpu for _, gpu in before[1:]}
-        assert pool.parfeval_on_all(look).result(60) == [(index, gpu, "" if gpu is None else str(gpu)) for index, gpu in before]
-        assert preparing.parfeval(look).result(60)[0] == 0
+        assert pool.parfeval_on_all(look).result(300) == [(index, gpu, "" if gpu is None else str(gpu)) for index, gpu in before]
+        assert preparing.parfeval(look).result(300)[0] == 0
 
 
 # --- the pool that tests share ----------------------------------------------------------------------------------------
@@ -89,7 +89,7 @@ def test_parts_of_a_pool_that_rests(eventually: Any) -> None:
 def test_a_worker_that_is_replaced_stays_in_its_part(pool: ParallelPool, eventually: Any, marks: Any) -> None:
     """And a sticky call of a part is for the part's workers only, also for those that come later."""
     part, rest = pool.partition(workers=[1])
-    part.parfeval_on_all(lambda: marks.add(f"part {look()[0]}"), sticky=True).result(60)
+    part.parfeval_on_all(lambda: marks.add(f"part {look()[0]}"), sticky=True).result(300)
     before = pool.workers
     for view, index in ((part, 1), (rest, 0)):
         view.options(worker=index, retries=0).parfeval(os.kill, before[index].pid, signal.SIGKILL).exception(60)
@@ -97,8 +97,8 @@ def test_a_worker_that_is_replaced_stays_in_its_part(pool: ParallelPool, eventua
             lambda index=index: pool.workers[index].pid != before[index].pid and pool.workers[index].state == "idle", 60
         )
     assert [worker.index for worker in part.workers] == [1]
-    assert part.parfeval(look).result(60) == (1, before[1].gpu, str(before[1].gpu))
-    assert rest.parfeval_on_all(look).result(60) == [(place, before[place].gpu, str(before[place].gpu)) for place in (0, 2)]
+    assert part.parfeval(look).result(300) == (1, before[1].gpu, str(before[1].gpu))
+    assert rest.parfeval_on_all(look).result(300) == [(place, before[place].gpu, str(before[place].gpu)) for place in (0, 2)]
     assert marks.all() == ["part 1", "part 1"]
 
 
@@ -121,4 +121,4 @@ def test_the_gpus_of_a_part_stay_the_pools(pool: ParallelPool) -> None:
     part.delete()
     with pytest.raises(ResourceError, match="requested 1, available 0"):
         parpool(1, start_timeout_s=0.1, quiet=True)
-    assert len(rest.parfeval_on_all(look).result(60)) == 2
+    assert len(rest.parfeval_on_all(look).result(300)) == 2

@@ -50,7 +50,7 @@ def test_the_sweep_that_survives(
     (tmp_path / "sweep.py").write_text(DURABLE.replace("parpool()", opened))
     run_it = f"import os, runpy; os.chdir({str(tmp_path)!r}); runpy.run_path('sweep.py', run_name='__main__')"
     process = start_python(run_it)
-    assert eventually(lambda: list(tmp_path.glob("runs/widths/items/*/checkpoint/checkpoint.pt")), 90)
+    assert eventually(lambda: list(tmp_path.glob("runs/widths/items/*/checkpoint/checkpoint.pt")))
     process.process.kill()
     printed = run("sweep.py", cwd=tmp_path)
     rows = re.findall(r"^(\d) +(\d+) +(0\.\d+) +finished$", printed, re.MULTILINE)

@@ -49,7 +49,7 @@ class Slow(nn.Module):
 
 def test_computation_communication_and_what_one_worker_needs(pool: Any) -> None:
     run = pool.fit(Slow(), DATA, mse_loss, OPTIONS)
-    before = copy.deepcopy(run.result(90).model.state_dict())
+    before = copy.deepcopy(run.result(300).model.state_dict())
 
     report = scaling_report(run, num_steps=4, num_warm_up=1)
 
@@ -68,7 +68,7 @@ def test_computation_communication_and_what_one_worker_needs(pool: Any) -> None:
 
 def test_on_the_workers_of_the_run(pool: Any) -> None:
     run = pool.fit(nn.Linear(1, 1), DATA, mse_loss, OPTIONS, workers=[1])
-    run.result(90)
+    run.result(300)
     with pool.transfer_bytes() as moved:
         report = scaling_report(run, num_steps=2, num_warm_up=0)
     assert report.num_workers == 1
@@ -79,7 +79,7 @@ def test_on_the_workers_of_the_run(pool: Any) -> None:
 
 def test_batches_go_round_where_there_are_few(pool: Any) -> None:
     run = pool.fit(nn.Linear(1, 1), DATA, mse_loss, OPTIONS)
-    run.result(90)
+    run.result(300)
     report = scaling_report(run)
     assert report.num_steps == 20, "of a training that had 4"
     assert all(math.isfinite(value) and value > 0 for value in (report.step_s, report.compute_s, report.one_worker_s))
@@ -97,7 +97,7 @@ def test_while_it_trains_the_report_waits(pool: Any, make_gate: Callable[[], Any
     job = _in_thread(lambda: scaling_report(run, num_steps=1, num_warm_up=0))
     assert not job.done()
     gate.open()
-    assert job.result(90).num_workers == 2
+    assert job.result(300).num_workers == 2
     assert run.done()
 
 
@@ -115,7 +115,7 @@ def _in_thread(fn: Callable[[], Any]) -> Any:
 def test_in_this_process_there_is_one_rank(profile: str) -> None:
     with parpool(1, profile=profile, quiet=True) as pool:
         run = pool.fit(nn.Linear(1, 1), DATA, mse_loss, OPTIONS)
-        run.result(60)
+        run.result(300)
         assert scaling_report(run, num_steps=2).num_workers == 1
 
 
@@ -123,7 +123,7 @@ def test_in_this_process_there_is_one_rank(profile: str) -> None:
 def test_a_loop_of_the_users_is_not_known() -> None:
     with parpool(1, profile="inline", quiet=True) as pool:
         run = pool.train(lambda: None)
-        run.result(60)
+        run.result(300)
         with pytest.raises(InvalidValueError, match=r"loop of your own.*pool\.fit"):
             scaling_report(run)
 
@@ -132,7 +132,7 @@ def test_a_loop_of_the_users_is_not_known() -> None:
 def test_bad_arguments() -> None:
     with parpool(1, profile="inline", quiet=True) as pool:
         run = pool.fit(nn.Linear(1, 1), DATA, mse_loss, OPTIONS)
-        run.result(60)
+        run.result(300)
         for bad in (None, 5, run.result(), pool.parfeval(abs, -1)):
             with pytest.raises(InvalidTypeError, match=r"Give what pool\.fit has returned"):
                 scaling_report(bad)

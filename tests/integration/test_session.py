@@ -223,7 +223,7 @@ def test_ray_imported_first_and_a_token_that_others_can_read(run_python: Run, tm
 def test_a_ray_that_runs_in_this_process_is_used_and_left(shared_pool: ParallelPool) -> None:
     before = ray.get_runtime_context().get_node_id()
     with parpool(1, resources=WorkerResources(gpus=0), quiet=True) as pool:
-        inside = pool.parfeval(lambda: __import__("ray").get_runtime_context().get_node_id()).result(60)
+        inside = pool.parfeval(lambda: __import__("ray").get_runtime_context().get_node_id()).result(300)
     assert inside == before
     assert ray.is_initialized()
     assert ray.get_runtime_context().get_node_id() == before

@@ -43,8 +43,8 @@ def test_a_card_is_filled_and_an_item_that_needs_it_whole_gets_it(
     with parpool(1, inventory=gpus, workers_per_gpu="auto", quiet=True) as pool:
         first = pool.parfor(train, [3] * 8)
         assert [value[0] for value in first] == [3] * 8
-        assert eventually(lambda: pool.parfor(train, [3] * 8) and pool.num_workers == 4, 60)
-        assert eventually(lambda: all(worker.state == "idle" for worker in pool.workers), 60)
+        assert eventually(lambda: pool.parfor(train, [3] * 8) and pool.num_workers == 4)
+        assert eventually(lambda: all(worker.state == "idle" for worker in pool.workers))
         assert {worker.gpu for worker in pool.workers} == {0}
 
         items = [3] * 6 + [14] + [3] * 9
@@ -93,11 +93,11 @@ def test_waiting_for_the_card_can_be_cancelled(gpus: SimulatedGpus, gate: Any, e
         return held.num_bytes
 
     with parpool(1, inventory=gpus, workers_per_gpu="auto", quiet=True) as pool:
-        assert eventually(lambda: pool.parfor(train, [3] * 4) and pool.num_workers == 4, 60)
-        assert eventually(lambda: [worker.state for worker in pool.workers] == ["idle"] * 4, 60)
+        assert eventually(lambda: pool.parfor(train, [3] * 4) and pool.num_workers == 4)
+        assert eventually(lambda: [worker.state for worker in pool.workers] == ["idle"] * 4)
         neighbour = pool.parfeval(hold)
         large = pool.parfeval(train, 14)
-        assert eventually(is_somebody_in_the_door, 60)
+        assert eventually(is_somebody_in_the_door)
         assert large.cancel()
         assert eventually(lambda: large.worker_replaced is not None)
         assert large.worker_replaced is False

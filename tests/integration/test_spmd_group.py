@@ -73,18 +73,18 @@ def test_many_calls_use_one_group(pool: ParallelPool) -> None:
 def test_groups_that_alternate_leave_nothing_behind(pool: ParallelPool, eventually: Callable[..., bool]) -> None:
     """What a group that is of no use any more has left open is closed some seconds later, in the next call."""
     subsets = ([0, 1, 2], [2, 1], [1, 0], [2, 1, 0])
-    before = pool.parfeval_on_all(count).result(60)
+    before = pool.parfeval_on_all(count).result(300)
     numbers = [pool.spmd(look_inside, workers=subsets[turn % 4])[0]["number"] for turn in range(40)]
     assert len(set(numbers)) == 40
 
     def are_few() -> bool:
         pool.spmd(add_up)
-        now = pool.parfeval_on_all(count).result(60)
+        now = pool.parfeval_on_all(count).result(300)
         return all(
             each[name] <= start[name] + 20 for start, each in zip(before, now, strict=True) for name in ("sockets", "threads")
         )
 
-    assert eventually(are_few, 30), pool.parfeval_on_all(count).result(60)
+    assert eventually(are_few), pool.parfeval_on_all(count).result(300)
 
 
 def test_failures_leave_nothing_behind(pool: ParallelPool) -> None:
@@ -103,9 +103,9 @@ def test_failures_leave_nothing_behind(pool: ParallelPool) -> None:
                 pool.spmd(fail, turn % 3)
 
     rounds(3)
-    before = pool.parfeval_on_all(count).result(60)
+    before = pool.parfeval_on_all(count).result(300)
     rounds(15)
-    after = pool.parfeval_on_all(count).result(60)
+    after = pool.parfeval_on_all(count).result(300)
     for start, end in zip(before, after, strict=True):
         assert start["pid"] == end["pid"]
         for name in ("sockets", "files", "threads"):
@@ -151,9 +151,9 @@ def test_a_group_that_a_task_leaves_open_is_its_own(pool: ParallelPool) -> None:
         dist.destroy_process_group()
         return size
 
-    assert pool.parfeval_on_all(open_one).result(60) == [1, 1, 1]
+    assert pool.parfeval_on_all(open_one).result(300) == [1, 1, 1]
     assert list(pool.spmd(add_up)) == [(6, 6.0)] * 3
-    assert pool.parfeval_on_all(size_and_close).result(60) == [1, 1, 1]
+    assert pool.parfeval_on_all(size_and_close).result(300) == [1, 1, 1]
     assert list(pool.spmd(add_up)) == [(6, 6.0)] * 3
 
 
@@ -184,10 +184,10 @@ def test_a_group_that_one_worker_has_left(pool: ParallelPool, is_warm: bool) -> 
 
     order = [0, 1, 2] if is_warm else [2, 1, 0]
     pool.spmd(add_up)
-    pool.options(worker=1).parfeval(make_some).result(60)
+    pool.options(worker=1).parfeval(make_some).result(300)
     for _ in range(2):
         assert list(pool.options(timeout_s=20).spmd(pair, workers=order)) == [6.0] * 3
-    pool.options(worker=1).parfeval(close_all).result(60)
+    pool.options(worker=1).parfeval(close_all).result(300)
     assert list(pool.options(timeout_s=20).spmd(pair, workers=order)) == [6.0] * 3
 
 
@@ -249,7 +249,7 @@ def test_the_environment_is_that_of_torchrun(pool: ParallelPool) -> None:
     def remove_own() -> None:
         del os.environ["RANK"]
 
-    pool.parfeval_on_all(set_own, "mine").result(60)
+    pool.parfeval_on_all(set_own, "mine").result(300)
     seen = list(pool.spmd(fn))
     for rank, names in enumerate(seen):
         expected = {"RANK": str(rank), "WORLD_SIZE": "3", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "3"}
@@ -257,10 +257,10 @@ def test_the_environment_is_that_of_torchrun(pool: ParallelPool) -> None:
         assert names["MASTER_ADDR"] == "127.0.0.1"
     ports = {names["MASTER_PORT"] for names in seen}
     assert len(ports) == 1
-    assert pool.parfeval_on_all(look).result(60) == [dict.fromkeys(NAMES) | {"RANK": "mine"}] * 3
+    assert pool.parfeval_on_all(look).result(300) == [dict.fromkeys(NAMES) | {"RANK": "mine"}] * 3
     others = {pool.spmd(fn, workers=order)[0]["MASTER_PORT"] for order in ([2, 1, 0], [1, 0, 2], [0, 2])}
     assert len(others | ports) == 4, "the port is always the same"
-    pool.parfeval_on_all(remove_own).result(60)
+    pool.parfeval_on_all(remove_own).result(300)
 
 
 def test_what_is_in_the_environment_makes_a_group(pool: ParallelPool) -> None:
@@ -294,12 +294,12 @@ def test_nobody_outside_this_machine_can_connect(pool: ParallelPool, make_gate: 
         return os.getpid()
 
     inside, going_on = make_gate(), make_gate()
-    before = {pid: listeners(pid) for pid in pool.parfeval_on_all(os.getpid).result(60)}
+    before = {pid: listeners(pid) for pid in pool.parfeval_on_all(os.getpid).result(300)}
     future = pool.spmd_async(fn, workers=[2, 0])  # a new group
     inside.wait()
     during = {pid: listeners(pid) for pid in before}
     going_on.open()
-    assert set(future.result(60)) < set(before)
+    assert set(future.result(300)) < set(before)
     new = {address for pid in before for address in (*during[pid], *listeners(pid)) if address not in before[pid]}
     assert new, "nobody listens at all"
     assert {ip for ip, _ in new} <= {"127.0.0.1", "::1"}

@@ -23,7 +23,7 @@ Sweep = Callable[[ParallelPool, Path], None]
 def large_results(pool: ParallelPool, folder: Path) -> None:
     results = pool.parfor(lambda number: np.full(SIZE, number), range(20))
     assert [array[0] for array in results] == list(range(20))
-    assert len(pool.parfeval(np.ones, SIZE).result(60)) == SIZE
+    assert len(pool.parfeval(np.ones, SIZE).result(300)) == SIZE
 
 
 def results_that_nobody_wants(pool: ParallelPool, folder: Path) -> None:
@@ -59,10 +59,10 @@ def a_cancellation(pool: ParallelPool, folder: Path) -> None:
         return data
 
     futures = [pool.parfeval(wait, np.full(SIZE, number), number >= 4) for number in range(12)]
-    assert len(futures[0].result(60)) == SIZE
+    assert len(futures[0].result(300)) == SIZE
     for future in futures:
         future.cancel()
-    assert pool.parfeval_on_all(abs, -1).result(60) == [1, 1, 1]
+    assert pool.parfeval_on_all(abs, -1).result(300) == [1, 1, 1]
 
 
 def a_killed_worker(pool: ParallelPool, folder: Path) -> None:

@@ -47,16 +47,16 @@ def test_a_fresh_process(pool: ParallelPool, tmp_path: Path, eventually: Any) ->
     assert pool.parfeval_on_all(pid).result(30) == [number for _, number in before.values()]
 
     fresh = pool.options(fresh_process=True)
-    pids = [future.result(60) for future in [fresh.parfeval(pid) for _ in range(4)]]
+    pids = [future.result(300) for future in [fresh.parfeval(pid) for _ in range(4)]]
     assert len(set(pids)) == 4, "a process was used twice"
-    others = [future.result(60) for future in [pool.parfeval(pid) for _ in range(6)]]
+    others = [future.result(300) for future in [pool.parfeval(pid) for _ in range(6)]]
     assert not set(others) & set(pids)
     assert {worker.index: worker.gpu for worker in pool.workers} == {index: gpu for index, (gpu, _) in before.items()}
-    assert pool.options(fresh_process=True, worker=1).parfeval(lambda: current_task().worker).result(60) == 1
+    assert pool.options(fresh_process=True, worker=1).parfeval(lambda: current_task().worker).result(300) == 1
     results = fresh.parfor(lambda number: (number, pid()), range(3))
     assert [number for number, _ in results] == [0, 1, 2]
     assert len({number for _, number in results}) == 3
-    assert eventually(lambda: pool.idle_workers == 3, 60)
+    assert eventually(lambda: pool.idle_workers == 3)
     assert pool.statistics().workers_lost == lost
 
 
@@ -75,7 +75,7 @@ def test_a_fresh_process_that_dies_and_one_that_is_cancelled(pool: ParallelPool,
     future = fresh.parfeval(sleep)
     gate.wait()
     assert future.cancel()
-    assert pool.parfeval_on_all(abs, -1).result(90) == [1, 1, 1]
+    assert pool.parfeval_on_all(abs, -1).result(300) == [1, 1, 1]
 
 
 @pytest.mark.quick

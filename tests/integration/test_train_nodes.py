@@ -67,7 +67,7 @@ with parpool(2, address=cluster.address, quiet=True) as pool:
     result = run.result(100)
     facts["starts"], facts["steps"] = result.values, result.metrics_frame["step"].tolist()
     sizes(pool, 2)
-    facts["on"] = sorted(pool.parfeval_on_all(node_of).result(60)) == sorted([node_of(), new.node_id])
+    facts["on"] = sorted(pool.parfeval_on_all(node_of).result(300)) == sorted([node_of(), new.node_id])
     for pid in rest:
         os.kill(pid, signal.SIGKILL)
 end()

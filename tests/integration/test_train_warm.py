@@ -105,12 +105,12 @@ def assert_nothing_is_left(pool: Any) -> None:
 
 def test_a_loop_of_the_documentation(pool: Any, tmp_path: Path) -> None:
     """In one go, and in two: the same parameters, to the last bit."""
-    whole = pool.train(train_func, {"epochs": 4}, options=RunOptions(run_dir=tmp_path / "whole")).result(60)
+    whole = pool.train(train_func, {"epochs": 4}, options=RunOptions(run_dir=tmp_path / "whole")).result(300)
     assert whole.metrics_frame["epoch"].tolist() == [0, 1, 2, 3]
     assert whole.metrics["loss"] < whole.metrics_frame["loss"][0]
     assert state_of(whole.checkpoint)["epoch"] == 3
     halves = [
-        pool.train(train_func, {"epochs": epochs}, options=RunOptions(run_dir=tmp_path / "halves")).result(60)
+        pool.train(train_func, {"epochs": epochs}, options=RunOptions(run_dir=tmp_path / "halves")).result(300)
         for epochs in (2, 4)
     ]
     assert halves[1].metrics_frame["epoch"].tolist() == [2, 3]
@@ -142,7 +142,7 @@ def test_the_same_as_by_a_bare_trainer(pool: Any, tmp_path: Path, run_python: Ca
         """
     done = run_python(code, RAY_TRAIN_HEALTH_CHECK_INTERVAL_S="0.2")
     theirs = torch.load(Path(done.stdout.split()[-1]) / "model.pt")
-    ours = state_of(pool.train(train_func, {"epochs": 2}, options=RunOptions(run_dir=tmp_path / "run")).result(60).checkpoint)
+    ours = state_of(pool.train(train_func, {"epochs": 2}, options=RunOptions(run_dir=tmp_path / "run")).result(300).checkpoint)
     assert ours["epoch"] == theirs["epoch"] == 1
     torch.testing.assert_close(ours["model"], theirs["model"], rtol=1e-6, atol=1e-7)
 
@@ -162,10 +162,10 @@ def test_what_torch_and_the_environment_say(pool: Any) -> None:
             str(ray.train.torch.get_device()),
         )
 
-    assert pool.train(loop).result(60).values == [
+    assert pool.train(loop).result(300).values == [
         (rank, 2, [str(rank), "2", str(rank), "2"], "DistributedDataParallel", "cpu") for rank in range(2)
     ]
-    (value,) = pool.train(loop, workers=[1]).result(60).values
+    (value,) = pool.train(loop, workers=[1]).result(300).values
     assert value == (0, 1, ["0", "1", "0", "1"], "Linear", "cpu")
 
 
@@ -192,7 +192,7 @@ def test_threads_and_native_threads_of_the_loop_belong_to_it(pool: Any) -> None:
         libc.pthread_join(native, None)
         return seen
 
-    assert pool.train(loop).result(60).values == [[0, 0, 0], [1, 1, 1]]
+    assert pool.train(loop).result(300).values == [[0, 0, 0], [1, 1, 1]]
 
 
 @pytest.mark.quick
@@ -239,7 +239,7 @@ def test_what_is_private_of_ray_is_there() -> None:
 
 def failure(pool: Any, loop: Callable[..., Any], config: Any = None, **options: Any) -> TrainingError:
     with pytest.raises(TrainingError) as caught:
-        pool.train(loop, config, options=RunOptions(**options)).result(60)
+        pool.train(loop, config, options=RunOptions(**options)).result(300)
     assert_nothing_is_left(pool)
     return caught.value
 
@@ -284,7 +284,7 @@ def test_ranks_may_go_on_after_names_that_differ(pool: Any) -> None:
         ray.train.report({"loss": 1})
         return rank
 
-    assert pool.train(loop).result(60).values == [0, 1]
+    assert pool.train(loop).result(300).values == [0, 1]
 
 
 def test_a_rank_that_returns_while_others_report(pool: Any) -> None:
@@ -461,5 +461,5 @@ def test_cancelled_in_the_middle(pool: Any, tmp_path: Path) -> None:
         assert run.cancel()
         assert_nothing_is_left(pool)
     pids = {worker.pid for worker in pool.workers}
-    assert pool.train(lambda: os.getpid()).result(60).values
+    assert pool.train(lambda: os.getpid()).result(300).values
     assert {worker.pid for worker in pool.workers} == pids

@@ -26,6 +26,7 @@ from raypool.journal.files import dump, load
 from raypool.journal.journal import Damaged, Journal, Outcome
 from raypool.journal.opening import connect
 from raypool.journal.outcomes import to_row
+from raypool.journal.replaying import replaying
 from raypool.journal.source import Source
 
 
@@ -267,16 +268,36 @@ def test_a_value_whose_own_code_misses_a_file_is_no_full_disk(tmp_path):
 
 
 @pytest.mark.parametrize("how", ["chmod", "chown"])
-def test_a_journal_that_others_may_have_written_is_not_opened(tmp_path, how):
-    keep(tmp_path, Outcome("a", 1, "finished", value={1}))
+@pytest.mark.parametrize("name", ["", "journal.sqlite", "journal.sqlite-wal"])
+def test_a_journal_that_others_may_have_written_is_not_opened(tmp_path, how, name):
+    """Whichever of its files, or the folder, they can write to. It stays as it is."""
+    run = tmp_path / "copy"
+    with open_one(tmp_path / "run") as journal:
+        journal.note_items([("a", 0, {1})])
+        journal.write([Outcome("a", 1, "finished", value={1})])
+        shutil.copytree(tmp_path / "run", run)  # as if its driver had been killed: with a log
     if how == "chmod":
-        (tmp_path / "journal.sqlite").chmod(0o664)
+        (run / name).chmod(0o775)
     elif os.getuid() == 0:
-        os.chown(tmp_path / "journal.sqlite", 12345, 12345)
+        os.chown(run / name, 12345, 12345)
     else:
         pytest.skip("only root can give a file away")
+    before = {path.name: path.read_bytes() for path in run.iterdir() if path.is_file() and not path.name.endswith("-shm")}
     with pytest.raises(JournalError, match=r"if you trust it, ch(mod go-w|own) it"):
-        open_one(tmp_path)
+        open_one(run)
+    with pytest.raises(JournalError, match=r"if you trust it, ch(mod go-w|own) it"), replaying(run, "a"):
+        pass
+    assert load_results(run).to_frame()["status"].tolist() == ["missing"], "a set is a pickle"
+    assert {name: (run / name).read_bytes() for name in before} == before
+
+
+def test_a_lock_that_is_a_link_is_not_followed(tmp_path):
+    (run := tmp_path / "run").mkdir()
+    (precious := tmp_path / "thesis").write_text("of five years")
+    (run / "journal.lock").symlink_to(precious)
+    with pytest.raises(JournalError, match="cannot be written"):
+        open_one(run)
+    assert precious.read_text() == "of five years"
 
 
 def test_a_folder_that_is_removed_while_it_is_in_use_is_noticed(tmp_path):
