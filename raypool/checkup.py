@@ -31,6 +31,7 @@ from raypool.devices.gpus import Inventory
 from raypool.devices.nvml import load_pynvml
 from raypool.doctor import Driver, Finding, Import
 from raypool.engine.machine import NVIDIAS, gpus_here
+from raypool.engine.ray_session import folder_of_ray
 from raypool.errors import RaypoolError
 from raypool.profile_files import nearest_file
 
@@ -42,9 +43,9 @@ import json, ray
 told = dict(version=ray.__version__)
 try:
     from ray._private import utils
-    from ray._common.utils import get_default_ray_temp_dir, get_system_memory
+    from ray._common.utils import get_system_memory
     total, free = get_system_memory(), utils.estimate_available_memory()
-    told.update(total=total, free=free, store=utils.resolve_object_store_memory(free), folder=get_default_ray_temp_dir())
+    told.update(total=total, free=free, store=utils.resolve_object_store_memory(free))
 except Exception:
     pass
 print(json.dumps(told))
@@ -89,7 +90,7 @@ def examine(inventory: Inventory | None = None, load_nvml: Callable[[], Any] = l
     told = ray.told
     yield doctor.judge_memory(told.get("free", memory.available), told.get("total", memory.total))
     yield from _tried("shared memory", lambda: [doctor.judge_shared_memory(_free("/dev/shm"), told.get("store"))])
-    yield from _tried("Ray's files", lambda: [_disk(Path(told.get("folder") or _folder_of_ray()))])
+    yield from _tried("Ray's files", lambda: [_disk(folder_of_ray())])
     yield doctor.judge_open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
     yield from _tried("ports", lambda: [_ports()])
     yield from _tried("settings", _settings)
@@ -204,11 +205,6 @@ def _text(path: Path) -> str:
 
 def _free(folder: str) -> int | None:
     return shutil.disk_usage(folder).free if Path(folder).is_dir() else None
-
-
-def _folder_of_ray() -> Path:
-    """Return where Ray keeps its files, by the rule of Ray 2.60, for one that does not say so itself."""
-    return Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp") / "ray"
 
 
 def _disk(folder: Path) -> Finding:

@@ -168,7 +168,7 @@ class Engine:
         needed = len(places) if least is None else least
         if len(places) - len(failed) < needed:
             place, why = next(iter(failed.items()))
-            raise StartupError(verdicts.not_started(len(failed), len(places), place, why, self.profile.backend == "ray"))
+            raise StartupError(verdicts.not_started(len(failed), len(places), place, why, self._logs()))
         for place, why in failed.items():
             logger.warning("Worker %d did not start: %s. The pool has %d.", place, why, self.driver.scheduler.crew.size)
         self._check_devices()
@@ -201,6 +201,15 @@ class Engine:
             more = most - self.driver.scheduler.crew.size
             if more > 0:
                 self.add_workers(1 if self.profile.backend == "ray" else more, more)
+
+    def _logs(self) -> str | None:
+        """Say where there is more about workers that did not start; None where there is no Ray."""
+        if self.profile.backend != "ray":
+            return None
+        from raypool.engine.ray_session import keep_logs
+
+        kept = keep_logs()
+        return "the logs of Ray, /tmp/ray/session_latest/logs on its machines" if kept is None else f"the logs of Ray in {kept}"
 
     def _check_devices(self) -> None:
         """Make sure that no two workers that should have a whole GPU see the same one.

@@ -5,10 +5,13 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -20,6 +23,7 @@ from raypool.devices.visible import visible_gpus
 from raypool.engine.quiet_import import import_ray
 from raypool.engine.ray_helpers import without_helpers
 from raypool.errors import StartupError
+from raypool.folders import make_private
 from raypool.profiles import CLIENT, LOOPBACK, Profile
 
 LOOPBACK_ONLY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
@@ -41,6 +45,8 @@ ENVIRONMENT = {
     # Ray runs workers at niceness 15 otherwise, which starves them on a shared machine.
     "RAY_worker_niceness": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
+    # They would be served to every user of this machine, without a token.
+    "RAY_enable_metrics_collection": "0",
     # Ray warns that it will change this default; it is what we want.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
@@ -51,6 +57,7 @@ _users = 0
 _ended = threading.Event()
 _shipped: dict[str, Any] = {}  # with our connection
 _ours: str | None = None  # our connection to the Ray that was started here; unique, so that another Ray is never taken for it
+_files: Path | None = None  # of that Ray: what it has on the disk, with its logs
 
 
 def join_ray(profile: Profile | None = None, inventory: Inventory | None = None) -> None:
@@ -131,6 +138,8 @@ def leave_ray(before_end: Callable[[], None], joined: str | None = None) -> None
             finally:
                 ray.shutdown()
                 _ended.set()
+                if _files is not None:
+                    shutil.rmtree(_files, ignore_errors=True)
         elif _users <= 0:
             from raypool.engine import outside
 
@@ -152,6 +161,36 @@ def give_up_ray(before_end: Callable[[], None] | None) -> None:
             last.join(GIVE_UP_S)
         ray.shutdown()
         _ended.set()
+
+
+def keep_logs() -> Path | None:
+    """Return where the logs of a Ray of our own are, and leave them there when it ends; None if it is not ours."""
+    global _files
+    kept, _files = _files, None
+    return None if kept is None else kept / "logs"
+
+
+def folder_of_ray() -> Path:
+    """Return the folder in which a Ray of our own has its files.
+
+    It is in one that only this user can enter: Ray lets everybody read its logs, and put others in the place of its sockets.
+    """
+    parent = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"  # Ray's rule
+    return Path(parent) / f"ray-{os.getuid()}" / "ray"
+
+
+def _make_folder() -> Path:
+    """Return the folder for a new Ray, without the files of those whose drivers have not ended in good order."""
+    folder = folder_of_ray()
+    try:
+        make_private(folder.parent).chmod(0o700)
+    except PermissionError:  # somebody else has taken the name
+        return Path(tempfile.mkdtemp(prefix=f"{folder.parent.name}-", dir=folder.parent.parent)) / "ray"
+    for session in folder.glob("session_*_*"):
+        driver = session.name.rpartition("_")[2]
+        if driver.isdecimal() and not Path("/proc", driver).exists():
+            shutil.rmtree(session, ignore_errors=True)
+    return folder
 
 
 def is_ours() -> bool:
@@ -270,6 +309,8 @@ def _init_at(ray: Any, address: str, options: dict[str, Any]) -> None:
 
 
 def _connect(ray: Any, address: str | None, inventory: Inventory | None, shipped: dict[str, Any]) -> None:
+    global _files
+    _files = None
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if shipped:
         options["runtime_env"] = dict(shipped)  # Ray puts an address in the place of the folder
@@ -280,7 +321,8 @@ def _connect(ray: Any, address: str | None, inventory: Inventory | None, shipped
             num_gpus = None if inventory is None else len(visible_gpus(os.environ, inventory.devices()))
             own = {"address": "local", "num_cpus": usable_cpus(), "num_gpus": num_gpus, "include_dashboard": False}
             with without_helpers():
-                _init_kept(ray, {**own, **options})
+                _init_kept(ray, {**own, "_temp_dir": str(_make_folder()), **options})
+            _files = Path(ray._private.worker._global_node.get_session_dir_path())  # there is no public way to it
             _hush(ray)
     except Exception as error:  # of a node that does not come up Ray says it by a plain one
         raise connect.not_started(address, error) from error

@@ -62,13 +62,13 @@ def parked(num_workers: int) -> str:
     return f"idle; {count} ended, and their memory is free; the next call starts them again"
 
 
-def not_started(num_failed: int, num_places: int, place: int, why: str, is_on_ray: bool) -> str:
-    """Return what to say when workers did not come up; `why` is what is known of the one in this place."""
+def not_started(num_failed: int, num_places: int, place: int, why: str, logs: str | None) -> str:
+    """Return what to say when workers did not come up; `why` is what is known of the one in this place, `logs` where to look."""
     step = ""
     if isinstance(why, Refusal):
         step = " Try the function with profile='inline'."
-    elif is_on_ray:
-        step = " See the logs of Ray under /tmp/ray/session_latest/logs."
+    elif logs is not None:
+        step = f" See {logs}."
     return f"{num_failed} of {num_places} workers did not start; worker {place}: {why}.{step}"
 
 

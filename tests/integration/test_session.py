@@ -24,7 +24,8 @@ from raypool.devices.cores import usable_cores
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 PREAMBLE = """
-import json, os, sys
+import json, os, sys, time
+from pathlib import Path
 import psutil
 
 def listeners():
@@ -37,6 +38,25 @@ def listeners():
         except psutil.Error:
             continue
     return found
+
+def ports_of_children():
+    "Those of Ray's agents have no environment to be known by: they have written their names over it."
+    found = {}
+    for child in psutil.Process().children(recursive=True):
+        try:
+            found.update((child.name(), c.laddr) for c in child.net_connections("inet") if c.status == "LISTEN")
+        except psutil.Error:  # it has just ended
+            continue
+    return found
+
+def tells_metrics(port):
+    import socket
+    with socket.create_connection(("127.0.0.1", port), 60) as connection:
+        connection.sendall(b"GET /metrics HTTP/1.0\\r\\n\\r\\n")
+        try:
+            return connection.recv(12).endswith(b" 200")
+        except OSError:
+            return False
 
 STRANGER = '''
 import sys
@@ -94,6 +114,13 @@ def first(run_python: Run, home: Path) -> tuple[dict[str, Any], subprocess.Compl
         facts["workers"] = [(worker.index, worker.gpu) for worker in pool.workers]
         facts["niceness"] = sorted(set(pool.parfor(talk, range(8))))
         facts["listeners"] = listeners()
+        deadline = time.monotonic() + 300  # Ray's agents come up later
+        while "ray::RuntimeEnvAgent" not in (ports := ports_of_children()):
+            assert time.monotonic() < deadline
+        facts["listeners"] += [(name, ip, port) for name, (ip, port) in ports.items()]
+        facts["metrics"] = [name for name, (_, port) in ports.items() if tells_metrics(port)]
+        files = Path(ray._private.worker._global_node.get_session_dir_path())
+        facts["files"] = [str(files), files.parents[1].stat().st_mode & 0o777]
         facts["commands"] = [" ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)]
         try:
             import ray.util.state
@@ -109,6 +136,7 @@ def first(run_python: Run, home: Path) -> tuple[dict[str, Any], subprocess.Compl
         failing = pool.parfeval(lambda: 1 / 0)
         pool.options(worker=0).parfeval(os._exit, 1).exception()
     facts["is Ray left"] = ray.is_initialized()
+    facts["are its files left"] = files.exists()
     facts["values"] = [int(array.sum()) for array in fetched] + [int(held.result()[-1]), str(failing.exception())]
     facts["children"] = [child.name() for child in psutil.Process().children(recursive=True) if child.status() != "zombie"]
     with parpool(1, quiet=True) as pool:
@@ -173,6 +201,16 @@ def test_the_token_is_for_its_owner_only(first: Any, home: Path) -> None:
     assert mode(token) == 0o600
     assert mode(token.parent) == 0o700
     assert len(token.read_text()) >= 32
+
+
+def test_nobody_is_told_its_metrics(first: Any) -> None:
+    assert first[0]["metrics"] == []
+
+
+def test_its_files_are_this_users_and_go_with_it(first: Any) -> None:
+    facts, _ = first
+    assert facts["files"][1] == 0o700, facts["files"]
+    assert facts["are its files left"] is False
 
 
 def test_values_outlive_the_ray_that_made_them(first: Any) -> None:

@@ -236,13 +236,13 @@ def test_the_disk_of_rays_files() -> None:
         check(finding, state, words, None if state == "ok" else "RAY_TMPDIR")
 
 
-def test_the_folder_of_rays_files_where_ray_does_not_say_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_of_rays_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkup, "imported", lambda code: torch())
     monkeypatch.delenv("RAY_TMPDIR", raising=False)
     for variable, folder in (("TMPDIR", "/tmp/a"), ("RAY_TMPDIR", "/tmp/b")):  # the second counts first
         monkeypatch.setenv(variable, folder)
         (finding,) = (found for found in checkup.examine() if found.check == "Ray's files")
-        assert finding.fact.endswith(f"are free where {folder}/ray is")
+        assert finding.fact.endswith(f"are free where {folder}/ray-{os.getuid()}/ray is")
 
 
 def test_open_files_and_ports() -> None:
@@ -297,7 +297,7 @@ def test_a_ray_without_the_names_that_are_looked_at_is_well(tmp_path: Path, monk
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Import neither Ray nor torch: seconds each."""
-    told = {"version": "2.9.0", "total": 10 * GIB, "free": 9 * GIB, "store": 1, "folder": "/tmp/ray"}
+    told = {"version": "2.9.0", "total": 10 * GIB, "free": 9 * GIB, "store": 1}
     monkeypatch.setattr(checkup, "imported", lambda code: torch(**told))
 
 
