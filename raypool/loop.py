@@ -308,6 +308,13 @@ def attach(error: BaseException, results: Results) -> None:
         return
 
 
+def note(error: BaseException, words: str) -> None:
+    """Add a line to an exception, once, if it can carry one."""
+    if words not in getattr(error, "__notes__", ()):
+        with contextlib.suppress(Exception):  # it is the user's class, and may refuse attributes
+            error.add_note(words)
+
+
 def is_serial(engine: Engine) -> bool:
     """Whether a loop runs in the thread that waits for it."""
     return engine.profile.backend == "inline"
@@ -342,11 +349,12 @@ def raise_if_failed(work: LoopWork, results: Results, on_error: str) -> None:
     is_complete = work.state is TaskState.FINISHED
     if is_complete and (on_error == "collect" or not results.errors):
         return
-    error = work.first_error if on_error == "raise" else None
+    error = work.first_error if on_error == "stop" else None
     if error is None:  # not `or`: an error may be false
         error = work.broken_by
     if error is None and is_complete:
         error = next(iter(results.errors.values()))
+        note(error, f"raypool: {len(results.errors):,} of {len(results):,} items failed; .results has the others.")
     if error is None:
         error = concurrent.futures.CancelledError(f"The loop {work.label} was cancelled; what had finished is in .results.")
     attach(error, results)

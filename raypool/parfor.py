@@ -33,7 +33,7 @@ class LoopVerbs:
         fn: Callable[[Any], Any],
         items: Iterable[Any] | int,
         *,
-        on_error: Literal["raise", "collect"] = "raise",
+        on_error: Literal["stop", "raise", "collect"] | None = None,
         reduce: Callable[[Any, Any], Any] | None = None,
         init: Any = None,
         cost: Sequence[float] | Callable[[Any], float] | None = None,
@@ -57,7 +57,8 @@ class LoopVerbs:
                 worker share: copy a model or an array from outside before changing it.
             items: A list or other iterable, also a generator without end (of which only a few items per worker are drawn
                 ahead), a DataFrame (each row a dict), or a number `n` for `range(n)`.
-            on_error: "raise": the first failure ends the loop and is raised. "collect": all items run; failures are in the table.
+            on_error: "stop": the first failure ends the loop and is raised. "raise": all items run, then the first is raised.
+                "collect": all items run; failures are in the table. None: "raise" with `run_dir`, else "stop".
             reduce: Fold the values with this function of two arguments, in the order of the items, and return what comes out
                 instead: the same on any number of workers, to the last bit.
             init: The first operand of `reduce`; None begins with the first value.
@@ -85,7 +86,7 @@ class LoopVerbs:
 
         Raises:
             Exception: What `fn` raised, as itself, with a note of the item, worker and attempt, the remote traceback as its
-                cause, and `.results`, everything that had finished.
+                cause, and `.results`, everything that has finished.
             WorkerLostError: An item has lost its worker too often.
             SerializationError: `fn` or an item cannot be sent; it names the variable.
             PoolClosedError: The pool was shut down.
@@ -109,8 +110,10 @@ class LoopVerbs:
             [3, 2, 1]
         """
         check_callable(fn)
-        if on_error not in ("raise", "collect"):
-            raise InvalidValueError(f"on_error={on_error!r} is neither 'raise' nor 'collect'.")
+        if on_error is None:
+            on_error = "stop" if run_dir is None else "raise"
+        if on_error not in ("stop", "raise", "collect"):
+            raise InvalidValueError(f"on_error={on_error!r} is none of 'stop', 'raise' and 'collect'.")
         check_progress(progress)
         check_name(name)
         check_count("max_workers", max_workers, least=0)
@@ -131,7 +134,7 @@ class LoopVerbs:
         options, where = self._options, self._where(engine)
         home = None if options.checkpoints is None else (str(options.checkpoints), checkpoint_owner(fn))
         how = LoopOptions(
-            label, options.retry_on, seed, on_error == "raise", chunk_size is not None, ranking and ranking.order, home
+            label, options.retry_on, seed, on_error == "stop", chunk_size is not None, ranking and ranking.order, home
         )
 
         def make_spec(task_id: int, size: int, is_open: bool) -> TaskSpec:
@@ -148,7 +151,7 @@ class LoopVerbs:
                 timeout_s=options.timeout_s,
                 is_fresh=where.is_fresh,
                 retry_delay_s=options.retry_delay_s,
-                fail_fast=on_error == "raise",
+                fail_fast=on_error == "stop",
                 chunk_size=chunk_size,
                 costs=ranking and ranking.of(work.numbers(Slice(task_id, 0, size, 1))),
             )

@@ -246,11 +246,27 @@ def test_all_of_it_runs_again_if_that_is_wanted(pool: ParallelPool, noted: Calla
     assert (marks.count(1), marks.count(2)) == (2, 2)
 
 
+@pytest.mark.semantics
+@pytest.mark.parametrize("is_durable", [True, False])
+def test_a_failure_does_not_stop_the_others(
+    pool: ParallelPool, noted: Callable[..., Any], marks: Any, folder: Path, is_durable: bool
+) -> None:
+    """The first one is raised when all have run; with `run_dir` that is the default."""
+    options: dict[str, Any] = {"run_dir": folder} if is_durable else {"on_error": "raise"}
+    with pytest.raises(ValueError, match="unlucky") as caught:
+        pool.parfor(noted, range(40), chunk_size=1, **options)
+
+    assert caught.value.__notes__[-1] == "raypool: 1 of 40 items failed; .results has the others."
+    assert list(caught.value.results) == [None if x == 3 else x * x for x in range(40)]  # type: ignore[attr-defined]
+    assert [marks.count(x) for x in range(40)] == [1] * 40
+
+
 def test_the_first_failure_ends_the_loop_and_leaves_what_was_done(
     pool: ParallelPool, noted: Callable[..., Any], marks: Any, folder: Path
 ) -> None:
     with pytest.raises(ValueError, match="unlucky") as caught:
-        pool.parfor(noted, range(40), run_dir=folder, chunk_size=1)
+        pool.parfor(noted, range(40), run_dir=folder, chunk_size=1, on_error="stop")
+    assert None in caught.value.results  # type: ignore[attr-defined]
     done = {i for i, value in enumerate(caught.value.results) if value is not None}  # type: ignore[attr-defined]
     (marks.folder.parent / "forgiven").touch()
 
