@@ -275,6 +275,28 @@ def notes_here() -> Iterator[Running]:
         note = note.outer
 
 
+class _Endings(threading.local):
+    """What is to be called before this thread ends, by whoever keeps something in it from task to task."""
+
+    def __init__(self) -> None:
+        self.calls: list[Callable[[], object]] = []
+
+
+_endings = _Endings()
+
+
+def before_thread_ends(call: Callable[[], object]) -> None:
+    """Let a worker's thread call something at its end. What is left to a thread's locals may go while Python itself ends."""
+    if call not in _endings.calls:
+        _endings.calls.append(call)
+
+
+def end_thread() -> None:
+    """Call what is to be called before this thread ends."""
+    while _endings.calls:
+        _endings.calls.pop()()
+
+
 def _fall_silent() -> None:
     """In a forked child (of a DataLoader, say) nobody is left who would pass on what it says."""
     global _link

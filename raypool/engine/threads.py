@@ -7,6 +7,7 @@ import functools
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,10 +18,13 @@ from raypool.engine.inline import InlineBackend, result_of
 from raypool.engine.open_call import Narrowed, OpenCall, RawResult
 from raypool.errors import LossReason
 from raypool.profiles import Profile
-from raypool.task import Say
+from raypool.task import Say, end_thread
 
 TEARDOWN_TIMEOUT_S = 10.0
 """What a worker ends with may take so long [s]."""
+
+END_TIMEOUT_S = 1.0
+"""How long the end of a pool waits for functions that run in it; they were cancelled before [s]."""
 
 logger = logging.getLogger("raypool")
 
@@ -123,12 +127,20 @@ class ThreadsBackend(InlineBackend):
     def close(self) -> None:
         """Forget all workers, what is in the store, and temporary files."""
         self._watch.close()
+        workers = [(thread, self._guards[worker_id]) for worker_id, thread in self._threads.items()]
         super().close()
+        give_up_at = time.monotonic() + END_TIMEOUT_S
+        for thread, guard in workers:  # native code in a daemon thread may abort the process at its end
+            is_free = guard.is_free
+            thread.join(TEARDOWN_TIMEOUT_S if is_free else max(0.0, give_up_at - time.monotonic()))
 
 
 def _work(calls: queue.SimpleQueue[Callable[[], bool] | None]) -> None:
-    while (call := calls.get()) is not None:
-        is_alive = call()
-        del call  # while it waits for the next, it holds nothing
-        if not is_alive:
-            return
+    try:
+        while (call := calls.get()) is not None:
+            is_alive = call()
+            del call  # while it waits for the next, it holds nothing
+            if not is_alive:
+                return
+    finally:
+        end_thread()

@@ -6,6 +6,7 @@ process with "threads".
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 import time
@@ -32,7 +33,7 @@ from raypool.spmd.world import (
     make_world,
     shown,
 )
-from raypool.task import Way, current_task
+from raypool.task import Way, before_thread_ends, current_task
 
 __all__ = ["Assignment", "AtHand", "Group", "connect", "is_disconnect", "join", "leave"]
 
@@ -319,6 +320,15 @@ def _close_retired() -> None:
                 _retired.popleft()
 
 
+def _close_all_retired() -> None:
+    """Wait no longer: gloo's own threads must end before the process does."""
+    with _retiring:
+        _retired.clear()
+
+
+atexit.register(_close_all_retired)
+
+
 class _Closed(Alone):
     """Of a group that is no more."""
 
@@ -356,6 +366,7 @@ def join(assignment: Assignment, way: Way | None) -> Group:
     else:
         leave()
         group = _here.group = connect(assignment, way)
+        before_thread_ends(leave)
     group.begin()
     return group
 

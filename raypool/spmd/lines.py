@@ -200,6 +200,7 @@ atexit.register(_close_all)
 
 def distributed() -> Any:
     """Return `torch.distributed`, most of whose names type checkers do not find."""
+    import torch  # first: where another thread is importing it, Python would give one of them a half of the package
     import torch.distributed
 
     return torch.distributed

@@ -54,6 +54,24 @@ def test_a_driver_that_ends_by_itself(start_python: Any, eventually: Any, body: 
     check_nothing_is_left(started, eventually)
 
 
+EVERY_VERB = """
+from raypool import parpool
+def meet(context):
+    return context.all_reduce(1)
+with parpool(2, profile=PROFILE, quiet=True) as pool:
+    print(list(pool.spmd(meet)), list(pool.parfor(abs, [-1, -2])), pool.parfeval(abs, -3).result(), pool.train(lambda: 4).result().values[0])
+"""
+
+
+@pytest.mark.parametrize("profile", [pytest.param("inline", marks=pytest.mark.quick), "threads", "local"])
+def test_a_script_ends_well(run_python: Any, profile: str) -> None:
+    """Whatever it has used: native code in threads, of torch's groups, may abort a process that ends."""
+    for _ in range(4 if profile == "threads" else 1):
+        done = run_python(EVERY_VERB.replace("PROFILE", repr(profile)))
+        assert done.stdout == "[2, 2] [1, 2] 3 4\n"
+        assert done.stderr == ""
+
+
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
 def test_a_driver_that_is_ended(start_python: Any, eventually: Any, make_gate: Any, how: signal.Signals) -> None:
     """With tasks that run, a child of a worker, as a data loader's processes are; one that has left its group; and an orphan."""
