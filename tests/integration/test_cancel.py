@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from raypool import ParallelPool, TaskCancelled, TaskTimeoutError, current_task, fetch_next, wait
+from tests.shared_pool import shared
 
 pytestmark = [pytest.mark.quick]
 
@@ -392,6 +393,7 @@ def test_an_agent_that_dies_takes_nothing_with_it(two_workers: Any, gate: Any, m
     assert future.cancel()
     assert two_workers.parfeval_on_all(abs, -3).result(300) == [3, 3]
     assert eventually(lambda: future.worker_replaced is False)
+    shared.close()  # the next agent has another temporary folder
 
 
 def kill_agents() -> None:
