@@ -59,7 +59,8 @@ from raypool import parpool
 def meet(context):
     return context.all_reduce(1)
 with parpool(2, profile=PROFILE, quiet=True) as pool:
-    print(list(pool.spmd(meet)), list(pool.parfor(abs, [-1, -2])), pool.parfeval(abs, -3).result(), pool.train(lambda: 4).result().values[0])
+    print(list(pool.spmd(meet)), list(pool.parfor(abs, [-1, -2])), end=" ")
+    print(pool.parfeval(abs, -3).result(), pool.train(lambda: 4).result().values[0])
 """
 
 
