@@ -16,7 +16,7 @@ from raypool.cli_errors import INTERRUPTED, errors_said
 from raypool.cli_jobs import job
 from raypool.cli_pipes import readers_may_go
 from raypool.cli_submit import submit
-from raypool.cli_sweep import report, sweep
+from raypool.cli_sweep import RunFolder, report, sweep
 
 if TYPE_CHECKING:
     from raypool.devices.gpus import Inventory
@@ -95,7 +95,7 @@ def gpus(inventory: Inventory | None, is_json: bool) -> None:
 
 
 @main.command()
-@click.argument("run_dir", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("run_dir", type=RunFolder(exists=True, file_okay=False, path_type=Path))
 @click.argument("item")
 @click.option("--debug", is_flag=True, help="Step through it with pdb; where it raises, look round there.")
 def replay(run_dir: Path, item: str, debug: bool) -> None:

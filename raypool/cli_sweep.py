@@ -24,10 +24,18 @@ MOST_FAILURES = 20
 """So many failed items are named; the others are counted."""
 
 
+class RunFolder(click.Path):
+    """The folder of a run, which may begin with ~ as that of `parfor` may."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the folder."""
+        return super().convert(Path(value).expanduser(), param, ctx)
+
+
 @click.command()
 @click.argument("target", metavar="MODULE:FUNCTION")
 @click.argument("configs", type=click.Path(path_type=Path))
-@click.option("--run-dir", type=click.Path(file_okay=False), required=True, help="Where what becomes of it is kept.")
+@click.option("--run-dir", type=RunFolder(file_okay=False), required=True, help="Where what becomes of it is kept.")
 @click.option("--workers", type=click.IntRange(min=1), help="How many workers. Default: one per GPU, else one per core.")
 @click.option(
     "--profile", default="local", show_default=True, help="Where to run: local, threads, inline or one of raypool.toml."
@@ -132,7 +140,7 @@ def _hint(error: BaseException, config: Config) -> str:
 
 
 @click.command()
-@click.argument("run_dir", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("run_dir", type=RunFolder(exists=True, file_okay=False, path_type=Path))
 @click.option(
     "--out",
     type=click.Path(dir_okay=False, path_type=Path),

@@ -13,7 +13,7 @@
     ├── JournalError         the folder of a durable run is in use, belongs to something else, or cannot be written
     ├── TaskError            a task ended without a value and without an exception of the user's
     │   ├── WorkerLostError       its worker's process or node died
-    │   ├── SerializationError    something could not travel between processes
+    │   ├── SerializationError    (+ PicklingError)  something could not travel between processes
     │   └── TaskTimeoutError      its time limit was reached and it was stopped
     ├── SpmdError            some ranks of an spmd call failed
     ├── CollectiveError      ranks that meet in a collective do not want the same, or some never came
@@ -37,6 +37,7 @@ from __future__ import annotations
 
 from concurrent.futures import BrokenExecutor
 from enum import Enum
+from pickle import PicklingError
 from typing import Any
 
 __all__ = [
@@ -145,7 +146,7 @@ class WorkerLostError(TaskError):
     attempts: int
 
 
-class SerializationError(TaskError):
+class SerializationError(TaskError, PicklingError):
     """A function, argument, result or exception could not travel between processes; `.what` names the culprit."""
 
     what: str

@@ -121,6 +121,8 @@ class LoopVerbs:
         check_count("seed", seed, least=0)
         if rerun not in RERUNS:
             raise InvalidValueError(f"rerun={rerun!r} is none of 'failed', 'missing' and 'all'.")
+        if rerun != "failed" and run_dir is None:
+            raise InvalidValueError(f"rerun={rerun!r} needs run_dir, the folder of the run that is to go on.")
         if reduce is not None and not callable(reduce):
             raise InvalidTypeError(f"reduce={reduce!r} is not callable. Give a function of two values.")
         sequence = listed(items)
@@ -204,6 +206,12 @@ def durable_loop(
     path = os.fspath(run_dir)
     if not path:
         raise InvalidValueError("run_dir='' is empty. Give the name of a folder, which need not be there yet.")
+    try:
+        os.fsencode(path)
+    except ValueError as error:  # half of a character
+        raise InvalidValueError(f"run_dir={path!r} cannot be the name of a folder: {error}.") from error
+    if "\0" in path:
+        raise InvalidValueError(f"run_dir={path!r} cannot be the name of a folder: it has a NUL.")
     if "://" in path:
         raise InvalidValueError(
             f"run_dir={path!r} is a URL. The journal needs a folder of this machine; options(checkpoints=...) takes URLs."

@@ -16,7 +16,7 @@ from raypool.engine.work import Work
 from raypool.errors import InvalidTypeError, PoolClosedError
 from raypool.futures import Future
 from raypool.options import Options, check_count, worker_numbers
-from raypool.shared import Constant, content_of
+from raypool.shared import Constant, content_of, new_constant
 from raypool.store import ValueStore
 from raypool.task import in_task
 from raypool.view import PoolView
@@ -130,7 +130,7 @@ class StaffedView(PoolView):
             [9, 4]
         """
         self._check_open()
-        constant: Constant[T] = Constant(self._engine.opener(content_of(source, cleanup), "the constant"))
+        constant: Constant[T] = new_constant(self._engine.opener(content_of(source, cleanup), "the constant"))
         self._engine.constants.append(constant.key)
         return constant
 

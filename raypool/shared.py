@@ -41,9 +41,13 @@ class Constant(Generic[T]):
         [1, 1]
     """
 
-    def __init__(self, open_content: Callable[[], Content]) -> None:
-        self.key = uuid.uuid4().hex
-        self._open_content = open_content
+    key: str
+    _open_content: Callable[[], Content]
+
+    def __init__(self, *_: object, **__: object) -> None:
+        raise InvalidTypeError(
+            "A constant is made by the pool that it belongs to: write pool.constant(...) instead of Constant(...)."
+        )
 
     @property
     def value(self) -> T:
@@ -64,6 +68,14 @@ class Constant(Generic[T]):
 
     def __repr__(self) -> str:
         return f"<Constant {self.key[:8]}: {'here' if self.key in _kept else 'not used here yet'}>"
+
+
+def new_constant(open_content: Callable[[], Content]) -> Constant[Any]:
+    """Return a constant with this content."""
+    constant: Constant[Any] = Constant.__new__(Constant)
+    constant.key = uuid.uuid4().hex
+    constant._open_content = open_content
+    return constant
 
 
 _kept: dict[str, tuple[Any, Callable[[Any], object] | None]] = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import pickle
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -26,7 +25,7 @@ from raypool.view import PoolView
 T = TypeVar("T")
 
 
-class UnpicklableError(SerializationError, pickle.PicklingError, TypeError, AttributeError, RuntimeError):
+class UnpicklableError(SerializationError, TypeError, AttributeError, RuntimeError):
     """Work cannot be sent to a worker; it names the variable. It is of each type of which the standard pool's error may be."""
 
 

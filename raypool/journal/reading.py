@@ -76,7 +76,7 @@ def load_results(run_dir: str | os.PathLike[str]) -> Results:
         [1, 4, 9]
     """
     with _quiet_collector():
-        return _load(Path(os.path.abspath(run_dir)))  # noqa: PTH100 (links stay what they are)
+        return _load(Path(os.path.abspath(Path(run_dir).expanduser())))  # noqa: PTH100 (links stay what they are)
 
 
 @contextlib.contextmanager

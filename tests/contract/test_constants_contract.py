@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import pickle
 import threading
 from typing import Any
 
 import numpy as np
 import pytest
 
-from raypool import InvalidTypeError, ParallelPool, PoolClosedError, SerializationError
+from raypool import Constant, InvalidTypeError, ParallelPool, PoolClosedError, SerializationError
 
 pytestmark = pytest.mark.semantics
 
@@ -126,9 +127,12 @@ def test_constants_that_cannot_be(make_pool: Any) -> None:
         pool.constant(1, cleanup=5)
     with pytest.raises(PoolClosedError):
         pool.constant(1)
+    with pytest.raises(InvalidTypeError, match=r"pool\.constant"):
+        Constant(dict)
 
 
 @pytest.mark.processes
 def test_a_value_that_cannot_travel_is_refused_at_the_call(pool: ParallelPool) -> None:
-    with pytest.raises(SerializationError, match="lock"):
+    with pytest.raises(SerializationError, match="lock") as caught:
         pool.constant({"lock": threading.Lock()})
+    assert isinstance(caught.value, pickle.PicklingError), "as other pools raise it"

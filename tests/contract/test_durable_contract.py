@@ -456,7 +456,10 @@ def test_a_folder_that_cannot_be_used_is_an_error_before_anything_runs(
         ({"run_dir": 7}, InvalidTypeError, "run_dir=7"),
         ({"run_dir": ""}, InvalidValueError, "is empty"),
         ({"run_dir": "s3://bucket/run"}, InvalidValueError, "is a URL.*checkpoints"),
+        ({"run_dir": "a\0b"}, InvalidValueError, "has a NUL"),
+        ({"run_dir": "a\ud800b"}, InvalidValueError, "cannot be the name of a folder"),
         ({"run_dir": "unused", "rerun": "some"}, InvalidValueError, "rerun='some'"),
+        ({"rerun": "all"}, InvalidValueError, "rerun='all' needs run_dir"),
     ],
 )
 def test_arguments_that_cannot_work(pool: ParallelPool, arguments: Any, error: Any, text: str) -> None:

@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parents[2] / "raypool"
 
 # From the top down; a module may import from its own layer and from those below.
 LAYERS = [
-    ["cli"],
+    ["__main__", "cli"],
     ["cli_cluster", "cli_doctor", "cli_jobs", "cli_submit", "cli_sweep"],
     ["cli_errors", "cli_pipes"],
     ["interop"],

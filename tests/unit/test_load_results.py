@@ -11,8 +11,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
-from raypool import load_results
+from raypool import load_results, parpool
+from raypool.cli import main
 from raypool.errors import JournalError
 from raypool.journal.journal import Journal, Outcome
 
@@ -41,6 +43,14 @@ def test_each_item_is_there_once_those_of_the_newest_call_first(tmp_path):
     results = load_results(tmp_path)
     assert list(results) == [40, 30, 11, 20]
     assert results.to_frame()["item"].tolist() == [4, 3, 1, 2]
+
+
+def test_a_folder_in_ones_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    parpool(1, profile="inline", quiet=True).parfor(abs, [-1], run_dir="~/run")
+    assert list(load_results("~/run")) == [1]
+    done = CliRunner().invoke(main, ["report", "~/run", "--out", str(tmp_path / "page.html")])
+    assert done.exit_code == 0, done.output
 
 
 def test_the_table_says_what_is_known(tmp_path):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import subprocess
+import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -59,3 +61,5 @@ def test_the_version_is_the_same_everywhere() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert raypool.__version__ == project["version"]
     assert re.search(rf"^## \[?{re.escape(project['version'])}", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    said = subprocess.run([sys.executable, "-m", "raypool", "--version"], capture_output=True, text=True, check=True).stdout
+    assert said == f"raypool, version {raypool.__version__}\n"
