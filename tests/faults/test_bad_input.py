@@ -73,7 +73,7 @@ def test_what_cannot_be_called_or_gone_through(here: ParallelPool) -> None:
 def test_arguments_of_parfor(here: ParallelPool, marks: Any) -> None:
     """They are refused before the loop runs, not after."""
     cases: Cases = [
-        ({"on_error": "ignore"}, InvalidValueError, "neither 'raise' nor 'collect'"),
+        ({"on_error": "ignore"}, InvalidValueError, "none of 'stop', 'raise' and 'collect'"),
         ({"max_workers": -1}, InvalidValueError, "max_workers=-1"),
         ({"max_workers": 1.5}, InvalidTypeError, "max_workers=1.5"),
         ({"chunk_size": 0}, InvalidValueError, "chunk_size=0"),
