@@ -34,7 +34,7 @@ def content_key(value: Any, what: str) -> str:
     """Return the key of a value: 24 hexadecimal digits.
 
     Args:
-        value: Anything that can be pickled and holds no reference to itself.
+        value: Anything that can be pickled.
         what: What to call it in a message.
 
     Raises:
@@ -110,8 +110,8 @@ def _canonical(value: Any, path: str, outer: list[int]) -> bytes:
     simple = _SIMPLE.get(type(value))
     if simple is not None:
         return simple(value)
-    if id(value) in outer:
-        raise InvalidTypeError(f"{path} holds a reference to itself, so it cannot be told from others by what it holds.")
+    if id(value) in outer:  # a child that knows its parent: how far up that is, is the same everywhere
+        return _node("up", b"%d" % (len(outer) - outer.index(id(value))))
     outer.append(id(value))
     try:
         if type(value) is dict:
@@ -133,7 +133,10 @@ def _compound(value: Any, path: str, outer: list[int]) -> bytes:
         fields = sorted(field.name for field in dataclasses.fields(value) if hasattr(value, field.name))
         parts = [_node("", _text(name), _canonical(getattr(value, name), f"{path}.{name}", outer)) for name in fields]
         return _node("dataclass", _name(type(value)), *parts)
-    return _of_numpy(value, path, outer) or _of_pandas(value, path, outer) or _of_torch(value) or _reduced(value, path, outer)
+    for of_library in (_of_numpy, _of_pandas, _of_torch, _of_omegaconf):
+        if (data := of_library(value, path, outer)) is not None:
+            return data
+    return _reduced(value, path, outer)
 
 
 def _set(value: Any, path: str, outer: list[int]) -> bytes:
@@ -255,7 +258,15 @@ def _column(column: Any, path: str, outer: list[int]) -> bytes:
     return _node("column", _text(str(dtype)), _canonical(categories, path, outer), _array(column.to_numpy(), path, outer))
 
 
-def _of_torch(value: Any) -> bytes | None:
+def _of_omegaconf(value: Any, path: str, outer: list[int]) -> bytes | None:
+    """A configuration of Hydra's is what it holds, with what it takes from the one that it is in."""
+    omegaconf = sys.modules.get("omegaconf")
+    if omegaconf is None or not isinstance(value, (omegaconf.DictConfig, omegaconf.ListConfig)):
+        return None
+    return _canonical(omegaconf.OmegaConf.to_container(value, resolve=True), path, outer)
+
+
+def _of_torch(value: Any, path: str, outer: list[int]) -> bytes | None:
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(value, torch.Tensor):
         return None

@@ -469,11 +469,8 @@ def test_arguments_that_cannot_work(pool: ParallelPool, arguments: Any, error: A
 
 @pytest.mark.arguments
 def test_an_item_that_cannot_be_told_from_others_is_named(pool: ParallelPool, folder: Path) -> None:
-    endless: list[Any] = []
-    endless.append(endless)
-
     with pytest.raises(InvalidTypeError, match="item 1 of"):
-        pool.parfor(len, [[], endless], run_dir=folder)
+        pool.parfor(len, [[], [threading.Lock()]], run_dir=folder)
     assert list(pool.parfor(len, [[], [1]], run_dir=folder)) == [0, 1], "the folder is free again"
 
 

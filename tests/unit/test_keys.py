@@ -19,6 +19,7 @@ import cloudpickle
 import numpy as np
 import pandas as pd
 import pytest
+from omegaconf import OmegaConf
 
 from raypool.errors import InvalidTypeError
 from raypool.journal.keys import content_key, function_key, numbered
@@ -253,11 +254,34 @@ def test_tensors_are_known_by_what_is_in_them():
     assert key(torch.float32) != key(torch.float64)
 
 
-def test_what_refers_to_itself_is_an_error_that_names_it():
-    cycle: list[Any] = [1]
-    cycle.append({"again": cycle})
-    with pytest.raises(InvalidTypeError, match=r"item 3\[1\]\['again'\] holds a reference to itself"):
-        key(cycle)
+def family(name: str, *children: str) -> Plain:
+    """Return a parent whose children know it."""
+    parent = Plain(name=name)
+    parent.children = [Plain(name=child, parent=parent) for child in children]
+    return parent
+
+
+def test_a_child_may_know_its_parent():
+    """What it refers to counts by where that is, so that two of a kind are the same, and others are not."""
+    assert key(family("a", "b", "c")) == key(family("a", "b", "c"))
+    keys = [key(family(*names)) for names in ("abc", "abd", "ab", "bbc")]
+    to_a_sibling = family("a", "b", "c")
+    to_a_sibling.children[1].parent = to_a_sibling.children[0]
+    assert len({*keys, key(to_a_sibling)}) == 5
+    own: list[Any] = [1]
+    own.append(own)
+    other: list[Any] = [1, [1]]
+    other[1].append(other[1])
+    assert key(own) != key(other)
+
+
+def test_a_configuration_of_hydras_is_what_it_holds():
+    whole = {"seed": 1, "optim": {"lr": "${..rate}", "steps": [1, 2]}, "rate": 0.1}
+    config = OmegaConf.create(whole)
+    assert key(config) == key(OmegaConf.create(whole)) == key(OmegaConf.to_container(config, resolve=True))
+    assert key(config.optim) == key({"lr": 0.1, "steps": [1, 2]})
+    config.rate = 0.2
+    assert key(config) != key(OmegaConf.create(whole))
 
 
 def test_what_cannot_be_pickled_is_an_error_that_names_the_part():
