@@ -169,7 +169,7 @@ class Choice:
             if missing and not is_known:
                 is_known = True
                 self._check_existence({spot.node_id for spot in missing})
-            time.sleep(random.uniform(0.01, 0.1))  # another process may be choosing too: let it
+            time.sleep(random.Random().uniform(0.01, 0.1))  # another process may be choosing too: let it
 
     def _check_existence(self, node_ids: Iterable[str]) -> None:
         """Do not wait for GPUs that a machine does not have, as far as it knows what it has.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import os
+import random
 import shutil
 import signal
 import sys
@@ -77,18 +78,36 @@ def join_ray(profile: Profile | None = None, inventory: Inventory | None = None)
     with _lock:
         if not _is_initialized():
             _prepare(profile, address)
-        import_ray()
-        import ray
+        with _process_as_it_was():
+            import_ray()
+            import ray
 
-        if ray.is_initialized():
-            _check_joined(profile)
-        else:
-            shipped = shipping.runtime_env(profile)
-            with _own_sigterm():
-                _connect(ray, address, inventory, shipped)
-            _ours, _shipped = connection(), shipped
-            _users = 0  # of a Ray that somebody has ended meanwhile
+            if ray.is_initialized():
+                _check_joined(profile)
+            else:
+                shipped = shipping.runtime_env(profile)
+                with _own_sigterm():
+                    _connect(ray, address, inventory, shipped)
+                _ours, _shipped = connection(), shipped
+                _users = 0  # of a Ray that somebody has ended meanwhile
         _users += 1
+
+
+@contextlib.contextmanager
+def _process_as_it_was() -> Iterator[None]:
+    """Keep what Ray changes in this process: Python's random numbers, and what handles exceptions and breakpoints."""
+    numbers, hook = random.getstate(), sys.excepthook
+    before = {name: os.environ.get(name) for name in ("PYTHONBREAKPOINT", "RAY_CLIENT_MODE")}
+    try:
+        yield
+    finally:
+        random.setstate(numbers)
+        sys.excepthook = hook
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 @contextlib.contextmanager
@@ -111,11 +130,21 @@ def _exit_terminated(number: int, frame: FrameType | None) -> NoReturn:
     sys.exit(128 + number)
 
 
+def _end_at_once() -> None:
+    """In a forked child: it has no pool to end, and native code would keep a handler in Python from running."""
+    if signal.getsignal(signal.SIGTERM) is _exit_terminated:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+os.register_at_fork(after_in_child=_end_at_once)
+
+
 def connection() -> str:
-    """Return what tells this process's connection to Ray from any other."""
+    """Return what tells this process's connection to Ray from any other. A driver's own id is the same in each new local Ray."""
     import ray
 
-    return str(ray.get_runtime_context().get_worker_id())
+    context = ray.get_runtime_context()
+    return f"{context.get_worker_id()} on {context.get_node_id()}"
 
 
 def leave_ray(before_end: Callable[[], None], joined: str | None = None) -> None:
@@ -125,7 +154,7 @@ def leave_ray(before_end: Callable[[], None], joined: str | None = None) -> None
         before_end: Called before Ray is ended.
         joined: The `connection` that was joined; nothing is done if that has ended meanwhile, whoever uses the next.
     """
-    global _users
+    global _users, _ours
     with _lock:
         if joined is not None and (not _is_initialized() or joined != connection()):
             return
@@ -136,7 +165,9 @@ def leave_ray(before_end: Callable[[], None], joined: str | None = None) -> None
             try:
                 before_end()
             finally:
-                ray.shutdown()
+                with _process_as_it_was():
+                    ray.shutdown()
+                _ours = None
                 _ended.set()
                 if _files is not None:
                     shutil.rmtree(_files, ignore_errors=True)

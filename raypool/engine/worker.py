@@ -8,10 +8,11 @@ import functools
 import os
 import pickle
 import platform
+import sys
 import traceback
 from collections.abc import Callable, MutableMapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import ray
 
@@ -34,7 +35,7 @@ from raypool.engine.ray_calls import answer_to, ask
 from raypool.engine.runner import Surroundings, run_parts, set_up
 from raypool.engine.sharing import Sharing, Turns, settle
 from raypool.engine.upkeep import Leftover, Upkeep
-from raypool.errors import InvalidValueError
+from raypool.errors import InvalidValueError, TaskError
 from raypool.folders import hold
 from raypool.left_globals import call_setup, share_left
 from raypool.shared import discard_all
@@ -100,6 +101,8 @@ class PoolWorker:
             os.setpgid(0, 0)  # so that its children can be ended with it
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # and those of its children, which would be init's otherwise
         diary.install()
+        sys.breakpointhook = refuse_breakpoint
+        os.environ.pop("PYTHONBREAKPOINT", None)  # Ray's, for children of this process
         self._worker_id = worker_id
         self._inventory = inventory
         self._guard = ProcessGuard()
@@ -260,6 +263,14 @@ class PoolWorker:
         finally:
             self._outbox.drain(DRAIN_TIMEOUT_S)
         return None
+
+
+def refuse_breakpoint(*_: Any, **__: Any) -> NoReturn:
+    """Fail where a task calls `breakpoint()`: Ray would wait for a debugger, and nobody would hear of it."""
+    raise TaskError(
+        "breakpoint() was reached in a task on Ray, where nobody can type. Call the function with profile='inline', or run an "
+        "item of a durable loop in your debugger: raypool replay RUN_DIR ITEM --debug."
+    )
 
 
 class Rooms:

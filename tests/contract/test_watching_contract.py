@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from raypool import ParallelPool, current_task, parpool, report
+from raypool import ParallelPool, TaskError, current_task, parpool, report
 from tests.conftest import Gate, Marks
 from tests.contract.conftest import PoolMaker
 
@@ -408,6 +408,13 @@ def test_what_a_lost_worker_had_said_is_kept(pool: ParallelPool, gate: Gate, eve
     assert future.result(60) == "done"
     assert future.diary == "attempt 1\nattempt 2\n"
     assert future.metrics[["attempt", "attempt_was"]].values.tolist() == [[1, 1], [2, 2]]
+
+
+@pytest.mark.processes
+def test_a_breakpoint_in_a_task_fails_at_once(pool: ParallelPool) -> None:
+    """Nobody could type there, and Ray's debugger would wait without a word."""
+    with pytest.raises(TaskError, match=r"breakpoint\(\) was reached.*profile='inline'.*raypool replay"):
+        pool.parfeval(lambda: breakpoint()).result(300)
 
 
 @pytest.mark.processes

@@ -73,6 +73,45 @@ def test_a_script_ends_well(run_python: Any, profile: str) -> None:
         assert done.stderr == ""
 
 
+AFTER_A_POOL = """
+import hashlib, multiprocessing, os, random, sys, warnings
+from raypool import parpool
+import ray
+warnings.simplefilter("ignore")  # Python 3.12 and newer warn of any fork beside threads
+
+def state():
+    return random.getstate(), sys.excepthook, os.environ.get("PYTHONBREAKPOINT")
+
+def in_native_code():
+    begun.set()
+    hashlib.pbkdf2_hmac("sha256", b"x", b"y", 2_000_000_000)
+
+before = state()
+with parpool(1, quiet=True) as pool:  # on a Ray of its own
+    print("open", state() == before)
+    fork = multiprocessing.get_context("fork")
+    begun = fork.Event()
+    child = fork.Process(target=in_native_code)
+    child.start()
+    begun.wait()
+    child.terminate()
+    child.join()
+    print("child", child.exitcode)
+print("closed", state() == before)
+ray.init(num_cpus=2, num_gpus=1, object_store_memory=100_000_000, include_dashboard=False, log_to_driver=False)
+kept = ray.put(1)
+with parpool(1, quiet=True) as pool:
+    pass
+print("the user's Ray", ray.is_initialized() and ray.get(kept))
+"""
+
+
+def test_a_pool_leaves_the_process_as_it_was(run_python: Any) -> None:
+    """Its random numbers, what handles its breakpoints and exceptions, how its children end; and a Ray that it starts itself."""
+    said = run_python(AFTER_A_POOL, PYTHONWARNINGS="ignore").stdout.splitlines()
+    assert said == ["open True", "child -15", "closed True", "the user's Ray 1"]
+
+
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
 def test_a_driver_that_is_ended(start_python: Any, eventually: Any, make_gate: Any, how: signal.Signals) -> None:
     """With tasks that run, a child of a worker, as a data loader's processes are; one that has left its group; and an orphan."""
