@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import itertools
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -29,7 +30,7 @@ class RunFolder(click.Path):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return the folder."""
-        return super().convert(Path(value).expanduser(), param, ctx)
+        return super().convert(os.path.expanduser(value), param, ctx)  # noqa: PTH111 - text stays text
 
 
 @click.command()
