@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -193,6 +194,7 @@ def test_where_joblib_can_open_no_pool_the_error_says_so() -> None:
         Parallel()(delayed(square)(x) for x in range(5))
 
 
+@pytest.mark.skipif((3, 12) <= sys.version_info < (3, 12, 2), reason="Python 3.12.0 and 3.12.1 start no thread then")
 def test_it_works_in_a_thread_that_outlives_the_main_one(run_python: Any) -> None:
     """The interpreter closes all executors of threads then, and the last threads end after that."""
     done = run_python(
