@@ -26,10 +26,10 @@ MOST_FAILURES = 20
 
 
 class RunFolder(click.Path):
-    """The folder of a run, which may begin with ~ as that of `parfor` may."""
+    """The folder of a run. A leading ~ is the home folder, as in `parfor(run_dir=)`."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the folder."""
+        """Return the folder's path."""
         return super().convert(os.path.expanduser(value), param, ctx)  # noqa: PTH111 - text stays text
 
 

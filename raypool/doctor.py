@@ -256,8 +256,8 @@ def judge_shared_memory(free: int | None, store: int | None) -> Finding:
     return Finding(check, "warning", fact, advice)
 
 
-SOCKET = "/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"
-"""What Ray's sockets are called in its folder, and so as long."""
+SOCKET = "/12345678/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"
+"""A name as long as those of the sockets of a Ray below its folder."""
 
 MOST_SOCKET_LETTERS = 107
 """The name of a socket may be so long (Linux, unix(7))."""

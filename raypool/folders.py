@@ -6,6 +6,7 @@ processes have ended, by a small process that waits for that lock.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
@@ -34,10 +35,10 @@ if not os.fork():
 
 
 def make_private(folder: Path) -> Path:
-    """Make a folder, and those that it is in as far as they are missing, for this user only; return it.
+    """Make a folder and its missing parents for this user only; return it.
 
     Raises:
-        PermissionError: It is there already, and belongs to another user, who could see and change what is put there.
+        PermissionError: The folder exists and belongs to another user, who could read and change its contents.
     """
     make_folders(folder.parent)
     try:
@@ -45,13 +46,13 @@ def make_private(folder: Path) -> Path:
     except FileExistsError:
         status = folder.lstat()
         if stat.S_ISLNK(status.st_mode) or status.st_uid != os.getuid():
-            whose = "is a link" if stat.S_ISLNK(status.st_mode) else f"belongs to user {status.st_uid}"
-            raise PermissionError(EPERM, f"it {whose}: only a folder of this user's is used there", str(folder)) from None
+            whose = "it is a link" if stat.S_ISLNK(status.st_mode) else f"it belongs to user {status.st_uid}"
+            raise PermissionError(EPERM, f"{whose}, and others could change its contents", str(folder)) from None
     return folder
 
 
 def make_folders(folder: Path) -> Path:
-    """Make a folder, and its missing parents, for this user only; one that is there can be anyone's."""
+    """Make a folder and its missing parents for this user only; an existing one may belong to anyone."""
     if not folder.is_dir():
         make_folders(folder.parent)
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -112,6 +113,20 @@ def hold(folder: Path) -> int:
         fcntl.flock(held, fcntl.LOCK_SH)
         if os.fstat(held).st_nlink:
             return held
+        os.close(held)
+
+
+def remove_unheld(folder: Path) -> None:
+    """Remove a temporary folder if no process holds it."""
+    try:
+        held = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:  # somebody is about to hold it
+        return
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+    finally:
         os.close(held)
 
 

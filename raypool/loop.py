@@ -308,13 +308,6 @@ def attach(error: BaseException, results: Results) -> None:
         return
 
 
-def note(error: BaseException, words: str) -> None:
-    """Add a line to an exception, once, if it can carry one."""
-    if words not in getattr(error, "__notes__", ()):
-        with contextlib.suppress(Exception):  # it is the user's class, and may refuse attributes
-            error.add_note(words)
-
-
 def is_serial(engine: Engine) -> bool:
     """Whether a loop runs in the thread that waits for it."""
     return engine.profile.backend == "inline"
@@ -354,7 +347,8 @@ def raise_if_failed(work: LoopWork, results: Results, on_error: str) -> None:
         error = work.broken_by
     if error is None and is_complete:
         error = next(iter(results.errors.values()))
-        note(error, f"raypool: {len(results.errors):,} of {len(results):,} items failed; .results has the others.")
+        with contextlib.suppress(Exception):  # it is the user's class, and may refuse attributes
+            error.add_note(f"raypool: {len(results.errors):,} of {len(results):,} items failed; .results has the others.")
     if error is None:
         error = concurrent.futures.CancelledError(f"The loop {work.label} was cancelled; what had finished is in .results.")
     attach(error, results)

@@ -276,7 +276,7 @@ def notes_here() -> Iterator[Running]:
 
 
 class _Endings(threading.local):
-    """What is to be called before this thread ends, by whoever keeps something in it from task to task."""
+    """Calls that have to be made before this thread ends."""
 
     def __init__(self) -> None:
         self.calls: list[Callable[[], object]] = []
@@ -286,13 +286,16 @@ _endings = _Endings()
 
 
 def before_thread_ends(call: Callable[[], object]) -> None:
-    """Let a worker's thread call something at its end. What is left to a thread's locals may go while Python itself ends."""
+    """Register a call that a worker's thread makes before it ends.
+
+    Objects that the thread keeps in a `threading.local` might otherwise be destroyed while the interpreter shuts down.
+    """
     if call not in _endings.calls:
         _endings.calls.append(call)
 
 
 def end_thread() -> None:
-    """Call what is to be called before this thread ends."""
+    """Make the calls that were registered in this thread."""
     while _endings.calls:
         _endings.calls.pop()()
 

@@ -203,7 +203,7 @@ class Engine:
                 self.add_workers(1 if self.profile.backend == "ray" else more, more)
 
     def _logs(self) -> str | None:
-        """Say where there is more about workers that did not start; None where there is no Ray."""
+        """Return where to read more about workers that did not start; None without Ray."""
         if self.profile.backend != "ray":
             return None
         from raypool.engine.ray_session import keep_logs

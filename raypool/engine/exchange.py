@@ -47,7 +47,7 @@ class Exchange:
         self._offers: dict[int, asyncio.Future[str]] = {}
         self._ends = QueueEnds()
         self._shelf = Shelf()
-        self._meetings: dict[int, Meeting] = {}
+        self._new_groups: dict[int, NewGroup] = {}
 
     # --- queues -------------------------------------------------------------------------------------------------------
 
@@ -99,20 +99,20 @@ class Exchange:
     # --- ranks --------------------------------------------------------------------------------------------------------
 
     async def meet(self, number: int, rank: int, world_size: int, said: Any) -> list[Any]:
-        """Say something to all ranks of a new group, and return what all have said, by rank, when the last one has."""
-        meeting = self._meetings.setdefault(number, Meeting())
-        meeting.said[rank] = said
+        """Wait until all ranks of a new group have called this; return what each has said, by rank."""
+        group = self._new_groups.setdefault(number, NewGroup())
+        group.said[rank] = said
         try:
-            if len(meeting.said) == world_size:
-                meeting.is_complete.set()
-            await meeting.is_complete.wait()
-            return [meeting.said[other] for other in range(world_size)]
+            if len(group.said) == world_size:
+                group.is_complete.set()
+            await group.is_complete.wait()
+            return [group.said[other] for other in range(world_size)]
         finally:  # also where this rank was cancelled: then the others are, too
-            self._meetings.pop(number, None)
+            self._new_groups.pop(number, None)
 
 
-class Meeting:
-    """The ranks of a new group, as far as they have come."""
+class NewGroup:
+    """The ranks of a new group that have arrived."""
 
     def __init__(self) -> None:
         self.said: dict[int, Any] = {}

@@ -11,6 +11,7 @@ import signal
 import sys
 import tempfile
 import threading
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -24,7 +25,7 @@ from raypool.devices.visible import visible_gpus
 from raypool.engine.quiet_import import import_ray
 from raypool.engine.ray_helpers import without_helpers
 from raypool.errors import StartupError
-from raypool.folders import make_private
+from raypool.folders import hold, make_private, remove_unheld
 from raypool.profiles import CLIENT, LOOPBACK, Profile
 
 LOOPBACK_ONLY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
@@ -58,7 +59,7 @@ _users = 0
 _ended = threading.Event()
 _shipped: dict[str, Any] = {}  # with our connection
 _ours: str | None = None  # our connection to the Ray that was started here; unique, so that another Ray is never taken for it
-_files: Path | None = None  # of that Ray: what it has on the disk, with its logs
+_files: tuple[Path, int] | None = None  # the folder of that Ray, and the descriptor that holds it
 
 
 def join_ray(profile: Profile | None = None, inventory: Inventory | None = None) -> None:
@@ -95,7 +96,7 @@ def join_ray(profile: Profile | None = None, inventory: Inventory | None = None)
 
 @contextlib.contextmanager
 def _process_as_it_was() -> Iterator[None]:
-    """Keep what Ray changes in this process: Python's random numbers, and what handles exceptions and breakpoints."""
+    """Restore what Ray changes in this process: Python's random state, and the hooks for exceptions and breakpoints."""
     numbers, hook = random.getstate(), sys.excepthook
     before = {name: os.environ.get(name) for name in ("PYTHONBREAKPOINT", "RAY_CLIENT_MODE")}
     try:
@@ -131,7 +132,7 @@ def _exit_terminated(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def _end_at_once() -> None:
-    """In a forked child: it has no pool to end, and native code would keep a handler in Python from running."""
+    """Let SIGTERM end a forked child, which has no pool: native code would keep a handler in Python from running."""
     if signal.getsignal(signal.SIGTERM) is _exit_terminated:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
@@ -140,7 +141,7 @@ os.register_at_fork(after_in_child=_end_at_once)
 
 
 def connection() -> str:
-    """Return what tells this process's connection to Ray from any other. A driver's own id is the same in each new local Ray."""
+    """Return an id of this process's connection to Ray. The id of a driver alone is the same in each new local Ray."""
     import ray
 
     context = ray.get_runtime_context()
@@ -169,8 +170,7 @@ def leave_ray(before_end: Callable[[], None], joined: str | None = None) -> None
                     ray.shutdown()
                 _ours = None
                 _ended.set()
-                if _files is not None:
-                    shutil.rmtree(_files, ignore_errors=True)
+                _remove_files()
         elif _users <= 0:
             from raypool.engine import outside
 
@@ -195,33 +195,42 @@ def give_up_ray(before_end: Callable[[], None] | None) -> None:
 
 
 def keep_logs() -> Path | None:
-    """Return where the logs of a Ray of our own are, and leave them there when it ends; None if it is not ours."""
+    """Return the folder with the logs of our own Ray, and leave it when that Ray ends; None if the Ray is not ours."""
     global _files
-    kept, _files = _files, None
-    return None if kept is None else kept / "logs"
+    if _files is None:
+        return None
+    (folder, _), _files = _files, None
+    return folder / "session_latest" / "logs"
 
 
 def folder_of_ray() -> Path:
-    """Return the folder in which a Ray of our own has its files.
+    """Return the folder for the files of our own Rays. Only this user can enter it.
 
-    It is in one that only this user can enter: Ray lets everybody read its logs, and put others in the place of its sockets.
+    Ray makes its own folders writable for everybody: others could read its logs and replace its sockets.
     """
     parent = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"  # Ray's rule
-    return Path(parent) / f"ray-{os.getuid()}" / "ray"
+    return Path(parent) / f"ray-{os.getuid()}"
 
 
-def _make_folder() -> Path:
-    """Return the folder for a new Ray, without the files of those whose drivers have not ended in good order."""
-    folder = folder_of_ray()
+def _make_files() -> tuple[Path, int]:
+    """Make a folder for the files of a new Ray, and remove those of Rays whose driver died; return it and what holds it."""
+    parent = folder_of_ray()
     try:
-        make_private(folder.parent).chmod(0o700)
+        make_private(parent).chmod(0o700)
     except PermissionError:  # somebody else has taken the name
-        return Path(tempfile.mkdtemp(prefix=f"{folder.parent.name}-", dir=folder.parent.parent)) / "ray"
-    for session in folder.glob("session_*_*"):
-        driver = session.name.rpartition("_")[2]
-        if driver.isdecimal() and not Path("/proc", driver).exists():
-            shutil.rmtree(session, ignore_errors=True)
-    return folder
+        parent = Path(tempfile.mkdtemp(prefix=f"{parent.name}-", dir=parent.parent))
+    for folder in parent.iterdir():
+        remove_unheld(folder)
+    folder = parent / uuid.uuid4().hex[:8]  # short: the names of sockets below it have 107 letters at most
+    return folder, hold(folder)
+
+
+def _remove_files() -> None:
+    global _files
+    if _files is not None:
+        (folder, held), _files = _files, None
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(held)
 
 
 def is_ours() -> bool:
@@ -351,9 +360,9 @@ def _connect(ray: Any, address: str | None, inventory: Inventory | None, shipped
         else:
             num_gpus = None if inventory is None else len(visible_gpus(os.environ, inventory.devices()))
             own = {"address": "local", "num_cpus": usable_cpus(), "num_gpus": num_gpus, "include_dashboard": False}
+            _files = _make_files()
             with without_helpers():
-                _init_kept(ray, {**own, "_temp_dir": str(_make_folder()), **options})
-            _files = Path(ray._private.worker._global_node.get_session_dir_path())  # there is no public way to it
+                _init_kept(ray, {**own, "_temp_dir": str(_files[0]), **options})
             _hush(ray)
     except Exception as error:  # of a node that does not come up Ray says it by a plain one
         raise connect.not_started(address, error) from error

@@ -24,7 +24,7 @@ TEARDOWN_TIMEOUT_S = 10.0
 """What a worker ends with may take so long [s]."""
 
 END_TIMEOUT_S = 1.0
-"""How long the end of a pool waits for functions that run in it; they were cancelled before [s]."""
+"""A pool that closes waits this long for functions that are still running, after it has cancelled them [s]."""
 
 logger = logging.getLogger("raypool")
 
@@ -130,7 +130,7 @@ class ThreadsBackend(InlineBackend):
         workers = [(thread, self._guards[worker_id]) for worker_id, thread in self._threads.items()]
         super().close()
         give_up_at = time.monotonic() + END_TIMEOUT_S
-        for thread, guard in workers:  # native code in a daemon thread may abort the process at its end
+        for thread, guard in workers:  # a daemon thread in native code can abort the process when the interpreter shuts down
             is_free = guard.is_free
             thread.join(TEARDOWN_TIMEOUT_S if is_free else max(0.0, give_up_at - time.monotonic()))
 

@@ -266,7 +266,7 @@ class PoolWorker:
 
 
 def refuse_breakpoint(*_: Any, **__: Any) -> NoReturn:
-    """Fail where a task calls `breakpoint()`: Ray would wait for a debugger, and nobody would hear of it."""
+    """Raise an error where a task calls `breakpoint()`: Ray would silently wait for a debugger."""
     raise TaskError(
         "breakpoint() was reached in a task on Ray, where nobody can type. Call the function with profile='inline', or run an "
         "item of a durable loop in your debugger: raypool replay RUN_DIR ITEM --debug."

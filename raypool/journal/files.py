@@ -1,7 +1,7 @@
 """Files of a run: each is there as a whole or not at all, for its owner only, and is opened only if it is what was written.
 
-A pickle can run code when it is opened. So one is opened only from a run that nobody else can have written to, and from a file
-whose size and hash are those in the journal.
+A pickle can run code when it is opened. So a pickle is opened only if nobody else can have written to the run, and its file has
+the size and hash that the journal says.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ JOURNAL = ("journal.sqlite", "journal.sqlite-wal", "journal.salvaged.sqlite")
 
 
 def distrust(path: Path) -> str | None:
-    """Return why what is in a file or folder may have been put there by somebody else, and what to do; None if it may not."""
+    """Return why somebody else may have written to a file or folder, and what to do; None if nobody can have."""
     status = path.stat()
     if status.st_uid != os.getuid():
         return f"{path} belongs to user {status.st_uid}, and a pickle in it could run code as you: if you trust it, chown it"
@@ -113,7 +113,7 @@ def check_owner(path: Path) -> None:
 
 
 def check_run(run_dir: Path) -> None:
-    """Make sure that nobody else can have written what the journal in this folder says.
+    """Make sure that nobody else can have written to the journal in this folder.
 
     Raises:
         Damaged: The folder or a file of the journal belongs to somebody else, or others may write to it.
@@ -126,7 +126,7 @@ def check_run(run_dir: Path) -> None:
 
 
 def is_trusted(run_dir: Path) -> bool:
-    """Whether nobody else can have written what the journal in this folder says."""
+    """Whether nobody else can have written to the journal in this folder."""
     try:
         check_run(run_dir)
     except Damaged:

@@ -110,7 +110,7 @@ def _canonical(value: Any, path: str, outer: list[int]) -> bytes:
     simple = _SIMPLE.get(type(value))
     if simple is not None:
         return simple(value)
-    if id(value) in outer:  # a child that knows its parent: how far up that is, is the same everywhere
+    if id(value) in outer:  # a child refers to its parent, which is the same number of levels above it in every process
         return _node("up", b"%d" % (len(outer) - outer.index(id(value))))
     outer.append(id(value))
     try:
@@ -259,7 +259,7 @@ def _column(column: Any, path: str, outer: list[int]) -> bytes:
 
 
 def _of_omegaconf(value: Any, path: str, outer: list[int]) -> bytes | None:
-    """A configuration of Hydra's is what it holds, with what it takes from the one that it is in."""
+    """A Hydra configuration counts as its content, with interpolated values filled in."""
     omegaconf = sys.modules.get("omegaconf")
     if omegaconf is None or not isinstance(value, (omegaconf.DictConfig, omegaconf.ListConfig)):
         return None

@@ -123,6 +123,7 @@ def get_back(place: Place, run_dir: Path, key: str) -> Any:
         data = read_file(path, place.size or 0, place.digest)
         if path.suffix == ".json":
             return decode(data.decode())
+        check_run(run_dir)  # it says which file to open
         check_owner(path)
         return load(data)
     except Damaged as error:

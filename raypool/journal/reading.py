@@ -244,9 +244,9 @@ def _read_once(path: Path) -> Contents:
     rest = _log_of(path)  # first: what is in it is in the tables by the time that they are read, or was never found there
     check_beginning(path, rest)
     failure: Exception | None = None
-    # As root, SQLite gives a log to whoever has the database, and so would make a stranger's log one's own.
-    would_change = os.geteuid() == 0 and not is_trusted(path.parent)
-    for open_one in (_open_copy,) if would_change else (_open_still, _open_beside, _open_copy):
+    # Run by root, SQLite changes the owner of the log to that of the database: afterwards a stranger's log would look like ours.
+    changes_owner = os.geteuid() == 0 and not is_trusted(path.parent)
+    for open_one in (_open_copy,) if changes_owner else (_open_still, _open_beside, _open_copy):
         try:
             with open_one(path) as connection:
                 contents = _with_rest(read_all(connection), rest)

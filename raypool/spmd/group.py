@@ -153,8 +153,8 @@ class Group:
         return words
 
     def _meet(self, word: Word) -> list[Word]:
-        key = self.packer.key
-        return [Word.read(entry, key) for entry in self.lines.meet(word.write(key))]
+        secret = self.packer.secret
+        return [Word.read(entry, secret) for entry in self.lines.meet(word.write(secret))]
 
     @contextmanager
     def operation(self, name: str, peer: int | None = None) -> Iterator[None]:
@@ -321,7 +321,7 @@ def _close_retired() -> None:
 
 
 def _close_all_retired() -> None:
-    """Wait no longer: gloo's own threads must end before the process does."""
+    """Close them now: gloo's own threads must end before the process does."""
     with _retiring:
         _retired.clear()
 
@@ -391,8 +391,8 @@ def connect(assignment: Assignment, way: Way | None) -> Group:
         store = distributed().PrefixStore("control", found.store)
         return GlooLines(store, assignment.rank, assignment.world_size, found.address)
 
-    packer = Packer(found.host.key, way if assignment.has_process else None)
+    packer = Packer(found.invitation.secret, way if assignment.has_process else None)
     group = Group(assignment, in_thread(make, discard=lambda lines: lines.sever()), packer)
-    group.store, group.address, group.master = found.store, found.address, found.host.master
+    group.store, group.address, group.master = found.store, found.address, found.invitation.master
     group.has_nccl, group.interfaces = found.has_nccl, interfaces_for(found.address)
     return group

@@ -22,8 +22,8 @@ class Message(NamedTuple):
 def message(group: Group, x: Any, operation: str) -> Message:
     """Return what to send of a value."""
     word, packed = word_of(group, x, operation)
-    slot = word.write(group.packer.key)
-    return Message(slot, packed, body(Word.read(slot, group.packer.key), x, packed))
+    slot = word.write(group.packer.secret)
+    return Message(slot, packed, body(Word.read(slot, group.packer.secret), x, packed))
 
 
 def body(word: Word, x: Any, packed: bytes | None) -> Any:
@@ -45,7 +45,7 @@ def receive_head(group: Group, src: int) -> Word:
 
     slot = torch.empty(SLOT_BYTES, dtype=torch.uint8)
     group.lines.finish(group.lines.post([], [(slot, src)], HEAD_TAG))
-    return Word.read(slot.numpy().tobytes(), group.packer.key)
+    return Word.read(slot.numpy().tobytes(), group.packer.secret)
 
 
 def receive_body(group: Group, word: Word, src: int) -> Any:

@@ -1,9 +1,9 @@
 """How the ranks of a new group find each other.
 
-All ranks meet at the pool's exchange, which only the pool's own processes can ask. There rank 0 says where the store is through
-which torch's groups are made: in a file that only this user can open if all ranks are on one machine, else at a port. Other users
-can write to that port, so nothing that comes from there is unpickled; and what ranks send each other is signed with a key that
-rank 0 tells them at the meeting. What waits in native code is done when all ranks are known to be there, and in a thread.
+Torch makes groups through a store. Rank 0 opens one: a file that only this user can read if all ranks are on one machine,
+otherwise a TCP port. The ranks learn its address through the pool's exchange, which requires Ray's token. Strangers can
+write to a TCP store, so nothing from it is unpickled. Through the exchange the ranks also learn a secret, with which they
+sign their messages. Calls that wait in native code run in a thread, and only after all ranks have arrived.
 """
 
 from __future__ import annotations
@@ -45,42 +45,42 @@ class Assignment(NamedTuple):
     stays_warm: bool = True
 
 
-class Host(NamedTuple):
+class Invitation(NamedTuple):
     """What rank 0 tells the others.
 
-    `place`: of the store: an address, a file, or the store itself where ranks are threads. `master`: an address with a
-    free port. `key`: messages between ranks are signed with it.
+    `store`: its address or file, or the store itself if ranks are threads. `master`: an address with a free port. `secret`: the
+    ranks sign their messages with it.
     """
 
-    place: Any
+    store: Any
     master: tuple[str, int]
-    key: bytes
+    secret: bytes
 
 
 class Found(NamedTuple):
-    """What ranks that have found each other share: a store, and what rank 0 has said; and the address of this one."""
+    """The store of a new group, the address of this rank, and what rank 0 has told."""
 
     store: Any
     address: str
-    host: Host
+    invitation: Invitation
     has_nccl: bool
 
 
 def find_others(assignment: Assignment, way: Way) -> Found:
     """Find the other ranks, and wait until all are there. Can be interrupted."""
-    store, address, host = None, "", None
+    store, address, invitation = None, "", None
     with ExitStack() as stack:
         if assignment.rank == 0:
             store, place, address = _open_store(assignment)
-            host = Host(place, (address, stack.enter_context(free_port(address))), secrets.token_bytes(32))
-        said = _gpu_uuid(assignment), None if host is None else tuple(host)  # plain: the exchange does not know these classes
+            invitation = Invitation(place, (address, stack.enter_context(free_port(address))), secrets.token_bytes(32))
+        said = _gpu_uuid(assignment), None if invitation is None else tuple(invitation)  # plain data for the exchange
         met = way.ask("meet", assignment.number, assignment.rank, assignment.world_size, said)
-    if host is None:
-        host = Host(*met[0][1])
-        store, address = _join_store(assignment, host.place)
-    uuids = [uuid for uuid, _ in met]
+    if invitation is None:
+        invitation = Invitation(*met[0][1])
+        store, address = _join_store(assignment, invitation.store)
+    uuids = [gpu_uuid for gpu_uuid, _ in met]
     has_nccl = None not in uuids and len(set(uuids)) == len(uuids)  # NCCL wants a GPU of its own for each rank
-    return Found(store, address, host, has_nccl)
+    return Found(store, address, invitation, has_nccl)
 
 
 def _gpu_uuid(assignment: Assignment) -> str | None:
@@ -92,7 +92,7 @@ def _gpu_uuid(assignment: Assignment) -> str | None:
 
 
 def _open_store(assignment: Assignment) -> tuple[Any, Any, str]:
-    """Return a new store, where the others find it, and the address of this rank."""
+    """Return a new store, its place for the other ranks, and the address of this rank."""
     dist = distributed()
     if not assignment.has_process:
         store = dist.HashStore()
@@ -120,7 +120,7 @@ def _join_store(assignment: Assignment, place: Any) -> tuple[Any, str]:
 
 
 def _new_file() -> str:
-    """Return the name of a file that goes with the pool, not before: native code of a rank that has gone on may still want it."""
+    """Return the name of a file that is removed with the pool. Removed earlier, it would hang native code that uses the store."""
     note = note_here()
     folder = folder_of_process() if note is None or note.folders is None else note.folders.temporary()
     return str(make_private(folder / "groups") / uuid.uuid4().hex)

@@ -22,11 +22,11 @@ MAX_INLINE_BYTES = 512
 class Packer:
     """Pickles values, in the way of the pool if there is one: what a worker has from a notebook has no module to be found in.
 
-    What it has pickled is signed with `key`; it opens nothing else.
+    It signs pickles with the group's secret, and opens only those.
     """
 
-    def __init__(self, key: bytes, way: Way | None = None) -> None:
-        self.key = key
+    def __init__(self, secret: bytes, way: Way | None = None) -> None:
+        self.secret = secret
         self._way = way
 
     def pack(self, value: Any, operation: str) -> bytes:
@@ -35,7 +35,7 @@ class Packer:
         Raises:
             SerializationError: It cannot be pickled.
         """
-        return signed(self._pickled(value, operation), self.key)
+        return signed(self._pickled(value, operation), self.secret)
 
     def _pickled(self, value: Any, operation: str) -> bytes:
         if type(value) in PLAIN:
@@ -58,7 +58,7 @@ class Packer:
             CollectiveError: No rank of the group has sent it.
             SerializationError: It cannot be read here.
         """
-        pickled = checked(packed, self.key)
+        pickled = checked(packed, self.secret)
         try:
             return pickle.loads(pickled)
         except Exception as error:

@@ -31,30 +31,30 @@ AGREE = frozenset({"all_reduce", "reduce"})
 """Collectives in which all values must be of one kind, dtype, shape and device."""
 
 
-def signed(data: bytes, key: bytes) -> bytes:
-    """Return data behind its signature, by which the other ranks know that a rank has sent it."""
-    return _signature(data, key) + data
+def signed(data: bytes, secret: bytes) -> bytes:
+    """Return the data with a signature in front, which proves to the other ranks that a rank of the group has sent it."""
+    return _signature(data, secret) + data
 
 
-def checked(data: Any, key: bytes) -> memoryview:
-    """Return what was signed.
+def checked(message: Any, secret: bytes) -> memoryview:
+    """Return the data of a signed message.
 
     Raises:
-        CollectiveError: It was not signed with this key: no rank of the group has sent it.
+        CollectiveError: The signature is wrong: no rank of the group has sent the message.
     """
-    whole = memoryview(data)
+    whole = memoryview(message)
     signature, rest = whole[:SIGNATURE_BYTES], whole[SIGNATURE_BYTES:]
-    if not hmac.compare_digest(signature, _signature(rest, key)):
+    if not hmac.compare_digest(signature, _signature(rest, secret)):
         raise CollectiveError(
-            "A message has arrived that no rank of this group has sent. Most likely another program has connected to a port of "
-            "the group: see SECURITY.md. Nothing of it was opened.",
+            "A message arrived that no rank of this group has sent. It was not opened. Most likely another program has connected "
+            "to a port of the group: see SECURITY.md.",
             missing=(),
         )
     return rest
 
 
-def _signature(data: Any, key: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=SIGNATURE_BYTES, key=key).digest()
+def _signature(data: Any, secret: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=SIGNATURE_BYTES, key=secret).digest()
 
 
 class Word(NamedTuple):
@@ -76,23 +76,23 @@ class Word(NamedTuple):
     size: int = 0
     payload: bytes | None = None
 
-    def write(self, key: bytes) -> bytes:
+    def write(self, secret: bytes) -> bytes:
         """Return the slot; without the payload, if that does not fit."""
         room = SLOT_BYTES - SIGNATURE_BYTES
         word = self if self.size <= room else self._replace(payload=None)
         slot = pickle.dumps(tuple(word), protocol=5)
         if len(slot) > room:
             slot = pickle.dumps(tuple(word._replace(payload=None)), protocol=5)
-        return signed(slot.ljust(room, b"\0"), key)
+        return signed(slot.ljust(room, b"\0"), secret)
 
     @staticmethod
-    def read(slot: bytes, key: bytes) -> Word:
+    def read(slot: bytes, secret: bytes) -> Word:
         """Return the word in a slot.
 
         Raises:
             CollectiveError: No rank of the group has written it.
         """
-        return Word(*pickle.loads(checked(slot, key)))  # a pickle knows where it ends
+        return Word(*pickle.loads(checked(slot, secret)))  # a pickle knows where it ends
 
 
 class Disagreement(NamedTuple):

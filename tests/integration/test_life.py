@@ -87,7 +87,7 @@ def in_native_code():
     hashlib.pbkdf2_hmac("sha256", b"x", b"y", 2_000_000_000)
 
 before = state()
-with parpool(1, quiet=True) as pool:  # on a Ray of its own
+with parpool(1, quiet=True) as pool:  # starts its own Ray
     print("open", state() == before)
     fork = multiprocessing.get_context("fork")
     begun = fork.Event()

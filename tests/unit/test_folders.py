@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from raypool.folders import make_private
+from raypool.folders import hold, make_private, remove_unheld
 
 
 def test_a_folder_that_is_made_or_ones_own_is_taken(tmp_path: Path) -> None:
@@ -28,3 +28,16 @@ def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
     os.chown(tmp_path / "theirs", 12345, 12345)
     with pytest.raises(PermissionError, match="it belongs to user 12345"):
         make_private(tmp_path / "theirs")
+
+
+def test_only_a_folder_that_nobody_holds_is_removed(tmp_path: Path) -> None:
+    """Whoever removes it may be in another container, where the holder's process cannot be seen."""
+    held = hold(tmp_path / "ray")
+    remove_unheld(tmp_path / "ray")
+    assert (tmp_path / "ray").is_dir()
+    os.close(held)
+    remove_unheld(tmp_path / "ray")
+    assert not (tmp_path / "ray").exists()
+    (tmp_path / "new").mkdir()
+    remove_unheld(tmp_path / "new")
+    assert (tmp_path / "new").is_dir(), "somebody is about to hold it"

@@ -25,7 +25,7 @@ from raypool.journal import schema
 from raypool.journal.files import dump, load
 from raypool.journal.journal import Damaged, Journal, Outcome
 from raypool.journal.opening import connect
-from raypool.journal.outcomes import to_row
+from raypool.journal.outcomes import MAX_PICKLE_BYTES, to_row
 from raypool.journal.replaying import replaying
 from raypool.journal.source import Source
 
@@ -273,8 +273,8 @@ def test_a_journal_that_others_may_have_written_is_not_opened(tmp_path, how, nam
     """Whichever of its files, or the folder, they can write to. It stays as it is."""
     run = tmp_path / "copy"
     with open_one(tmp_path / "run") as journal:
-        journal.note_items([("a", 0, {1})])
-        journal.write([Outcome("a", 1, "finished", value={1})])
+        journal.note_items([("a", 0, {1}), ("b", 1, {2})])
+        journal.write([Outcome("a", 1, "finished", value={1}), Outcome("b", 1, "finished", value={"x" * MAX_PICKLE_BYTES})])
         shutil.copytree(tmp_path / "run", run)  # as if its driver had been killed: with a log
     if how == "chmod":
         (run / name).chmod(0o775)
@@ -287,7 +287,7 @@ def test_a_journal_that_others_may_have_written_is_not_opened(tmp_path, how, nam
         open_one(run)
     with pytest.raises(JournalError, match=r"if you trust it, ch(mod go-w|own) it"), replaying(run, "a"):
         pass
-    assert load_results(run).to_frame()["status"].tolist() == ["missing"], "a set is a pickle"
+    assert load_results(run).to_frame()["status"].tolist() == ["missing"] * 2, "sets are pickles, in the journal and in files"
     assert {name: (run / name).read_bytes() for name in before} == before
 
 

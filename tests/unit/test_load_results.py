@@ -47,7 +47,8 @@ def test_each_item_is_there_once_those_of_the_newest_call_first(tmp_path):
 
 def test_a_folder_in_ones_home(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    parpool(1, profile="inline", quiet=True).parfor(abs, [-1], run_dir="~/run")
+    with parpool(1, profile="inline", quiet=True) as pool:
+        pool.parfor(abs, [-1], run_dir="~/run")
     assert list(load_results("~/run")) == [1]
     done = CliRunner().invoke(main, ["report", "~/run", "--out", str(tmp_path / "page.html")])
     assert done.exit_code == 0, done.output

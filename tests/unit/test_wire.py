@@ -13,7 +13,7 @@ from raypool import CollectiveError
 from raypool.spmd.values import Packer
 from raypool.spmd.wire import BEGIN, END, SIGNATURE_BYTES, SLOT_BYTES, Word, find_disagreement, ordinal, signed
 
-KEY = b"of this group"
+SECRET = b"of this group"
 
 TENSOR = Word(3, "all_reduce", "tensor", "float32", (3, 4), "cpu", op="sum")
 
@@ -35,15 +35,15 @@ words = st.builds(
 
 @given(words)
 def test_a_word_is_read_as_it_was_written(word: Word) -> None:
-    slot = word.write(KEY)
+    slot = word.write(SECRET)
     assert len(slot) == SLOT_BYTES
-    assert Word.read(slot, KEY) == word
+    assert Word.read(slot, SECRET) == word
 
 
 @given(words, st.binary(max_size=2 * SLOT_BYTES))
 def test_a_value_rides_along_if_it_fits(word: Word, payload: bytes) -> None:
     word = word._replace(size=len(payload), payload=payload)
-    read = Word.read(word.write(KEY), KEY)
+    read = Word.read(word.write(SECRET), SECRET)
     assert read in (word, word._replace(payload=None))
     if len(payload) <= 100 and len(word.shape) < 10:
         assert read.payload == payload
@@ -60,9 +60,9 @@ class Trap:
 def test_what_no_rank_has_signed_is_not_opened(key: bytes) -> None:
     forged = signed(pickle.dumps(Trap()).ljust(SLOT_BYTES - SIGNATURE_BYTES, b"\0"), key)
     with pytest.raises(CollectiveError, match="no rank of this group has sent"):
-        Word.read(forged, KEY)
+        Word.read(forged, SECRET)
     with pytest.raises(CollectiveError, match="no rank of this group has sent"):
-        Packer(KEY).unpack(forged, 1, "gather")
+        Packer(SECRET).unpack(forged, 1, "gather")
 
 
 @given(words, st.integers(1, 5))
