@@ -234,7 +234,13 @@ def all_failed(start: int, stop: int, error: BaseException) -> SliceResult:
 
 
 class Backend(Protocol):
-    """Runs workers in places. Every method returns at once, except `claim` and `close`; what happens then is posted."""
+    """Runs workers in places. Every method returns at once, except `claim` and `close`; what happens then is posted.
+
+    Attributes:
+        is_ending: Whether the pool takes no more work: what it holds comes free by itself. The engine sets it.
+    """
+
+    is_ending: bool
 
     def claim(self, least: int | None, most: int | None) -> list[int]:
         """Claim places for workers: between `least` and `most`, as many as there are (both None: all there are).

@@ -99,6 +99,7 @@ class Choice:
         try:
             if self._meant and most:
                 self._check_nodes()
+                self._check_others(min(len(self._meant), most) if least is None else least, wanted)
                 self._search(least, most, wanted)
             wishes = self._wishes()
             kept = [self._found[spot] for spot in wishes if spot in self._found][:most]
@@ -150,6 +151,16 @@ class Choice:
             if words is not None:
                 raise ResourceError(f"{name_of(node)}: {words}", requested=len(indices), available=0, holders=())
 
+    def _check_others(self, needed: int, wanted: Wanted) -> None:
+        """Make sure that other open pools of this process leave enough of them: these would be waited for in vain."""
+        taken = {Spot(str(claim.node_id), claim.gpu or 0) for claims in wanted.others.values() for claim in claims if claim.cards}
+        left = [spot.node_id for spot in self._meant if spot not in taken]
+        rooms = {str(node["NodeID"]): self._demand.fits(node) for node in shortages.without(wanted.others, self._nodes.values())}
+        available = sum(min(left.count(node_id), room) for node_id, room in rooms.items())
+        if available < needed and wanted.others:
+            names = ", ".join(self._name(spot) for spot in self._meant)
+            raise shortages.held_here(f"GPU {names}", needed, available, "GPU", wanted.others)
+
     def _search(self, least: int | None, most: int, wanted: Wanted) -> None:
         """Find them, until there is nothing more to be had, or the time is over."""
         started = time.monotonic()
@@ -166,6 +177,8 @@ class Choice:
                 return
             if wanted.is_over() or self._absent(missing) or (missing and self._has_nameless) or (is_enough and is_late):
                 return
+            if missing and not is_enough:
+                wanted.tell(lambda: f"GPU {', '.join(map(self._name, missing))}")  # noqa: B023  (it is called at once)
             if missing and not is_known:
                 is_known = True
                 self._check_existence({spot.node_id for spot in missing})

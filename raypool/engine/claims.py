@@ -5,12 +5,13 @@ A bundle keeps its GPU for life, so whatever runs in it runs on that GPU. A GPU 
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import ray
@@ -20,9 +21,15 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raypool.devices.gpus import GpuDevice
 from raypool.engine.demands import Demand
+from raypool.engine.shortages import held_by, holders
 from raypool.labels import for_ray
 
 POLL_S = 0.01
+
+SILENT_S = 1.0
+"""Nobody is told of a wait that is shorter [s]."""
+
+logger = logging.getLogger("raypool")
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -56,15 +63,30 @@ class Claim:
 
 
 class Wanted:
-    """How long something is waited for: some time, and not beyond the end of the pool."""
+    """How long something is waited for: some time, and not beyond the end of the pool.
 
-    def __init__(self, timeout_s: float, closed: threading.Event) -> None:
-        self._deadline = time.monotonic() + timeout_s
+    Args:
+        timeout_s: So long at most.
+        closed: Set when the pool ends.
+        others: What other open pools of this process hold, by the line that opened them. These are not waited for.
+    """
+
+    def __init__(self, timeout_s: float, closed: threading.Event, others: Mapping[str, Sequence[Claim]]) -> None:
+        self.others = others
+        self._timeout_s = timeout_s
+        self._begin = time.monotonic()
         self._closed = closed
+        self._has_told = False
+
+    def tell(self, missing: Callable[[], str]) -> None:
+        """Say what is waited for, once, and not before a second has passed."""
+        if not self._has_told and time.monotonic() > self._begin + SILENT_S:
+            self._has_told = True
+            logger.warning("Waiting for %s, for start_timeout_s=%g at most. %s", missing(), self._timeout_s, held_by(holders()))
 
     def is_over(self) -> bool:
         """Whether to give up."""
-        return self._closed.is_set() or time.monotonic() > self._deadline
+        return self._closed.is_set() or time.monotonic() > self._begin + self._timeout_s
 
 
 def release_all(claims: Sequence[Claim]) -> None:

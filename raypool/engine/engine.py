@@ -86,6 +86,7 @@ class Engine:
         self._function_ids = itertools.count()
         self._lock = threading.Lock()
         self.is_closing = False
+        self.is_forked = False  # this process is a fork of the one that has opened the pool
         self._why_closed = "The pool was shut down. Open another with parpool()."
         self.helpers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # they hand in more work of what is not done yet
         self._has_noted = False
@@ -248,7 +249,7 @@ class Engine:
         """Take no more work; end when what is left is done."""
         if wait and not (cancel_queued or cancel_running or self.is_closing or self.driver.is_own_thread or in_task()):
             self._wait_for_helpers()
-        self.is_closing = True
+        self.is_closing = self.backend.is_ending = True
         if not self.driver.closed.is_set():
             self.driver.post(ShutdownRequested(cancel_queued, cancel_running))
         if wait and not self.driver.is_own_thread and not in_task():
@@ -275,7 +276,11 @@ _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 def _forget_all() -> None:
     """In a forked child, no pool of the parent's works: its driver and Ray's threads did not come along."""
     for engine in list(_engines):
-        engine.is_closing = True
+        engine.is_closing = engine.is_forked = True
+        engine._why_closed = (
+            "This process was forked from the one that has opened the pool, which works only there. Start the process by spawn "
+            "(multiprocessing.get_context('spawn')), or open a pool here: parpool(profile='threads')."
+        )
         engine.driver.closed = threading.Event()
         engine.driver.closed.set()
     _engines.clear()

@@ -75,6 +75,11 @@ def claim_number(
         there = _grown(needs, there, may_grow())
     else:
         shortages.check_sum(needs)
+        for need in needs if wanted.others else ():
+            room = shortages.room_beside(need, wanted.others)
+            if room < need.least and may_grow() == NONE:
+                kind, each = need.demand.kind, need.demand.each
+                raise shortages.held_here(kind, need.least * each, max(room, 0) * each, kind, wanted.others)
     gatherings = [Gathering(need, number, survey) for need, number in zip(needs, there, strict=True)]
     kept: list[list[Claim]] = []
     try:
@@ -121,7 +126,15 @@ def _gather(gatherings: Sequence[Gathering], wanted: Wanted) -> None:
             since, most = time.monotonic(), there  # where one came late, the next may be on its way
         if all(gathering.has_enough and gathering.is_complete for gathering in gatherings):
             return
+        if not all(gathering.has_enough for gathering in gatherings):
+            wanted.tell(lambda: " and ".join(map(_said, gatherings)))
         has_settled = time.monotonic() - since > SETTLE_S and all(gathering.is_settled for gathering in gatherings)
         if wanted.is_over() or has_settled:
             return
         time.sleep(POLL_S)
+
+
+def _said(gathering: Gathering) -> str:
+    need, available = gathering.need, len(gathering.good)
+    each, kind = need.demand.each, need.demand.kind
+    return f"{need.least * each:g} {kind} ({available * each:g} available)"

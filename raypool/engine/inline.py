@@ -73,6 +73,7 @@ class InlineBackend:
         find_way: Leads to the exchange of another pool that is to be used.
     """
 
+    is_ending = False
     _is_users_thread = True
 
     def __init__(self, profile: Profile, post: Post, say: Say, default_workers: int = 1, find_way: FindWay | None = None) -> None:
@@ -244,7 +245,7 @@ class InlineBackend:
         functions: Sequence[Function],
         guard: contextlib.AbstractContextManager[Any],
     ) -> bool:
-        """Run a call and post what became of it; False if the user's function has ended its worker."""
+        """Run a call and post what became of it; False if that has failed, and its worker with it."""
         known = {function.fn_id: function.packed for function in functions}
         try:
             with guard:
@@ -262,10 +263,6 @@ class InlineBackend:
                 )
                 with listening():
                     raw = self._run_parts(attempt_id, parts, here)
-        except SystemExit as error:
-            self._post(WorkerLost(worker_id, LossReason.EXIT), f"the function called sys.exit({error.code!r})")
-            self._break_up(parts[0].task_id)
-            return False
         except Exception as error:  # not the user's function: raypool's own mistake, and nobody may wait for it
             self._post(WorkerLost(worker_id, LossReason.UNKNOWN), f"raypool failed in it, {type(error).__name__}: {error}")
             self._break_up(parts[0].task_id)

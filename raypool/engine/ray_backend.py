@@ -102,6 +102,15 @@ class RayBackend:
 
     # --- places -------------------------------------------------------------------------------------------------------
 
+    @property
+    def is_ending(self) -> bool:
+        """Whether the pool takes no more work; see `Backend`."""
+        return self._seating.is_ending
+
+    @is_ending.setter
+    def is_ending(self, is_ending: bool) -> None:
+        self._seating.is_ending = is_ending
+
     def claim(self, least: int | None, most: int | None) -> list[int]:
         """Claim what so many workers stand on."""
         claims = self._seating.claim(least, most)

@@ -34,8 +34,15 @@ LOOPBACK_ONLY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 GIVE_UP_S = 5.0
 """How long to try to fetch what is in a Ray that is beyond help [s]."""
 
+RAYS_THREAD = "worker.io"
+
 CLIENT_TRIES = 3
 """So often a server of Ray Client is asked for."""
+
+FORKED = (
+    "This process was forked from one that uses Ray, and Ray's threads did not come along: no pool on Ray can work here. "
+    "Start the process by spawn (multiprocessing.get_context('spawn')), or open a pool of threads: parpool(profile='threads')."
+)
 
 DIED_AT_ONCE = ("Starting Ray client server failed", "ZombieProcess", "NoSuchProcess")
 """What Ray's proxy says of a server that died as it was started: which of them depends on the instant in which it looks."""
@@ -70,10 +77,13 @@ def join_ray(profile: Profile | None = None, inventory: Inventory | None = None)
         inventory: Who knows the GPUs that a new one is to have. None: Ray finds them itself.
 
     Raises:
-        StartupError: There is no Ray at the address, or it does not let this process in.
+        StartupError: There is no Ray at the address, or it does not let this process in; or this process was forked from one that
+            uses Ray.
         InvalidValueError: What is to be shipped is more than Ray takes.
     """
     global _users, _ours, _shipped
+    if is_forked():
+        raise StartupError(FORKED)
     profile = profile or Profile()
     address = profile.address or os.environ.get("RAY_ADDRESS")
     with _lock:
@@ -131,13 +141,37 @@ def _exit_terminated(number: int, frame: FrameType | None) -> NoReturn:
     sys.exit(128 + number)
 
 
-def _end_at_once() -> None:
-    """Let SIGTERM end a forked child, which has no pool: native code would keep a handler in Python from running."""
+def is_forked() -> bool:
+    """Whether this process was forked from one that is connected to Ray: it has inherited the connection, but no thread of Ray's.
+
+    Whoever asks Ray anything in such a process waits forever.
+    """
+    return _has_forked or (_is_initialized() and _lacks_threads())
+
+
+def _lacks_threads() -> bool:
+    """Whether the thread that every driver of Ray 2.60 has is missing; raypool may have been imported after the fork."""
+    if "ray.util.client" in sys.modules and sys.modules["ray.util.client"].ray.is_connected():
+        return False  # Ray Client has no such thread
+    with contextlib.suppress(OSError):  # Linux only
+        return all(name.read_text().strip() != RAYS_THREAD for name in Path("/proc/self/task").glob("*/comm"))
+    return False
+
+
+def _after_fork() -> None:
+    """In a forked child: forget what is the parent's, and let SIGTERM end the process as it would without a pool.
+
+    Native code would keep a handler in Python from running.
+    """
+    global _has_forked, _lock, _users, _ours, _files
+    _has_forked = _has_forked or _is_initialized()
+    _lock, _users, _ours, _files = threading.Lock(), 0, None, None
     if signal.getsignal(signal.SIGTERM) is _exit_terminated:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-os.register_at_fork(after_in_child=_end_at_once)
+_has_forked = False
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def connection() -> str:

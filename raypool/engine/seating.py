@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import functools
 import itertools
+import linecache
+import sys
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Iterable
+from pathlib import Path
 
 from raypool.devices.cores import usable_cores
 from raypool.engine import claims as claiming
@@ -21,6 +25,8 @@ from raypool.engine.survey import Survey
 from raypool.errors import PoolClosedError, RaypoolError, ResourceError
 from raypool.profiles import Profile
 from raypool.resources import WorkerResources
+
+_seatings: weakref.WeakSet[Seating] = weakref.WeakSet()
 
 Found = dict[WorkerResources, list[Claim]]
 """For each kind of worker what it may stand on."""
@@ -47,6 +53,18 @@ class Seating:
         self._seating = threading.Lock()
         self._claiming = threading.Lock()
         self._closed = threading.Event()
+        self.is_ending = False
+        self._opened_at = _line_of_user()
+        _seatings.add(self)
+
+    def _others(self) -> dict[str, list[Claim]]:
+        """Return what the other open pools of this process hold, by the line that opened them."""
+        found: dict[str, list[Claim]] = {}
+        for other in list(_seatings):
+            if other is not self and not (other.is_ending or other._closed.is_set()):
+                claims = {id(claim): claim for claim in list(other._claims.values())}
+                found.setdefault(other._opened_at, []).extend(claims.values())
+        return {line: claims for line, claims in found.items() if claims}
 
     def _nodes(self) -> list[Node]:
         """Return the nodes that there are, and where none has a GPU, those that may come: workers are to have GPUs if any has."""
@@ -67,7 +85,7 @@ class Seating:
             PoolClosedError: The pool was closed meanwhile; nothing is kept.
         """
         with self._claiming:
-            wanted = Wanted(self._profile.start_timeout_s, self._closed)
+            wanted = Wanted(self._profile.start_timeout_s, self._closed, self._others())
             if self._profile.listed:
                 entries = self._next_entries(least, most)
                 seats: Iterable[tuple[WorkerResources, int]] = [(self._profile.listed[entry], entry) for entry in entries]
@@ -234,6 +252,18 @@ class Seating:
             if left is not None:
                 self.give_back(left)
         claiming.wait_released(self._released, timeout_s)
+
+
+def _line_of_user() -> str:
+    """Return the line of the user's code that is opening a pool, and where it is."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("raypool", "joblib"):
+        frame = frame.f_back
+    file, number = frame.f_code.co_filename, frame.f_lineno
+    is_cell = "ipykernel_" in file or file.startswith("<ipython-input")
+    where = f"line {number} of a notebook cell" if is_cell else f"{Path(file).name}:{number}"
+    line = linecache.getline(file, number, frame.f_globals).strip()
+    return f"{where}, `{line}`" if line else where
 
 
 def _spare(claim: Claim) -> int:

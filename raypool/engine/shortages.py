@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import ray
 from ray.util import placement_group_table
@@ -14,6 +16,9 @@ from raypool.engine.demands import ACCELERATOR, Demand, Need, Node, living_nodes
 from raypool.engine.outside import ask_inside
 from raypool.errors import ResourceError
 from raypool.labels import has_labels
+
+if TYPE_CHECKING:
+    from raypool.engine.claims import Claim
 
 OURS = ("PoolWorker", "NodeAgent", "Scout")
 """Actors of pools, which hold nothing beside their pools' placement groups."""
@@ -97,6 +102,38 @@ def too_few(need: Need, there: int, crowd: Crowd, min_free_bytes: int | None) ->
     return ResourceError(
         f"{demand.kind}: requested {requested:g}, available {available:g} ({where} {capacity:g}). "
         f"{' '.join(why)} {_next_step(need, there, capacity)}",
+        requested=requested,
+        available=available,
+        holders=names,
+    )
+
+
+def room_beside(need: Need, others: Mapping[str, Sequence[Claim]]) -> int:
+    """Return how many more claims the cluster could hold beside these of other pools, if nobody else held anything."""
+    return sum(need.demand.fits(node) for node in without(others, living_nodes())) - need.num_held
+
+
+def without(others: Mapping[str, Sequence[Claim]], nodes: Iterable[Node]) -> list[Node]:
+    """Return what nodes have beside these claims."""
+    left: list[Node] = []
+    for node in nodes:
+        resources: Counter[str] = Counter(node["Resources"])
+        for claims in others.values():
+            for claim in claims:
+                if claim.node_id == node["NodeID"]:
+                    resources.subtract(claim.demand.bundle)
+        left.append({**node, "Resources": resources})
+    return left
+
+
+def held_here(what: str, requested: float, available: float, kind: str, others: Mapping[str, Sequence[Claim]]) -> ResourceError:
+    """Return the error for what other open pools of this process hold: nobody else could end them."""
+    capacity = sum(node["Resources"].get(kind, 0) for node in living_nodes())
+    names = tuple(f"the pool opened at {line}" for line in others)
+    held = sum(claim.demand.bundle.get(kind, 0) for claims in others.values() for claim in claims)
+    return ResourceError(
+        f"{what}: requested {requested:g}, available {available:g} (the cluster has {capacity:g}). This process itself holds "
+        f"{held:g}: {'; '.join(names)}. Use that pool (gcp() returns it), give back a part of it (resize), or end it (delete).",
         requested=requested,
         available=available,
         holders=names,

@@ -15,10 +15,10 @@ def register_joblib() -> None:
 
     `n_jobs` counts workers: -1 are all of them, -2 all but one, and all are used where it is not said. A pool that is opened for
     joblib grows with `n_jobs` while there is room, unless `num_workers` is said. More than there are means all, with a warning,
-    since no result depends on it. With `n_jobs=1` and inside a task joblib runs everything in turn where it is. A pool of a
-    single worker is used as any other: its messages (`verbose`) and `pre_dispatch` count two jobs then, since joblib asks no
-    backend that has one; `joblib.effective_n_jobs()` is 1. A `Parallel` inside a task of another uses threads there, as with
-    joblib's own processes.
+    since no result depends on it. With `n_jobs=1`, inside a task, and in a process that was forked from one that uses Ray (with a
+    warning), joblib runs everything in turn where it is. A pool of a single worker is used as any other: its messages (`verbose`)
+    and `pre_dispatch` count two jobs then, since joblib asks no backend that has one; `joblib.effective_n_jobs()` is 1. A
+    `Parallel` inside a task of another uses threads there, as with joblib's own processes.
 
     Short tasks share calls to the workers, and are drawn further ahead than `pre_dispatch` says, unless `batch_size` is a number.
     If a worker dies, the tasks of its call run again, up to `retries` times. A time-out (`Parallel(timeout=...)`) and an error

@@ -117,6 +117,9 @@ class RaypoolBackend(ParallelBackendBase):  # type: ignore[misc]
         is_in_thread_of_task = (self.nesting_level or 0) > 1  # which does not know that: its task would wait for a worker
         if n_jobs == 1 or in_task() or is_in_thread_of_task:
             return 0
+        if self._source.is_forked:
+            self._source.note_forked()
+            return 0
         size = max(len(self._source.find(n_jobs)._numbers()), 1)
         if n_jobs < 0:
             return max(size + 1 + n_jobs, 1)

@@ -8,6 +8,7 @@ import threading
 import warnings
 from typing import Any
 
+from raypool.engine.ray_session import is_forked
 from raypool.errors import InvalidTypeError, InvalidValueError, ResourceError
 from raypool.pool import ParallelPool, gcp, open_pool
 from raypool.profile_files import resolve_profile
@@ -80,12 +81,29 @@ class PoolSource:
             pool.shutdown(wait=False, cancel_futures=True)
 
     @property
+    def is_forked(self) -> bool:
+        """Whether this process was forked from the one with the pool, or from one that uses Ray: there is no pool to be had."""
+        if self._given is not None:
+            return self._given._engine.is_forked
+        if not self._opening and gcp(create=False) is not None:
+            return False
+        return self._settings().backend == "ray" and is_forked()
+
+    @property
     def is_on_ray(self) -> bool:
         """Whether the workers are processes; nothing is opened to find out."""
         pool = self._given or self._opened or (None if self._opening else gcp(create=False))
         if pool is not None:
             return pool._engine.profile.backend == "ray"
         return self._settings().backend == "ray"
+
+    def note_forked(self) -> None:
+        """Say that everything runs in turn, as joblib's own backends do in such a process."""
+        warnings.warn(
+            "Loops on raypool cannot run in a process that was forked from one that uses Ray, or from the one with the pool: "
+            "setting n_jobs=1. Start the process by spawn, or use joblib's threading backend in it.",
+            stacklevel=_level_of_the_user(),
+        )
 
     def note_too_many(self, n_jobs: int, size: int) -> None:
         """Say, once, that there are fewer workers than `n_jobs` asks for: no result depends on it, so it is no error."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import subprocess
 import textwrap
 import threading
@@ -17,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
+from ray.util import placement_group, remove_placement_group
 
 from raypool import ParallelPool, ResourceError, StartupError, WorkerResources, current_task, parpool
 from raypool.devices.simulated import SimulatedGpus
@@ -77,7 +80,6 @@ def test_as_many_workers_as_cards_each_with_another(gpus: SimulatedGpus) -> None
 @pytest.mark.long
 def test_two_processes_that_choose_at_once(run_python: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     """Each holds for a moment what the other wants, again and again, and both get what they want."""
-    import ray
 
     code = f"""
     from raypool import parpool
@@ -180,8 +182,21 @@ def test_a_gpu_that_does_not_exist_is_not_waited_for(gpus: SimulatedGpus) -> Non
     with parpool(1, gpus=[1], inventory=gpus, quiet=True):
         with pytest.raises(ResourceError, match=r"GPU 5 does not exist here: this machine has 3\. GPUs are numbered from 0"):
             parpool(gpus=[0, 5], inventory=gpus, start_timeout_s=600, quiet=True)
-        with pytest.raises(ResourceError, match=r"GPU 1 is in use: requested 2, available 1 \(free: 0, 2\)\. Held by: "):
-            parpool(gpus=[0, 1], inventory=gpus, start_timeout_s=3, quiet=True)
+        with pytest.raises(ResourceError, match=r"GPU 0, 1: requested 2, available 1 .*This process itself holds 1: "):
+            parpool(gpus=[0, 1], inventory=gpus, start_timeout_s=600, quiet=True)
+
+
+def test_chosen_gpus_that_somebody_else_holds(gpus: SimulatedGpus, caplog: pytest.LogCaptureFixture) -> None:
+    """They are waited for, which is said, and then it is said which are free."""
+    other = placement_group([{"GPU": 1}])
+    ray.get(other.ready(), timeout=300)
+    try:
+        words = r"GPU (0|1|2) is in use: requested 3, available 2 \(free: \d, \d\)\. Held by: a placement group \(1 GPU\)"
+        with pytest.raises(ResourceError, match=words):
+            parpool(gpus=[0, 1, 2], inventory=gpus, start_timeout_s=3, quiet=True)
+        assert re.search(r"Waiting for GPU \d, for start_timeout_s=3 at most\. Held by: a placement group \(1 GPU\)", caplog.text)
+    finally:
+        remove_placement_group(other)
 
 
 def test_more_workers_on_a_card_than_it_can_hold(gpus: SimulatedGpus) -> None:
@@ -329,7 +344,7 @@ def test_chosen_gpus_of_each_machine(run_script: Any) -> None:
     end()
     """)
     assert facts["all"] == [["b", 4], ["a", 2], ["a", 0]]
-    assert "GPU 2 of a is in use: requested 2, available 1 (free: 1 of a)" in facts["held"]
+    assert "GPU 1 of a, 2 of a: requested 2, available 1 (the cluster has 5). This process itself holds 3:" in facts["held"]
     assert facts["left"] == [["a", 0], ["a", 2]]
     assert facts["back"] == [["a", 0], ["a", 2], ["b", 4]]
     assert (

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import ray
+from ray.util import placement_group, remove_placement_group
 
 from raypool import ParallelPool, PoolClosedError, RaypoolError, ResourceError, StartupError, WorkerResources, parpool
 
@@ -80,34 +82,44 @@ def test_a_pool_that_cannot_grow_says_in_time_who_holds_the_rest(
     ray_session: None, by_value: None, resources: WorkerResources, scarce: str
 ) -> None:
     timeout_s = 10.0  # also for workers to come up
-    others = 2 if scarce == "1 GPU" else 1
-    with (
-        parpool(1, resources=resources, start_timeout_s=timeout_s, quiet=True) as pool,
-        parpool(others, resources=resources, quiet=True) as other,
-    ):
+    name, others = scarce[2:], 2 if scarce == "1 GPU" else 1
+    with parpool(1, resources=resources, start_timeout_s=timeout_s, quiet=True) as pool:
+        other = placement_group([{name: float(scarce[:1])}] * others)
+        ray.get(other.ready(), timeout=300)
         before = pool.workers
-        with pytest.raises(
-            ResourceError, match=f"{scarce[2:]}: requested .*Held by: .*process {os.getpid()}.*{scarce}"
-        ) as caught:
+        with pytest.raises(ResourceError, match=f"{name}: requested .*Held by: .*process {os.getpid()}.*{scarce}") as caught:
             pool.resize(2)
         assert caught.value.available == 0
         assert pool.workers == before, "the pool stays as it is"
         assert pool.parfeval(abs, -1).result(300) == 1
-        other.delete()
+        remove_placement_group(other)
         pool.resize(2)
         assert pool.num_workers == 2
 
 
-def test_what_is_given_back_in_time_is_taken(ray_session: None, by_value: None) -> None:
-    """Within start_timeout_s it is waited for."""
+def test_what_a_pool_that_ends_gives_back_is_waited_for(
+    ray_session: None,
+    by_value: None,
+    make_gate: Callable[[], Any],
+    caplog: pytest.LogCaptureFixture,
+    eventually: Callable[..., bool],
+) -> None:
+    """Another pool of this process is not waited for while it is open, but it is as soon as it takes no more work."""
+    gate = make_gate()
     with parpool(3, quiet=True) as holder:
+        with pytest.raises(ResourceError, match=r"This process itself holds 3: the pool opened at test_claims\.py"):
+            parpool(1, start_timeout_s=600, quiet=True)
+        last = holder.parfeval(gate.wait)
+        holder.shutdown(wait=False)
         opened: list[ParallelPool] = []
         opener = threading.Thread(target=lambda: opened.append(parpool(3, start_timeout_s=300, quiet=True)))
         opener.start()
-        holder.delete()
-        opener.join(60)
-        assert opened[0].num_workers == 3
-        opened[0].delete()
+        assert eventually(lambda: "Waiting for 3 GPU" in caplog.text)
+        gate.open()
+        opener.join()
+        last.result(300)
+    assert opened[0].num_workers == 3
+    opened[0].delete()
 
 
 def test_workers_that_do_not_come_up_in_time(ray_session: None, by_value: None, make_gate: Callable[[], Any]) -> None:

@@ -62,14 +62,15 @@ def pool_host() -> str:
     return platform.node()
 
 
-def test_who_holds_the_gpus_is_named() -> None:
-    """Scenario 3: a pool, and an actor of somebody else's."""
+def test_who_holds_the_gpus_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    """Scenario 3: a pool, and an actor of somebody else's, which is waited for; that is said."""
     trainer = ray.remote(num_gpus=1)(Trainer).options(name="trainer").remote()
     assert ray.get(trainer.ping.remote(), timeout=60) == "pong"
     try:
         with parpool(1, quiet=True):
             with pytest.raises(ResourceError, match="GPU: requested 2, available 1") as caught:
-                parpool(2, start_timeout_s=0.5, quiet=True)
+                parpool(2, start_timeout_s=2, quiet=True)
+            assert "Waiting for 2 GPU (1 available), for start_timeout_s=2 at most. Held by: " in caplog.text
             holders = " ".join(caught.value.holders)
             assert f"process {os.getpid()}" in holders
             assert "1 GPU" in holders
@@ -77,8 +78,8 @@ def test_who_holds_the_gpus_is_named() -> None:
             assert all(holder in str(caught.value) for holder in caught.value.holders)
             with parpool((1, 5), quiet=True) as rest:
                 assert rest.num_workers == 1
-            with pytest.raises(ResourceError, match="requested 3, available 1"):
-                parpool((3, 5), start_timeout_s=0.5, quiet=True)
+            with pytest.raises(ResourceError, match=r"requested 3, available 2 .*This process itself holds 1"):
+                parpool((3, 5), start_timeout_s=600, quiet=True)
     finally:
         ray.kill(trainer)
 

@@ -74,10 +74,11 @@ def test_a_script_ends_well(run_python: Any, profile: str) -> None:
 
 
 AFTER_A_POOL = """
-import hashlib, multiprocessing, os, random, sys, warnings
-from raypool import parpool
+import hashlib, joblib, multiprocessing, os, random, sys, warnings
+from raypool import parpool, register_joblib
 import ray
 warnings.simplefilter("ignore")  # Python 3.12 and newer warn of any fork beside threads
+register_joblib()
 
 def state():
     return random.getstate(), sys.excepthook, os.environ.get("PYTHONBREAKPOINT")
@@ -85,6 +86,20 @@ def state():
 def in_native_code():
     begun.set()
     hashlib.pbkdf2_hmac("sha256", b"x", b"y", 2_000_000_000)
+
+def attempt(action):
+    try:
+        return action()
+    except Exception as error:
+        return type(error).__name__, "forked" in str(error)
+
+def pools_in_a_forked_child():
+    os.write(write, repr([
+        attempt(lambda: parpool(1, quiet=True)),
+        attempt(lambda: pool.submit(pow, 2, 3)),
+        attempt(lambda: list(parpool(1, profile="threads", quiet=True).parfor(abs, [-5]))),
+        attempt(lambda: joblib.Parallel(2, backend="raypool")([joblib.delayed(os.getpid)()]) == [os.getpid()]),
+    ]).encode())
 
 before = state()
 with parpool(1, quiet=True) as pool:  # starts its own Ray
@@ -97,6 +112,9 @@ with parpool(1, quiet=True) as pool:  # starts its own Ray
     child.terminate()
     child.join()
     print("child", child.exitcode)
+    read, write = os.pipe()
+    fork.Process(target=pools_in_a_forked_child).start()
+    print(os.read(read, 10_000).decode(), pool.submit(pow, 2, 3).result())
 print("closed", state() == before)
 ray.init(num_cpus=2, num_gpus=1, object_store_memory=100_000_000, include_dashboard=False, log_to_driver=False)
 kept = ray.put(1)
@@ -107,9 +125,10 @@ print("the user's Ray", ray.is_initialized() and ray.get(kept))
 
 
 def test_a_pool_leaves_the_process_as_it_was(run_python: Any) -> None:
-    """Its random numbers, what handles its breakpoints and exceptions, how its children end; and a Ray that it starts itself."""
+    """Its random numbers, what handles its breakpoints and exceptions, its forked children; and a Ray that it starts itself."""
     said = run_python(AFTER_A_POOL, PYTHONWARNINGS="ignore").stdout.splitlines()
-    assert said == ["open True", "child -15", "closed True", "the user's Ray 1"]
+    in_child = [("StartupError", True), ("PoolClosedError", True), [5], True]
+    assert said == ["open True", "child -15", f"{in_child} 8", "closed True", "the user's Ray 1"]
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import ray
+from ray.util import placement_group, remove_placement_group
 
 from raypool import InvalidValueError, ParallelPool, ResourceError, WorkerResources, current_task, parpool
 
@@ -107,11 +108,16 @@ def test_one_kind_is_missing() -> None:
 @pytest.mark.parametrize("gpus", [[0, 1], pytest.param(None, marks=pytest.mark.long)])
 def test_somebody_holds_what_one_kind_needs(gpus: list[int] | None) -> None:
     """What this pool has claimed itself meanwhile is not named among the holders."""
+    others = [placement_group([{"GPU": 1}]) for _ in range(2)]
+    ray.get([other.ready() for other in others], timeout=300)
+    with pytest.raises(ResourceError, match=r"requested 2, available (0|1)") as caught:
+        parpool(resources=[CPU, CPU, GPU, GPU], gpus=gpus, start_timeout_s=0.5, quiet=True)
+    assert caught.value.holders == ("2 x a placement group (1 GPU)",)
+    for other in others:
+        remove_placement_group(other)
     with parpool(gpus=[1, 2], quiet=True):
-        with pytest.raises(ResourceError, match="requested 2, available 1") as caught:
-            parpool(resources=[CPU, CPU, GPU, GPU], gpus=gpus, start_timeout_s=0.5, quiet=True)
-        assert any("2 x " in holder and "1 GPU" in holder for holder in caught.value.holders)
-        assert not any("CPU" in holder for holder in caught.value.holders)
+        with pytest.raises(ResourceError, match=r"requested 2, available 1 .*This process itself holds 2"):
+            parpool(resources=[CPU, CPU, GPU, GPU], gpus=gpus, start_timeout_s=600, quiet=True)
         with parpool(resources=[CPU, CPU, GPU], quiet=True) as pool:
             assert gpus_of(pool) == [None, None, 0]
 
