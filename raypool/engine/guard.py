@@ -36,9 +36,12 @@ WISH = struct.Struct("=qqq")
 SIGNALS = (Signal.STOP, Signal.CANCEL, Signal.LEAVE)
 
 AT_HAND = struct.Struct("=qq")
-"""Attempt and task of the slice that is running, or NOTHING: what stands on the board of a `ProcessGuard`."""
+"""Attempt and task of the slice that is opened or running, or NOTHING: what stands on the board of a `ProcessGuard`."""
 
-NOTHING = (-1, -1)
+WHOLE = -1
+"""Stands in the place of the task while a call is taken apart and its answer packed: that may be for any of its slices."""
+
+NOTHING = (-1, WHOLE)
 
 IMPORT_MACHINERY = "<frozen importlib._bootstrap>"
 
@@ -65,7 +68,7 @@ class Deadline(Protocol):
 class Guard:
     """Knows what is to be stopped, and what is running.
 
-    The runner calls `begin_call`, `begin` and `end`; wishes come from elsewhere.
+    The runner calls `begin_call`, `approach`, `begin` and `end`; wishes come from elsewhere.
     """
 
     def __init__(self) -> None:
@@ -82,16 +85,25 @@ class Guard:
         if self._wishes:
             self._wishes = {key: wish for key, wish in self._wishes.items() if key[0] >= attempt_id}
 
-    def begin(self, task_id: int, note: Running, limit: Deadline) -> None:
+    def approach(self, task_id: int) -> None:
+        """Note that a slice is opened. That may run code of the user's, and hang, but is not interrupted.
+
+        Raises:
+            TaskCancelled: Nobody wants it any more: what has not begun need not be saved.
+        """
+        self._at_hand = (self._attempt_id, task_id)
+        if self._wishes.get(self._at_hand) in (Signal.CANCEL, Signal.LEAVE):
+            raise TaskCancelled
+
+    def begin(self, note: Running, limit: Deadline) -> None:
         """Note that code of the user's begins.
 
         Raises:
             TaskCancelled: Nobody wants it any more. From here on that can come at any moment, until `end` has returned.
         """
         self._note, self._limit = note, limit
-        self._at_hand = (self._attempt_id, task_id)
         wish = self._wishes.get(self._at_hand)
-        if wish in (Signal.CANCEL, Signal.LEAVE):  # what has not begun need not be saved
+        if wish in (Signal.CANCEL, Signal.LEAVE):
             raise TaskCancelled
         if wish is Signal.STOP:
             note.should_stop = True
@@ -174,17 +186,30 @@ class ProcessGuard(Guard):
         AT_HAND.pack_into(self._board, 0, *NOTHING)
         signal.signal(STOP_SIGNAL, self._on_signal)
 
-    def begin(self, task_id: int, note: Running, limit: Deadline) -> None:
-        """Note that code of the user's begins."""
+    def begin_call(self, attempt_id: int) -> None:
+        """Note that a call begins; its slices are at hand until `end_call`, also while it is taken apart and answered."""
+        super().begin_call(attempt_id)
+        AT_HAND.pack_into(self._board, 0, attempt_id, WHOLE)
+
+    def end_call(self) -> None:
+        """Note that nothing of the user's is left of a call."""
+        AT_HAND.pack_into(self._board, 0, *NOTHING)
+
+    def approach(self, task_id: int) -> None:
+        """Note that a slice is opened."""
         AT_HAND.pack_into(self._board, 0, self._attempt_id, task_id)
+        super().approach(task_id)
+
+    def begin(self, note: Running, limit: Deadline) -> None:
+        """Note that code of the user's begins."""
         note_in_process(note)
-        super().begin(task_id, note, limit)
+        super().begin(note, limit)
 
     def end(self) -> None:
         """Note that code of the user's has ended."""
         super().end()
         note_in_process(None)
-        AT_HAND.pack_into(self._board, 0, *NOTHING)
+        AT_HAND.pack_into(self._board, 0, self._attempt_id, WHOLE)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if _is_delicate(frame):
@@ -217,11 +242,11 @@ class ThreadGuard(Guard):
         self._is_coming = False  # TaskCancelled was raised in the thread, and may not have arrived
         self._lock = threading.Lock()
 
-    def begin(self, task_id: int, note: Running, limit: Deadline) -> None:
+    def begin(self, note: Running, limit: Deadline) -> None:
         """Note that code of the user's begins, in this thread."""
         with self._lock:
             self._thread_id = threading.get_ident()
-            super().begin(task_id, note, limit)
+            super().begin(note, limit)
 
     def shield(self) -> bool:
         """Interrupt what is at hand no more."""

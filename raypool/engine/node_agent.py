@@ -24,7 +24,7 @@ from raypool.core.messages import Signal
 from raypool.devices.gpus import GpuDevice, Inventory
 from raypool.engine.backend import GpuMemory
 from raypool.engine.exchange import Exchange
-from raypool.engine.guard import AT_HAND, NOTHING, SIGNALS, STOP_SIGNAL, WISH
+from raypool.engine.guard import AT_HAND, NOTHING, SIGNALS, STOP_SIGNAL, WHOLE, WISH
 from raypool.engine.homes import FolderHome
 from raypool.engine.memory import is_over, memory_used
 from raypool.engine.mps import Mps, MpsState
@@ -90,7 +90,7 @@ class Watched:
 
     @property
     def at_hand(self) -> tuple[int, int]:
-        """Which attempt and task it is running."""
+        """Which attempt and task it is at; the task is `WHOLE` while it takes the call apart or packs the answer."""
         attempt_id, task_id = AT_HAND.unpack(os.pread(self._board, AT_HAND.size, 0))
         return attempt_id, task_id
 
@@ -228,7 +228,7 @@ class NodeAgent:
             while True:
                 await asyncio.sleep(min(pause_s, max(deadline - time.monotonic(), 0.001)))
                 pause_s = min(2 * pause_s, LONGEST_LOOK_S)
-                is_running = watched.at_hand == key
+                is_running = watched.at_hand in (key, (key[0], WHOLE))
                 if time.monotonic() > deadline:
                     return is_cancel and is_running
                 if watched.has_unread:

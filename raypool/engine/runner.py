@@ -20,7 +20,7 @@ from raypool.engine.open_call import OpenCall, RawResult
 from raypool.engine.sharing import Turns
 from raypool.engine.torch_modes import torch_modes
 from raypool.engine.upkeep import Upkeep, note_shortage
-from raypool.errors import TaskCancelled
+from raypool.errors import TaskCancelled, TaskError
 from raypool.task import Folders, Running, Say, is_retired, item_seed, running, unbroken
 
 UNCHANGEABLE = frozenset({int, float, bool, str, bytes, type(None)})
@@ -77,8 +77,7 @@ class Surroundings(NamedTuple):
 def run_parts(attempt_id: int, parts: Sequence[Part], here: Surroundings) -> list[RawResult]:
     """Run the slices of a call one after the other.
 
-    Every exception becomes an error of its item, except `SystemExit`, which ends the worker as the user asked. Of a slice that
-    was cancelled nothing counts as done.
+    Every exception becomes an error of its item. Of a slice that was cancelled nothing counts as done.
     """
     here.guard.begin_call(attempt_id)
     call = OpenCall(attempt_id, parts, here.upkeep)
@@ -115,15 +114,19 @@ def _run_part(part: Part, here: Surroundings, result: RawResult) -> None:
     if here.keeper is not None and not here.keeper.secure():
         return
     try:
+        here.guard.approach(part.task_id)
+    except TaskCancelled:
+        here.guard.end()
+        return
+    try:
         fn = here.functions(part.fn_id)
         items = here.unpack(part.items)
-    except SystemExit:
-        raise
     except BaseException as error:
+        here.guard.end()
         # What was sent can't be opened here (a module that is missing, say): so much for all its items.
         note_shortage(error, here.upkeep)
         result.is_interrupted = here.is_interrupt(error)
-        result.errors = dict.fromkeys(range(part.start, part.start + part.num_items), error)
+        result.errors = dict.fromkeys(range(part.start, part.start + part.num_items), as_error(error))
         result.values = [None] * part.num_items
         result.durations_s = array("d", bytes(8 * part.num_items))
         result.started_at = time()
@@ -143,7 +146,7 @@ def _run_part(part: Part, here: Surroundings, result: RawResult) -> None:
     try:
         with _generators_kept() if part.seed is not None else contextlib.nullcontext():
             try:
-                here.guard.begin(part.task_id, note, result)
+                here.guard.begin(note, result)
                 if here.turns is not None:
                     here.turns.begin(part)
                 _run_items(fn, items, part, here, result)
@@ -210,14 +213,12 @@ def _run_items(fn: Callable[[Any], Any], items: list[Any], part: Part, here: Sur
         try:
             value = fn(item)
             values.append(value if keeper is None or type(value) in UNCHANGEABLE else keeper.keep(value))
-        except SystemExit:
-            raise
         except BaseException as error:
             if isinstance(error, TaskCancelled) and result.is_cancelled:
                 raise  # the guard's own; one that the user's code has raised by itself is an error like any other
             note_last_lines(error, note)
             note_shortage(error, here.upkeep)
-            result.errors[part.start + len(values)] = error
+            result.errors[part.start + len(values)] = as_error(error)
             values.append(None)
             result.is_interrupted = here.is_interrupt(error)
             if part.stops_on_error or result.is_interrupted:
@@ -230,6 +231,17 @@ def _run_items(fn: Callable[[Any], Any], items: list[Any], part: Part, here: Sur
     result.done = len(values)
     if note.has_heard and not note.should_stop:
         result.take_back_last()  # it may have ended early since its machine is about to go; nobody has wished for that
+
+
+def as_error(error: BaseException) -> BaseException:
+    """Return what an item has raised; of `SystemExit` a `TaskError`, since it would end whoever asks for the value."""
+    if not isinstance(error, SystemExit):
+        return error
+    failed = TaskError(f"The task called sys.exit({'' if error.code is None else repr(error.code)}).")
+    failed.__cause__ = error
+    for note in getattr(error, "__notes__", ()):
+        failed.add_note(note)
+    return failed
 
 
 def set_up(setups: Iterable[Callable[[], Any]], worker: WorkerInfo) -> None:

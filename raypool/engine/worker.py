@@ -199,10 +199,12 @@ class PoolWorker:
         sendables = pack_results(results)
         for result in results:
             result.discard()  # each exception holds what its function had, and the result, which holds it
+        del results
         leftover = self._settle(parts)
         said, fetched = self._outbox.flush(), Fetched.num_bytes - fetched_before
         weight = None if self._turns is None else self._turns.weigh()
         header, large = (parcel.header, None) if parcel.is_small else (None, parcel.for_ray())
+        self._guard.end_call()
         return pickle.dumps((sendables, said, fetched, weight, header, leftover), protocol=5), large
 
     def _run_parts(self, attempt_id: int, parts: Sequence[Part]) -> list[RawResult]:

@@ -7,7 +7,6 @@ import math
 import os
 import pickle
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
@@ -138,14 +137,14 @@ def test_what_waited_behind_a_call_was_not_cancelled(
     assert (cancelled["started_at"] >= finished["started_at"].max()).all(), "its clock runs from when it began"
 
 
-@pytest.mark.threads
+@pytest.mark.processes
 def test_what_waited_behind_a_call_that_ended_its_worker_has_no_time(
     patient_pool: ParallelPool, gate: Any, eventually: Any
 ) -> None:
     def end_once(item: int) -> int:
         if item == 400 and current_task().attempt == 1:
             gate.wait()
-            sys.exit(3)
+            os._exit(3)
         return item
 
     with ThreadPoolExecutor(1) as executor:

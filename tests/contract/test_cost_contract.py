@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import random
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -155,11 +155,12 @@ def test_retries_are_those_of_the_item(pool: ParallelPool, marks: Any, chunk_siz
     assert results.to_frame()["attempts"].tolist() == [attempt for _, attempt in results]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("chunk_size", [None, 4])
 def test_a_lost_worker_costs_the_item_that_lost_it(make_pool: Any, chunk_size: int | None) -> None:
     def leave_at_6(item: int) -> int:
         if item == 6:
-            sys.exit(3)
+            os._exit(3)
         return current_task().index
 
     with make_pool(2) as pool:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import raypool
-from raypool import Future, ParallelPool, PoolClosedError, WorkerLostError, current_task, gcp, parpool
+from raypool import Future, ParallelPool, PoolClosedError, current_task, gcp, parpool
 
 pytestmark = pytest.mark.semantics
 
@@ -464,30 +464,6 @@ def test_a_view_keeps_its_pool_open(make_pool: Any) -> None:
 
 
 # --- the rest ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.semantics
-@pytest.mark.threads
-def test_sys_exit_loses_the_worker_and_not_the_pool(make_pool: Any, marks: Any, check_pool: Any) -> None:
-    import sys
-
-    def leave() -> None:
-        marks.add("left")
-        sys.exit(3)
-
-    with make_pool(2) as pool:
-        future = pool.options(retries=1).submit(leave)
-        others = [pool.submit(add, number) for number in range(10)]
-
-        error = future.exception(60)
-
-        assert type(error) is WorkerLostError
-        assert (error.reason, error.attempts, future.attempts) == (raypool.LossReason.EXIT, 2, 2)
-        assert "leave" in str(error)
-        assert marks.count("left") == 2
-        assert [other.result(60) for other in others] == list(range(10))
-        check_pool(pool)
-        assert pool.num_workers == 2
 
 
 @pytest.mark.everywhere

@@ -26,11 +26,9 @@ def where(*_: object) -> int:
     return current_task().worker
 
 
-def end_worker(is_in_process: bool) -> None:
+def end_worker() -> None:
     """End the worker, in a way that no teardown survives."""
-    if is_in_process:
-        os.kill(os.getpid(), signal.SIGKILL)
-    sys.exit(3)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def states_of(pool: ParallelPool) -> set[str]:
@@ -63,15 +61,13 @@ def test_setup_runs_once_in_each_worker_before_anything_else_and_teardown_at_its
     assert marks.all() == ["setup 0", "setup 1", "setup 2", *["teardown thing"] * 3]
 
 
-@pytest.mark.semantics
-@pytest.mark.concurrent
+@pytest.mark.processes
 def test_a_worker_that_replaces_another_is_set_up_too(make_pool: Any, marks: Any) -> None:
     """One that dies cannot tear down."""
     with make_pool(1, setup=lambda: marks.add("setup"), teardown=lambda: marks.add("teardown")) as pool:
-        pool.options(retries=0).parfeval(end_worker, make_pool.is_in_processes).exception(60)
+        pool.options(retries=0).parfeval(end_worker).exception(60)
         assert pool.parfeval(lambda: marks.count("setup")).result(60) == 2
-    if make_pool.is_in_processes:
-        assert marks.count("teardown") == 1
+    assert marks.count("teardown") == 1
 
 
 @pytest.mark.semantics

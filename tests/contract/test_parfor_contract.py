@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import math
 import operator
@@ -9,6 +10,7 @@ import os
 import random
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +21,7 @@ import pandas as pd
 import pytest
 
 import raypool
-from raypool import InvalidValueError, ParallelPool, Results, WorkerLostError, current_task
+from raypool import InvalidValueError, ParallelPool, Results, TaskError, current_task
 
 pytestmark = pytest.mark.semantics
 
@@ -361,24 +363,30 @@ def test_retries_are_used_up(pool: ParallelPool, marks: Any) -> None:
 
 
 @pytest.mark.everywhere
-def test_a_task_that_calls_sys_exit_is_lost_after_its_retries_and_the_others_go_on(
-    pool: ParallelPool, marks: Any, check_pool: Any
-) -> None:
+def test_a_task_that_calls_sys_exit_fails_alone_and_its_worker_stays(pool: ParallelPool, marks: Any, check_pool: Any) -> None:
+    """The error has the code, and what argparse has printed."""
+
     def leave(x: int) -> int:
+        marks.add(x)
         if x == 2:
-            marks.add(x)
             sys.exit(7)
+        if x == 3:
+            argparse.ArgumentParser("train").parse_args(["--epochs"])
+        if x == 4:
+            sys.exit()
         return x
 
     before = pool.statistics().workers_lost
     results = pool.options(retries=1).parfor(leave, range(6), on_error="collect")
 
-    assert [results[x] for x in (0, 1, 3, 4, 5)] == [0, 1, 3, 4, 5]
-    assert isinstance(results.errors[2], WorkerLostError)
-    assert results.errors[2].attempts == 2
-    assert marks.count(2) == 2
-    assert results.to_frame()["attempts"][2] == 2
-    assert pool.statistics().workers_lost == before + 2
+    assert [results[x] for x in (0, 1, 5)] == [0, 1, 5]
+    assert [type(error) for error in results.errors.values()] == [TaskError] * 3
+    assert str(results.errors[2]) == "The task called sys.exit(7)."
+    assert str(results.errors[3]) == "The task called sys.exit(2)."
+    assert "train: error: unrecognized arguments: --epochs" in "".join(traceback.format_exception(results.errors[3]))
+    assert str(results.errors[4]) == "The task called sys.exit()."
+    assert [marks.count(x) for x in range(6)] == [1] * 6
+    assert pool.statistics().workers_lost == before
     check_pool(pool)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import gc
-import sys
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -136,9 +136,10 @@ def test_all_verbs_keep_to_the_parts_workers(pool: ParallelPool) -> None:
     assert part.parfor(abs, [-1], max_workers=0)[0] == 1
 
 
+@pytest.mark.processes
 def test_a_part_has_the_pools_options(make_pool: Any) -> None:
     with make_pool(2, retries=0) as pool:
-        error = pool.partition(per_host=1)[0].parfeval(sys.exit, 1).exception(60)
+        error = pool.partition(per_host=1)[0].parfeval(os._exit, 1).exception(300)
     assert isinstance(error, WorkerLostError)
     assert error.attempts == 1
 

@@ -119,7 +119,7 @@ ROWS = [
     Row("raises what cannot be rebuilt", lambda: raise_it(NeedsTwo, 1, 2), TaskError, "NeedsTwo: 1 and 2"),
     Row("returns what cannot be pickled", threading.Lock, SerializationError, "a result.*lock"),
     Row("returns what cannot be opened here", lambda: Parcel(fail_at_home), SerializationError, "cannot be opened here"),
-    Row("calls sys.exit", lambda: sys.exit(3), WorkerLostError, "exit code 3"),
+    Row("calls sys.exit", lambda: raise_it(SystemExit, 3), TaskError, r"^The task called sys\.exit\(3\)\."),
     Row("calls os._exit", lambda: os._exit(4), WorkerLostError, "killed or crashed|exit code 4"),
     Row("is killed", lambda: os.kill(os.getpid(), signal.SIGKILL), WorkerLostError, "killed"),
     Row("crashes", lambda: os.kill(os.getpid(), signal.SIGSEGV), WorkerLostError, "crashed"),

@@ -13,20 +13,29 @@ import re
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
-from raypool import LossReason, ParallelPool, RemoteTraceback, SerializationError, TaskError, WorkerLostError
+from raypool import (
+    LossReason,
+    ParallelPool,
+    RemoteTraceback,
+    SerializationError,
+    TaskError,
+    TaskTimeoutError,
+    WorkerLostError,
+    WorkerResources,
+    parpool,
+)
 
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("as_good_as_new")]
 
 
 def die(how: str) -> None:
-    if how == "sys.exit":
-        sys.exit(3)
     if how == "os._exit":
         os._exit(4)
     os.kill(os.getpid(), getattr(signal, how))
@@ -217,14 +226,60 @@ def test_a_function_that_cannot_be_unpickled_there(pool: ParallelPool) -> None:
         pool.parfeval(lambda: bomb).result(30)
 
 
+class Hangs:
+    """Hangs when it is opened, packed, put in words or let go, away from home."""
+
+    home = os.getpid()
+
+    def __init__(self, when: str) -> None:
+        self.when = when
+
+    def hang(self, when: str) -> None:
+        if self.when == when and os.getpid() != self.home:
+            time.sleep(600)
+
+    def __reduce__(self) -> Any:
+        self.hang("packed")
+        return (time.sleep, (600,)) if self.when == "opened" else (Hangs, ("nowhere",))
+
+    def __del__(self) -> None:
+        self.hang("let go")
+
+
+class HangingError(Exception):
+    """Hangs when it is put in words."""
+
+    def __str__(self) -> str:
+        time.sleep(600)
+        return "late"
+
+
+def raise_hanging() -> None:
+    raise HangingError
+
+
+@pytest.mark.ci
+def test_what_hangs_outside_the_function(pool: ParallelPool, eventually: Any) -> None:
+    """Time limits, cancel and the grace period hold from the opening of what was sent to the packing of the answer."""
+    with parpool(1, quiet=True, cancel_grace_s=0.3, resources=WorkerResources(gpus=0)) as strict:
+        short = strict.options(timeout_s=2, retries=0)
+        calls: list[tuple[Any, ...]] = [(print, Hangs("opened")), (Hangs, "packed"), (Hangs, "let go"), (raise_hanging,)]
+        for call in calls:
+            with pytest.raises(TaskTimeoutError):
+                short.parfeval(*call).result()
+            assert strict.parfeval(abs, -1).result(300) == 1
+        for call in calls:
+            future = strict.parfeval(*call)
+            assert eventually(lambda future=future: future.state == "running")
+            assert future.cancel()
+            assert strict.parfeval(abs, -1).result(300) == 1
+
+
 # --- death ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(
-    ("how", "words"),
-    [("sys.exit", "exit code 3"), ("SIGKILL", "killed")],
-)
+@pytest.mark.parametrize(("how", "words"), [("os._exit", "exit code 4|crashed"), ("SIGKILL", "killed")])
 def test_a_function_that_ends_its_process(pool: ParallelPool, how: str, words: str) -> None:
     """It runs again up to `retries` times, then fails alone; the others go on."""
     view = pool.options(retries=1)

@@ -1,6 +1,5 @@
 """The ranks of a gang "inline": the first in the thread that asks, each other in one of its own, all at the same time."""
 
-import sys
 import threading
 
 import pytest
@@ -66,20 +65,6 @@ def test_a_rank_that_fails_stops_the_others(run_gang, culprit):
     first, *others = run_gang(fail)
     assert first == (culprit, 1)
     assert sorted(others) == [(rank, 0) for rank in range(3) if rank != culprit]
-
-
-def test_a_rank_that_ends_its_worker_stops_the_others(run_gang):
-    meeting = threading.Barrier(3)
-
-    def leave(rank):
-        meeting.wait(WAIT_S)
-        if rank == 1:
-            sys.exit(3)
-        wait_until_stopped()
-
-    first, *others = run_gang(leave)
-    assert first == (1, None)
-    assert sorted(others) == [(0, 0), (2, 0)]
 
 
 def test_a_rank_that_fails_before_the_others_begin_stops_them_too(run_gang):
