@@ -21,6 +21,7 @@ import ray
 from ray import cloudpickle
 from ray.util import inspect_serializability
 
+from raypool.engine.own_memory import own
 from raypool.errors import RaypoolError, SerializationError
 
 PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
@@ -30,7 +31,7 @@ BESIDE_BYTES = 64 * 1024
 """Buffers (of arrays and tensors) from this size on travel beside the pickle: into the object store they are copied, once."""
 
 MAPPED_BYTES = 1024 * 1024
-"""Buffers from this size on are not copied out of the object store either: such arrays are mapped, and arrive read-only."""
+"""Buffers from this size on are not copied out of the object store either, but mapped: only pages that are changed are copied."""
 
 SCRATCH_BYTES = 32 * 1024 * 1024
 """So much memory for copies a worker holds on to, once it was used: the first touch of a page takes longer than the copy."""
@@ -118,7 +119,7 @@ def _arrived_ref(position: int) -> Any:
 
 
 def _arrived_tensor(memory: np.ndarray[Any, Any], dtype: Any, shape: tuple[int, ...], requires_grad: bool) -> Any:
-    """Make a tensor of its own memory: torch knows no read-only tensors, and a function may change what it was given."""
+    """Make a tensor; a function may change what it was given, and torch knows no read-only tensors."""
     import torch
 
     own = memory if memory.flags.writeable else memory.copy()
@@ -142,7 +143,7 @@ def dump(value: Any, beside_bytes: int = BESIDE_BYTES) -> Parcel:
 
 
 def load(parcel: Parcel) -> Any:
-    """Return the value; a large array whose memory came through the object store is read-only, since others map it too."""
+    """Return the value. Its memory is its own: what is done to it changes nothing in the object store."""
     buffers = map(_arrived_buffer, parcel.buffers)
     if not parcel.refs:
         return pickle.loads(parcel.header, buffers=buffers)
@@ -154,9 +155,9 @@ def load(parcel: Parcel) -> Any:
 
 
 def _arrived_buffer(buffer: Any) -> Any:
-    """Return a large buffer where it is, a copy of a smaller one: whoever has that may change it, and it pins nothing."""
+    """Return memory that whoever has it may change: a private mapping of a large buffer, a copy of a smaller one."""
     view = memoryview(buffer)
-    return buffer if view.nbytes >= MAPPED_BYTES else bytearray(view)
+    return own(buffer) if view.nbytes >= MAPPED_BYTES else bytearray(view)
 
 
 class Unloadable(NamedTuple):

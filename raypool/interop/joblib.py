@@ -23,10 +23,9 @@ def register_joblib() -> None:
     Short tasks share calls to the workers, and are drawn further ahead than `pre_dispatch` says, unless `batch_size` is a number.
     If a worker dies, the tasks of its call run again, up to `retries` times. A time-out (`Parallel(timeout=...)`) and an error
     stop what runs. Arguments of `max_nbytes` or more (arrays, tensors and tables; 1 MB unless joblib is told otherwise) travel
-    once for each `Parallel` call, however many tasks take them: do not change them meanwhile. As with joblib's own processes,
-    arrays of that size arrive read-only; with `max_nbytes=None` all may be changed. `inner_max_num_threads` limits the threads
-    of BLAS and OpenMP in each worker, where workers are processes. joblib's files in memory (`temp_folder`, `mmap_mode`) are not
-    used.
+    once for each `Parallel` call, however many tasks take them: do not change them here meanwhile. A task may change what it
+    gets. `inner_max_num_threads` limits the threads of BLAS and OpenMP in each worker, where workers are processes. joblib's
+    files in memory (`temp_folder`, `mmap_mode`) are not used.
 
     Raises:
         ModuleNotFoundError: joblib is not installed.

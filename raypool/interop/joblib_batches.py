@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import math
 import queue
-import sys
 import threading
 import weakref
 from collections import deque
@@ -22,7 +21,7 @@ from raypool.engine.runner import CALL_LIMIT_S
 from raypool.errors import SerializationError
 from raypool.futures import Future
 from raypool.gathered import cancel_each
-from raypool.interop.joblib_tasks import Manner, SharedArguments, Task, check_travels, run_tasks, unmapped
+from raypool.interop.joblib_tasks import Manner, SharedArguments, Task, check_travels, run_tasks
 from raypool.view import PoolView
 
 AHEAD = 4
@@ -73,9 +72,8 @@ class Batches:
         self._pool = pool
         self._num_workers = most
         self._most = most if most < len(pool._numbers()) else None  # None: the pool sees to it
-        self._is_far = pool._engine.profile.backend == "ray"
-        self._shared = SharedArguments(pool._engine, max_nbytes) if self._is_far and max_nbytes is not None else None
-        self._least_mapped = sys.maxsize if max_nbytes is None else max_nbytes
+        is_far = pool._engine.profile.backend == "ray"
+        self._shared = SharedArguments(pool._engine, max_nbytes) if is_far and max_nbytes is not None else None
         self._manner = manner
         self._waiting: deque[Piece] = deque()
         self._running: dict[Future[Any], None] = {}  # in the order in which they were handed in
@@ -119,8 +117,7 @@ class Batches:
         try:
             if self._shared is not None:
                 self._shared.replace_in(tasks)
-            sent = unmapped(tasks, self._least_mapped) if self._is_far else tasks
-            return self._pool.options(name=name).parfeval(run_tasks, sent, self._manner, limit_s)
+            return self._pool.options(name=name).parfeval(run_tasks, tasks, self._manner, limit_s)
         except SerializationError:
             check_travels(tasks, self._pool._engine)  # raises the error that names the argument
             raise

@@ -71,26 +71,6 @@ def _threads_limited(most: int | None) -> Iterator[None]:
                 os.environ[name] = value
 
 
-class Unmapped:
-    """Stands for tasks on their way to a worker, where arrays of less than `least_bytes` may be changed: they are not mapped."""
-
-    def __init__(self, tasks: list[Task], least_bytes: int) -> None:
-        self._tasks = tasks
-        self._least_bytes = least_bytes
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        from raypool.engine.packing import dump, load
-
-        return load, (dump(self._tasks, self._least_bytes),)
-
-
-def unmapped(tasks: list[Task], least_bytes: int) -> list[Task] | Unmapped:
-    """Return what to send so that only arrays of `least_bytes` or more are mapped on a worker, and arrive read-only."""
-    from raypool.engine.packing import MAPPED_BYTES
-
-    return Unmapped(tasks, least_bytes) if least_bytes > MAPPED_BYTES else tasks
-
-
 class Shared:
     """Stands for an argument in the calls that take it; a worker gets the argument itself, once for a call."""
 

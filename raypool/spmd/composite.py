@@ -44,7 +44,7 @@ class Composite:
 
     The parts live as long as this object, their workers and the pool. With "threads" and "inline" the parts are objects of this
     process, and reading one gives the object itself. On Ray it gives a copy: a tensor on a GPU arrives on the CPU, while a model
-    stays on its device, so move it to the CPU first if there is no GPU here. A large NumPy array is read-only where it arrives.
+    stays on its device, so move it to the CPU first if there is no GPU here.
 
     Source:
         MATLAB R2025b, Composite.

@@ -29,7 +29,7 @@ class Column(NamedTuple):
     is_array: bool
 
     def tensor(self, dtype: torch.dtype, is_target: bool) -> torch.Tensor:
-        """Return it as a tensor, which is not to be changed: its memory may be read-only."""
+        """Return it as a tensor, which is not to be changed: its memory may be the caller's."""
         if isinstance(self.values, torch.Tensor):
             return self.values
         with warnings.catch_warnings():

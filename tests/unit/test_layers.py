@@ -78,6 +78,7 @@ RAY_MAY_STAND_IN = {
     "engine.shortages",
     "engine.survey",
     "engine.machine",  # asks Ray's accelerator managers of GPUs that are not NVIDIA's
+    "engine.own_memory",
     "engine.packing",
     "engine.worker",
 }
