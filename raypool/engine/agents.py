@@ -25,7 +25,8 @@ from raypool.engine.hub import Hub
 from raypool.engine.node_agent import OFFERED, NodeAgent
 from raypool.engine.nodes import LOOK_S
 from raypool.engine.packing import snapshot
-from raypool.engine.ray_calls import answered, ask, when_done
+from raypool.engine.ray_calls import answered, aside, ask, when_done
+from raypool.engine.ray_session import is_up
 from raypool.engine.telemetry import Usage, sum_of
 from raypool.engine.worker import Introduction
 from raypool.errors import PoolClosedError
@@ -128,7 +129,7 @@ class Agents:
             try:
                 chore()
             except Exception:
-                if ray.is_initialized():
+                if is_up():
                     logger.exception("raypool's mistake; the pool goes on.")
 
     def _answered(self, ref: Any, take: Callable[[Any], object]) -> None:
@@ -198,7 +199,7 @@ class Agents:
         for introduction in list(self._introductions.values()):
             workers.setdefault(introduction.node_id, []).append(introduction.info)
         agents = {node_id: agent for node_id in workers if (agent := self._agents.get(node_id)) is not None}
-        if not ray.is_initialized():
+        if not is_up():
             agents = {}
         asked = {node_id: agent.devices.remote() for node_id, agent in agents.items()}
         if asked:
@@ -217,7 +218,7 @@ class Agents:
 
     def _ask_memory(self, node_id: str, gpus: dict[int, Sequence[int]], take: Callable[[dict[int, GpuMemory]], object]) -> None:
         agent = self._agents.get(node_id)
-        if agent is None or node_id in self._asked_memory or not ray.is_initialized():
+        if agent is None or node_id in self._asked_memory or not is_up():
             return
         self._asked_memory.add(node_id)
 
@@ -230,7 +231,7 @@ class Agents:
 
     def _agent_on(self, node_id: str) -> Any:
         with self._making:
-            if self._is_closed or not ray.is_initialized():  # asking anything of it would start a new one
+            if self._is_closed or not is_up():  # asking anything of it would start a new one
                 raise PoolClosedError(POOL_ENDED)
             agent = self._agents.get(node_id)
             if agent is None:
@@ -252,7 +253,7 @@ class Agents:
         Raises:
             PoolClosedError: The pool was shut down.
         """
-        if self._is_closed or os.getpid() != self._pid or not ray.is_initialized():
+        if self._is_closed or os.getpid() != self._pid or not is_up():
             raise PoolClosedError(POOL_ENDED)
         return ask(self.home(), method, *args)
 
@@ -285,7 +286,7 @@ class Agents:
 
     def _answer(self, agent: Any, ticket: int, outcome: str) -> None:
         """Say what became of a value that was offered to a queue; from any thread."""
-        if not self._is_closed and ray.is_initialized():
+        if not self._is_closed and is_up():
             agent.exchange.remote("answer", ticket, outcome)
 
     def catch_up(self, sent: dict[int, int]) -> None:
@@ -307,7 +308,7 @@ class Agents:
 
     def _attach_again(self, node_id: str) -> None:
         """Let workers have another agent, unless the node has gone with it, or is about to go, where no actor can start."""
-        if not ray.is_initialized() or self._is_closed or not self._stays(node_id):
+        if not is_up() or self._is_closed or not self._stays(node_id):
             return
         logger.warning("The agent of a node has died, and another takes its place. What was in pool.store may be lost.")
         for worker_id, worker in list(self._workers.items()):
@@ -318,7 +319,7 @@ class Agents:
 
     def signal(self, worker_id: int, attempt_id: int, task_id: int, wish: Signal, on_stuck: Chore) -> None:
         """Pass on a wish to a worker; `on_stuck` is called if what was cancelled still runs after the grace."""
-        if worker_id not in self._by_worker or not ray.is_initialized():  # asking anything of it would start a new one
+        if worker_id not in self._by_worker or not is_up():  # asking anything of it would start a new one
             return
         agent, watched = self._by_worker[worker_id]
 
@@ -337,24 +338,23 @@ class Agents:
         """Kill what is left of a worker, its children too; `then` is called, in some thread, when nothing is left."""
         agent, watched = self._by_worker.pop(worker_id, (None, None))
         self._workers.pop(worker_id, None)
-        if not ray.is_initialized():
+        if not is_up():
             self._outlived.append(watched)
             then()
             return
         for other in list(self._agents.values()):  # one of them has the exchange, which may wait for this worker
             other.exchange.remote("forget", worker_id)
         if agent is None:
-            ray.kill(actor)
-            then()
+            aside(functools.partial(_kill, [actor], then))
         else:
             self.within(END_TIMEOUT_S, agent.end.remote(watched, worker_id), functools.partial(self._ended, agent, actor, then))
 
     def _ended(self, agent: Any, actor: Any, then: Chore, answer: Any) -> None:
-        if isinstance(answer, BaseException) and ray.is_initialized():
-            if isinstance(answer, TimeoutError):
-                ray.kill(agent)  # another takes its place
-            ray.kill(actor)  # the agent has gone itself
-        then()
+        if not isinstance(answer, BaseException):
+            then()
+            return
+        late = [agent] if isinstance(answer, TimeoutError) else []  # another takes its place; else it has gone itself
+        aside(functools.partial(_kill, [*late, actor], then))
 
     def within(self, timeout_s: float, ref: Any, take: Callable[[Any], object]) -> None:
         """Let `take` have the answer to a call, or a TimeoutError if none has come in time."""
@@ -376,7 +376,7 @@ class Agents:
             self._is_closed = True
             agents = list(self._agents.values())
             self._agents.clear()
-        if ray.is_initialized():
+        if is_up():
             for agent in agents:
                 agent.finish.remote()
             deadline = time.monotonic() + FINISH_TIMEOUT_S
@@ -384,3 +384,11 @@ class Agents:
                 self._silent.acquire(timeout=max(deadline - time.monotonic(), 0))
                 ray.kill(agent)
         self._chores.put(None)
+
+
+def _kill(actors: Sequence[Any], then: Chore) -> None:
+    """Let Ray kill actors, and go on."""
+    for actor in actors:
+        if is_up():
+            ray.kill(actor)
+    then()

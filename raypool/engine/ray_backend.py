@@ -25,10 +25,10 @@ from raypool.engine.hub import Hub
 from raypool.engine.nodes import Nodes, NodeWatch
 from raypool.engine.outside import is_outside, note_deaths
 from raypool.engine.pulse import Pulse
-from raypool.engine.ray_calls import when_done
+from raypool.engine.ray_calls import aside, when_done
 from raypool.engine.ray_failures import loss_reason, loss_text
 from raypool.engine.ray_nodes import CutOff, look, why_cut_off
-from raypool.engine.ray_session import connection, give_up_ray, leave_ray
+from raypool.engine.ray_session import connection, give_up_ray, is_up, leave_ray
 from raypool.engine.ray_values import MessageValues, StoredValues, bring_home
 from raypool.engine.seat import Seat, note_stale
 from raypool.engine.seating import Seating
@@ -43,6 +43,9 @@ from raypool.queues import add_source, drop_source
 from raypool.task import Way
 
 CLOSE_TIMEOUT_S = 5.0
+
+GIVEN_UP_S = 60.0
+"""So long the end of a pool waits at most once its Ray was given up [s]."""
 
 WIND_UP_TIMEOUT_S = 10.0
 """What workers end with may take so long [s]."""
@@ -89,7 +92,8 @@ class RayBackend:
         self._is_outside = is_outside()
         self._ending = RAY_ENDED  # what to say of an end of Ray
         self._closed = threading.Event()
-        self._left = threading.Event()  # the Ray that was joined
+        self._is_cut_off = threading.Event()
+        self._left = threading.Event()  # all that needs an eye on Ray has ended
         threading.Thread(target=self._watch, name="raypool-watch", daemon=True).start()
 
     def find_way(self) -> Way:
@@ -167,15 +171,15 @@ class RayBackend:
         self._retire(seat, functools.partial(self._give_back, left))
 
     def _give_back(self, left: Claim | None) -> None:
-        if left is not None and ray.is_initialized():
-            self._seating.give_back(left)
+        if left is not None and is_up():
+            aside(functools.partial(self._seating.give_back, left))
 
     def _retire(self, seat: Seat, then: Chore) -> None:
         """End the worker of a seat; `then` is called when nothing of it is left."""
         actor, worker_id, is_free = seat.actor, seat.worker_id, seat.is_idle and not seat.is_ending
         self._by_worker.pop(worker_id, None)
         seat.actor = None
-        if actor is None or not ray.is_initialized():
+        if actor is None or not is_up():
             then()
             return
         self._retiring[worker_id] = actor, then
@@ -204,7 +208,7 @@ class RayBackend:
         """Start an actor in a place; it is ready when it has introduced itself."""
         seat = self._seats[place]
         self._retire(seat, functools.partial(self._give_back, None))
-        if not ray.is_initialized():  # asking anything of it would start a new one
+        if not is_up():  # asking anything of it would start a new one
             self._post(WorkerLost(worker_id, LossReason.START), self._ending)
             return
         demand = seat.claim.demand
@@ -331,15 +335,16 @@ class RayBackend:
 
     def _let_go(self, cut_off: CutOff) -> None:
         """Let go of a Ray that will answer nobody any more: whoever asked it something would wait, and in the end it ends us."""
-        if not ray.is_initialized() and (self._closed.is_set() or self._ending != RAY_ENDED):
+        if self._ending != RAY_ENDED or (self._closed.is_set() and not is_up()):
             return  # it is known
         self._ending = cut_off.why
         logger.error("%s; the pool ends.", cut_off.why)
-        give_up_ray(bring_home if cut_off.has_values else None)  # asking a dead raylet for a value ends the process
         self._nodes.lose_all(cut_off.why)
+        self._is_cut_off.set()
+        give_up_ray(bring_home if cut_off.has_values else None)  # asking a dead raylet for a value ends the process
 
     def _look_after(self, worker_id: int, seat: Seat) -> None:
-        if not ray.is_initialized():
+        if not is_up():
             self._lose(worker_id, LossReason.NODE, self._ending)
         elif not seat.calls and seat.actor is not None and seat.is_dead():
             self._lose(worker_id, LossReason.EXIT, "its process ended while it was idle", was_idle=True)
@@ -383,17 +388,27 @@ class RayBackend:
             logger.warning("%s", leftover.words)
 
     def close(self) -> None:
-        """End all workers, give back all claims, and end Ray if it was started for this pool; values stay within reach."""
+        """End all workers, give back all claims, and end Ray if it was started for this pool; values stay within reach.
+
+        A Ray that does not answer is waited for until `_watch` gives it up, and then for `GIVEN_UP_S`.
+        """
         if self._closed.is_set():
             return
         self._closed.set()
+        ending = threading.Thread(target=self._end_all, name="raypool-close", daemon=True)
+        ending.start()
+        while ending.is_alive() and not self._is_cut_off.is_set():
+            ending.join(WATCH_S)
+        ending.join(GIVEN_UP_S)
+
+    def _end_all(self) -> None:
         try:
             self._seating.stop_claiming()
             for place in list(self._seats):
                 self.vacate(place)
             with self._retired:
                 self._retired.wait_for(lambda: not self._retiring, WIND_UP_TIMEOUT_S + CLOSE_TIMEOUT_S)
-            if ray.is_initialized():
+            if is_up():
                 for actor, then in list(self._retiring.values()):  # their node's agent answers nobody
                     ray.kill(actor)
                     then()
@@ -403,7 +418,5 @@ class RayBackend:
             self._agents.close()
             self._hub.close()
             drop_source(self._agents)
-            try:
-                leave_ray(bring_home, self._joined)
-            finally:
-                self._left.set()
+            self._left.set()
+            leave_ray(bring_home, self._joined)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,11 @@ def when_done(ref: Any, callback: Callable[[Any], None]) -> None:
     to live until then, or Ray forgets the object that it is to call back about.
     """
     ref._on_completed(lambda answer, _ref=ref: callback(answer))
+
+
+def aside(chore: Callable[[], object]) -> None:
+    """Call something that asks Ray's control store, which may not answer for long, in a thread of its own."""
+    threading.Thread(target=chore, name="raypool-aside", daemon=True).start()
 
 
 def answered(ref: Any) -> Any:

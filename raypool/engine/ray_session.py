@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
 import concurrent.futures
 import contextlib
+import logging
 import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -34,6 +37,12 @@ LOOPBACK_ONLY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 GIVE_UP_S = 5.0
 """How long to try to fetch what is in a Ray that is beyond help [s]."""
 
+BRING_HOME_S = 60.0
+"""How long to try to fetch what is in a Ray that is about to end [s]."""
+
+SHUTDOWN_S = 20.0
+"""So long a Ray may take to let go of this process before its processes are killed, and then once more [s]."""
+
 RAYS_THREAD = "worker.io"
 
 CLIENT_TRIES = 3
@@ -46,6 +55,34 @@ FORKED = (
 
 DIED_AT_ONCE = ("Starting Ray client server failed", "ZombieProcess", "NoSuchProcess")
 """What Ray's proxy says of a server that died as it was started: which of them depends on the instant in which it looks."""
+
+END_WHAT_IS_LEFT = """
+import fcntl, os, signal, sys, time
+
+def is_rays(pid):
+    with open(f"/proc/{pid}/comm", "rb") as comm, open(f"/proc/{pid}/cmdline", "rb") as line:
+        name, words = comm.read(), line.read()
+    if not (name.startswith((b"ray", b"gcs_server")) or b"/ray/_private/" in words):
+        return False
+    files = f"/proc/{pid}/fd"
+    return any(os.readlink(f"{files}/{number}").startswith(sys.argv[1] + "/") for number in os.listdir(files))
+
+if not os.fork():
+    try:
+        fcntl.flock(os.open(sys.argv[1] + "/.lock", os.O_RDWR), fcntl.LOCK_EX)
+    except FileNotFoundError:
+        pass
+    for _ in range(3):
+        time.sleep(4)
+        for pid in set(filter(str.isdigit, os.listdir("/proc"))) - {str(os.getpid())}:
+            try:
+                if is_rays(pid):
+                    os.kill(int(pid), signal.SIGKILL)
+            except OSError:
+                pass
+"""
+"""Waits until a driver is gone, and kills what is left of its Ray: most ends by itself, but Ray's agents would first try for
+minutes to reach a control store that has gone. Ray's processes are those that have a log open."""
 
 ENVIRONMENT = {
     # A stranger on this machine or network can't use the cluster: it asks for a token, and listens on the loopback only.
@@ -61,12 +98,15 @@ ENVIRONMENT = {
 }
 """What a Ray of our own is started with, where the user has not said otherwise. Read by Ray when it is imported."""
 
+logger = logging.getLogger("raypool")
+
 _lock = threading.Lock()
 _users = 0
 _ended = threading.Event()
 _shipped: dict[str, Any] = {}  # with our connection
 _ours: str | None = None  # our connection to the Ray that was started here; unique, so that another Ray is never taken for it
 _files: tuple[Path, int] | None = None  # the folder of that Ray, and the descriptor that holds it
+_is_given_up = False  # whoever asked the Ray that this process is connected to would wait forever
 
 
 def join_ray(profile: Profile | None = None, inventory: Inventory | None = None) -> None:
@@ -84,6 +124,8 @@ def join_ray(profile: Profile | None = None, inventory: Inventory | None = None)
     global _users, _ours, _shipped
     if is_forked():
         raise StartupError(FORKED)
+    if _is_given_up:
+        raise StartupError("Ray does not answer any more, and does not let go of this process either. Start a new process.")
     profile = profile or Profile()
     address = profile.address or os.environ.get("RAY_ADDRESS")
     with _lock:
@@ -195,13 +237,11 @@ def leave_ray(before_end: Callable[[], None], joined: str | None = None) -> None
             return
         _users -= 1
         if _users <= 0 and is_ours():
-            import ray
-
+            processes = _wake()
             try:
-                before_end()
+                _within(BRING_HOME_S, before_end)
             finally:
-                with _process_as_it_was():
-                    ray.shutdown()
+                _shut_down(processes)
                 _ours = None
                 _ended.set()
                 _remove_files()
@@ -214,18 +254,75 @@ def leave_ray(before_end: Callable[[], None], joined: str | None = None) -> None
 def give_up_ray(before_end: Callable[[], None] | None) -> None:
     """End this process's part in a Ray that is beyond help, whoever has started it: else Ray ends this process.
 
+    From the first moment on nobody asks that Ray anything any more: `is_up` is false.
+
     Args:
         before_end: Called before; it may take `GIVE_UP_S`.
     """
+    global _is_given_up
+    _is_given_up = True
+    processes = _wake()
     with _lock:
-        import ray
-
-        if before_end is not None and _is_initialized():
-            last = threading.Thread(target=before_end, name="raypool-last", daemon=True)
-            last.start()
-            last.join(GIVE_UP_S)
-        ray.shutdown()
+        if _is_initialized():
+            if before_end is not None:
+                _within(GIVE_UP_S, before_end)
+            _shut_down(processes)
+        else:
+            _is_given_up = False
         _ended.set()
+
+
+def is_up() -> bool:
+    """Whether this process is connected to a Ray that, as far as is known, answers."""
+    return _is_initialized() and not _is_given_up
+
+
+def _within(limit_s: float, chore: Callable[[], object]) -> bool:
+    """Call something that Ray may hold up forever; return whether it has ended in time."""
+    last = threading.Thread(target=chore, name="raypool-last", daemon=True)
+    last.start()
+    last.join(limit_s)
+    return not last.is_alive()
+
+
+def _wake() -> list[int]:
+    """Return the raylet and the control store of our own Ray, and wake them if they were stopped; none of anybody else's Ray.
+
+    Nothing could end while they are stopped, and who waits for a value from a raylet that is killed is ended by Ray.
+    """
+    if not is_ours():
+        return []
+    node = sys.modules["ray"]._private.worker._global_node  # private, checked on Ray 2.60
+    processes = [info.process.pid for infos in node.all_processes.values() for info in infos]
+    _signal(processes, signal.SIGCONT)
+    return processes
+
+
+def _signal(processes: Sequence[int], number: int) -> None:
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, number)
+
+
+def _shut_down(processes: Sequence[int]) -> None:
+    """Shut Ray down; kill its processes if it does not let go of this one in time."""
+    global _is_given_up
+    import ray
+
+    def end() -> None:
+        with _process_as_it_was():
+            ray.shutdown()
+
+    ending = threading.Thread(target=end, name="raypool-shutdown", daemon=True)
+    ending.start()
+    ending.join(SHUTDOWN_S)
+    if ending.is_alive():
+        _signal(processes, signal.SIGKILL)
+        ending.join(SHUTDOWN_S)
+    _is_given_up = ending.is_alive()
+    if _is_given_up:
+        atexit.unregister(ray.shutdown)  # it would keep this process from ending
+        logger.error("Ray has not let go of this process within %g s; what it holds here stays.", 2 * SHUTDOWN_S)
 
 
 def keep_logs() -> Path | None:
@@ -256,7 +353,9 @@ def _make_files() -> tuple[Path, int]:
     for folder in parent.iterdir():
         remove_unheld(folder)
     folder = parent / uuid.uuid4().hex[:8]  # short: the names of sockets below it have 107 letters at most
-    return folder, hold(folder)
+    held = hold(folder)
+    subprocess.run([sys.executable, "-I", "-S", "-c", END_WHAT_IS_LEFT, str(folder)], check=False, start_new_session=True)
+    return folder, held
 
 
 def _remove_files() -> None:

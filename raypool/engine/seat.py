@@ -5,11 +5,10 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-import ray
-
 from raypool.engine import outside
 from raypool.engine.claims import Claim
 from raypool.engine.pulse import Pulse
+from raypool.engine.ray_session import is_up
 
 
 class Seat:
@@ -56,7 +55,7 @@ class Seat:
 
     def is_dead(self) -> bool:
         """Whether the worker is dead already, as far as is known here: what is sent to it now would never begin."""
-        if not ray.is_initialized() or self.actor is None:
+        if not is_up() or self.actor is None:
             return True
         if self.pulse is not None and self.pulse.has_ended:
             return True  # Ray hears of it some tenths of a second later

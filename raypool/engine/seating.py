@@ -236,8 +236,8 @@ class Seating:
 
     def give_back(self, claim: Claim) -> None:
         """Give the resources of a claim back to Ray."""
-        claim.release()
         self._released.append(claim)
+        claim.release()
 
     def stop_claiming(self) -> None:
         """Let whoever is claiming give up, and wait for that; nobody can claim any more."""

@@ -6,6 +6,7 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
+import psutil
 import pytest
 import ray
 
@@ -153,9 +154,11 @@ futures[0].result()
     )
     ready.wait()
     assert len(started.family()) > 4
+    processes = psutil.Process(started.process.pid).children(recursive=True)  # Ray's agents hide what tells the family
 
     started.process.send_signal(how)
 
+    assert eventually(lambda: not any(process.is_running() for process in processes))
     done = started.finish()
     assert done.returncode == (128 + how if how is signal.SIGTERM else -how)
     assert "SIGTERM received" not in done.stderr

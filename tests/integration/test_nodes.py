@@ -366,7 +366,7 @@ def stay(number):
     return number
 
 def what_becomes_of(futures):
-    return sorted({type(future.exception(60)).__name__ for future in futures})
+    return sorted({type(future.exception(400)).__name__ for future in futures})
 """
 )
 
@@ -411,6 +411,31 @@ def test_ray_on_this_machine_is_killed(on_cluster: Any, name: str, words: str) -
     assert (facts["other"], facts["other again"]) == (1, 2)
     assert facts["left"] == []
     assert "the pool ends" in said
+
+
+@pytest.mark.parametrize("name", ["gcs_server", "raylet"])
+def test_ray_on_this_machine_is_stopped(on_cluster: Any, name: str) -> None:
+    """As by a debugger, or on a machine that swaps: time limits hold, the pool ends, and another can be opened."""
+    facts, _ = on_cluster(
+        f"""
+    pool = parpool(2, quiet=True, cancel_grace_s=1)
+    short = pool.options(timeout_s=3, retries=0)
+    pool.parfor(abs, range(4))
+    for process in rays("{name}"):
+        process.suspend()
+    facts["ends"] = what_becomes_of([short.parfeval(os._exit, 3), short.parfeval(stay, 1), short.parfeval(stay, 2)])
+    pool.delete()
+    with parpool(1, quiet=True) as other:
+        facts["other"] = other.parfeval(abs, -1).result(300)
+    facts["left"] = [child.name() for child in psutil.Process().children(recursive=True) if child.status() != "zombie"]
+    print(json.dumps(facts))
+    """,
+        preamble=LOCAL,
+        RAY_gcs_rpc_server_reconnect_timeout_s="20",
+    )
+    assert set(facts["ends"]) <= {"WorkerLostError", "TaskTimeoutError", "PoolBrokenError"}
+    assert facts["other"] == 1
+    assert facts["left"] == []
 
 
 @pytest.mark.parametrize(
