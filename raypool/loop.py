@@ -55,8 +55,11 @@ def listed(items: Any) -> Sequence[Any] | Iterator[Any]:
         if number < 0:
             raise InvalidValueError(f"items={number} is less than 0.")
         return range(number)
-    if hasattr(items, "to_dict") and hasattr(items, "columns"):
-        rows: list[Any] = items.to_dict("records")
+    if hasattr(items, "to_dicts") and hasattr(items, "columns"):  # of polars
+        rows: list[Any] = items.to_dicts()
+        return rows
+    if hasattr(items, "to_dict") and hasattr(items, "columns"):  # of pandas
+        rows = items.to_dict("records")
         return rows
     if isinstance(items, (list, tuple, range)):
         return items

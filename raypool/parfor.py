@@ -57,7 +57,7 @@ class LoopVerbs:
             fn: Any function of one argument. It is shipped to each worker once, with what it closes over, which the items of a
                 worker share: copy a model or an array from outside before changing it.
             items: A list or other iterable, also a generator without end (of which only a few items per worker are drawn
-                ahead), a DataFrame (each row a dict), or a number `n` for `range(n)`.
+                ahead), a DataFrame of pandas or polars (each row a dict), or a number `n` for `range(n)`.
             on_error: "stop": the first failure ends the loop and is raised. "raise": all items run, then the first is raised.
                 "collect": all items run; failures are in the table. None: "raise" with `run_dir`, else "stop".
             reduce: Fold the values with this function of two arguments, in the order of the items, and return what comes out
