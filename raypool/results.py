@@ -162,8 +162,9 @@ class Results(Sequence[Any]):
         """Return the table: one row an item, with its configuration, its values and how it ran.
 
         A dict, dataclass, named tuple, `argparse.Namespace`, `SimpleNamespace`, attrs class or pydantic model gives a column a
-        key, anything else one column ("item", "value"). A key that a configuration and a
-        value share appears as "result_KEY" for the value. Then come `status`, `duration_s` [s], `started_at` (Unix time [s]),
+        key, anything else one column ("item", "value"). Missing items and values leave their cells empty; until an item has
+        finished, that is the column "value". A key that a configuration and a value share appears as "result_KEY" for the value.
+        Then come `status`, `duration_s` [s], `started_at` (Unix time [s]),
         `worker`, `gpu`, `attempts`, `peak_memory_bytes` (the most that its worker had of its GPU's memory while it ran, or while
         the short items ran that shared a call with it; empty if it had none), `reason` (None of what has finished; see
         `raypool.reasons.reason_of`) and `error` (the exception's type and text).
@@ -171,7 +172,7 @@ class Results(Sequence[Any]):
         import pandas as pd
 
         taken = set(RUN_COLUMNS)
-        configs = _columns(self._items, "item", taken, "item_")
+        configs = self._configs()
         finished = [row.status == "finished" for row in self._rows]
         values = _columns(self._values, "value", taken | set(configs), "result_", finished)
         run: dict[str, Any] = {name: [getattr(row, name) for row in self._rows] for name in RUN_COLUMNS[:-2]}
@@ -307,7 +308,8 @@ class Results(Sequence[Any]):
 
     def _configs(self) -> dict[str, list[Any]]:
         """Return the items by columns, as `to_frame` calls them."""
-        return _columns(self._items, "item", set(RUN_COLUMNS), "item_")
+        are_there = [item is not None for item in self._items]  # a run that is damaged may have lost some
+        return _columns(self._items, "item", set(RUN_COLUMNS), "item_", are_there)
 
     def best(self, column: str, mode: Literal["min", "max"] | None = None) -> pd.Series[Any]:
         """Return the row of the finished item with the best number in a column; its `name` is the item's number.
@@ -391,13 +393,13 @@ def _restored(
 
 
 def _columns(
-    entries: Sequence[Any], single: str, taken: set[str], prefix: str, wanted: Sequence[bool] | None = None
+    entries: Sequence[Any], single: str, taken: set[str], prefix: str, are_there: Sequence[bool]
 ) -> dict[str, list[Any]]:
-    """Spread entries over columns by key; those that are not `wanted` give empty cells."""
-    rows = [fields_of(entry) if wanted is None or wanted[i] else {} for i, entry in enumerate(entries)]
-    if any(row is None for row in rows):
+    """Spread entries over columns by key; those that are not there give empty cells, and if none is, one column of these."""
+    rows = [fields_of(entry) if is_there else {} for entry, is_there in zip(entries, are_there, strict=True)]
+    if not any(are_there) or any(row is None for row in rows):
         name = single if single not in taken else prefix + single
-        return {name: [entry if wanted is None or wanted[i] else None for i, entry in enumerate(entries)]}
+        return {name: [entry if is_there else None for entry, is_there in zip(entries, are_there, strict=True)]}
     names = {key: column_name(key) for key in dict.fromkeys(key for row in rows for key in row or {})}
     keys = dict.fromkeys(names.values())
     cells = [{names[key]: value for key, value in (row or {}).items()} for row in rows]

@@ -70,6 +70,17 @@ def test_the_table_says_what_is_known(tmp_path):
     assert list(pickle.loads(pickle.dumps(results))) == list(results)
 
 
+def test_the_table_keeps_its_columns_while_items_are_missing(tmp_path):
+    """An item or a value that is not there (yet) leaves its cells empty, whether it is a dict or not."""
+    run(tmp_path, [("a", {"lr": 1}), ("b", {"lr": 2, "name": "x" * 5000})])
+    assert load_results(tmp_path).to_frame()["value"].tolist() == [None, None]
+    run(tmp_path, [("a", {"lr": 1}), ("b", {"lr": 2, "name": "x" * 5000})], finished("b", {"loss": 0.5}))
+    (tmp_path / "items" / "b" / "item.json").unlink()
+    frame = load_results(tmp_path).to_frame()
+    assert frame["lr"].isna().tolist() == [False, True]
+    assert frame["loss"].isna().tolist() == [True, False]
+
+
 def test_what_items_reported_is_there(tmp_path):
     run(tmp_path, [("a", 1), ("b", 2)], finished("a", 1))
     lines = [{"time": 100.0 + i, "run": 1, "attempt": 1, "metrics": {"loss": 1 / (i + 1), "nan": float("nan")}} for i in range(3)]
