@@ -46,7 +46,7 @@ LAYERS = [
     ["results", "checkpoint", "options", "shared", "waiting", "gathered", "metric_buffer"],
     ["views.report", "views.charts", "views.timeline"],
     ["views.curves"],
-    ["views.cells", "views.kernel", "views.lanes", "views.words", "journal.files"],
+    ["views.cells", "views.console", "views.kernel", "views.lanes", "views.words", "journal.files"],
     ["profiles"],
     ["profile_checks"],
     ["resources", "labels", "tls"],
