@@ -168,6 +168,9 @@ class Results(Sequence[Any]):
         `worker`, `gpu`, `attempts`, `peak_memory_bytes` (the most that its worker had of its GPU's memory while it ran, or while
         the short items ran that shared a call with it; empty if it had none), `reason` (None of what has finished; see
         `raypool.reasons.reason_of`) and `error` (the exception's type and text).
+
+        Spreadsheets run cells that begin with = + - @ as formulas: before you open `to_frame().to_csv(path)` in one, look at the
+        texts that others can choose, errors included.
         """
         import pandas as pd
 
