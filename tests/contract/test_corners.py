@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import concurrent.futures
+import io
 import math
 import operator
+import sys
 import threading
 from typing import Any
 
@@ -47,6 +49,45 @@ def test_results_are_what_they_were_when_they_were_returned(pool: ParallelPool) 
     assert [int(value[2].sum()) for value in results] == [10_000 * i for i in range(300)]
     futures = [pool.parfeval(fn, i) for i in range(100)]
     assert [int(future.result(60)[2][5]) for future in futures] == list(range(100))
+
+
+class Refusing:
+    """A stream that takes nothing."""
+
+    def write(self, text: str) -> int:
+        raise RuntimeError("no room")
+
+
+def print_and_break(how: str) -> str:
+    for stream in (sys.stdout, sys.stderr):
+        stream.write(f"{how} is written\n")
+        stream.flush()
+    for name in ("stderr", "stdout"):
+        if how == "closed":
+            getattr(sys, name).close()
+        elif how == "deleted":
+            delattr(sys, name)
+        else:
+            closed = io.StringIO()
+            closed.close()
+            setattr(sys, name, {"none": None, "a closed file": closed, "refusing": Refusing(), "no stream": 3}[how])
+    return how
+
+
+@pytest.mark.everywhere
+def test_a_task_that_breaks_the_standard_streams_breaks_them_for_itself_only(pool: ParallelPool) -> None:
+    """The next item on the same worker prints, in the same call or another, and what it prints is in its diary."""
+    ways = ["closed", "none", "a closed file", "refusing", "no stream", "deleted"]
+    here = pool.options(worker=pool.workers[0].index)
+    before = (sys.stdout, sys.stderr)
+
+    assert list(here.parfor(print_and_break, 2 * ways, chunk_size=12)) == 2 * ways
+    for how in ways:
+        future = here.parfeval(print_and_break, how)
+        assert future.result() == how
+        assert future.diary == f"{how} is written\n" * 2
+    assert (sys.stdout, sys.stderr) == before
+    assert not sys.stdout.closed
 
 
 @pytest.mark.arguments
