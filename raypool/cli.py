@@ -14,9 +14,10 @@ from raypool.cli_cluster import cluster
 from raypool.cli_doctor import doctor
 from raypool.cli_errors import INTERRUPTED, errors_said
 from raypool.cli_jobs import job
-from raypool.cli_pipes import readers_may_go
+from raypool.cli_pipes import echo, readers_may_go
 from raypool.cli_submit import submit
 from raypool.cli_sweep import RunFolder, report, sweep
+from raypool.views.words import printable
 
 if TYPE_CHECKING:
     from raypool.devices.gpus import Inventory
@@ -35,8 +36,11 @@ class Commands(click.Group):
         """Run the command that is asked for."""
         try:
             return super().invoke(context)
+        except click.ClickException as error:
+            error.message = printable(error.message)  # type: ignore[misc] # final: before it is shown, nobody has seen it
+            raise
         except KeyboardInterrupt:
-            click.echo("Interrupted.", err=True)
+            echo("Interrupted.", err=True)
             raise SystemExit(INTERRUPTED) from None
 
 
@@ -86,12 +90,12 @@ def gpus(inventory: Inventory | None, is_json: bool) -> None:
 
     frame = gpu_device_table(inventory=inventory or NVIDIAS)
     if is_json:
-        click.echo(devices.as_json(frame))
+        echo(devices.as_json(frame))
     elif frame.empty:
-        click.echo(devices.NO_GPU)
+        echo(devices.NO_GPU)
     else:
         devices.show(devices.as_table(frame))
-        click.echo(devices.legend(frame, os.environ))
+        echo(devices.legend(frame, os.environ))
 
 
 @main.command()
@@ -116,7 +120,7 @@ def _shown(again: Replay, debug: bool) -> int:
     """Run an item and print what comes of it."""
     import pdb
 
-    click.echo(f"Item {again.number} ({again.key}) of {again.name}, attempt {again.attempt}: {again.item!r}", err=True)
+    echo(f"Item {again.number} ({again.key}) of {again.name}, attempt {again.attempt}: {again.item!r}", err=True)
     try:
         value = again.run(pdb.Pdb().runcall) if debug else again.run()
     except (KeyboardInterrupt, SystemExit):
@@ -127,9 +131,9 @@ def _shown(again: Replay, debug: bool) -> int:
         place = error.__traceback__
         while place is not None and place.tb_frame.f_globals.get("__name__", "").split(".")[0] in ("raypool", "bdb"):
             place = place.tb_next
-        click.echo("".join(traceback.format_exception(error.with_traceback(place))).rstrip(), err=True)
+        echo("".join(traceback.format_exception(error.with_traceback(place))).rstrip(), err=True)
         if debug:
             pdb.post_mortem(error.__traceback__)
         return 1
-    click.echo(repr(value))
+    echo(repr(value))
     return 0

@@ -11,6 +11,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from raypool.cli_pipes import echo
 from raypool.errors import RaypoolError
 
 PROVIDERS = ("gcp", "aws", "on-prem", "kubernetes")
@@ -55,10 +56,10 @@ def machines(gpu: str | None, name: str, is_json: bool) -> None:
     known = catalogue(name)
     try:
         if is_json:
-            click.echo(view.as_json(known, gpu))
+            echo(view.as_json(known, gpu))
         else:
             devices.show(view.as_table(known, gpu))
-            click.echo(view.where(known, gpu))
+            echo(view.where(known, gpu))
     except RaypoolError as error:
         raise click.UsageError(str(error)) from error
 
@@ -104,7 +105,7 @@ def init(context: click.Context, /, out: Path, job: str | None, is_forced: bool,
         save(text, out, is_forced)
     except RaypoolError as error:
         raise click.UsageError(str(error)) from error
-    click.echo(f"Wrote {out}. Its first lines say what comes next.")
+    echo(f"Wrote {out}. Its first lines say what comes next.")
 
 
 def _given(context: click.Context) -> list[click.Parameter]:
@@ -146,9 +147,9 @@ def validate(files: tuple[Path, ...]) -> None:
         except RaypoolError as error:
             problems.append(str(error))
         else:
-            click.echo(f"{file}: nothing is wrong with it.")
+            echo(f"{file}: nothing is wrong with it.")
     if problems:
-        click.echo("\n".join(problems), err=True)
+        echo("\n".join(problems), err=True)
         raise SystemExit(2)
 
 
@@ -175,7 +176,7 @@ def up(file: Path, yes: bool) -> None:
         if not yes and launcher.is_running(file):
             click.confirm(f"The cluster of {file} runs already. Start its Ray anew, and end all that runs there?", abort=True)
         launcher.up(file)
-    click.echo(f"The head runs. Next: raypool cluster connect {file}; at last: raypool cluster down {file}")
+    echo(f"The head runs. Next: raypool cluster connect {file}; at last: raypool cluster down {file}")
 
 
 @cluster.command()
@@ -185,7 +186,7 @@ def status(file: Path) -> None:
     from raypool.cloud import launcher
 
     with _failures():
-        click.echo(launcher.status(file).strip())
+        echo(launcher.status(file).strip())
 
 
 @cluster.command()
@@ -215,8 +216,8 @@ def connect(file: Path, name: str) -> None:
     from raypool.cloud import launcher
 
     with contextlib.suppress(KeyboardInterrupt), _failures(), launcher.open_tunnel(file) as opened:
-        click.echo(opened.as_toml(name))
-        click.echo("The tunnel is open until Ctrl-C.", err=True)
+        echo(opened.as_toml(name))
+        echo("The tunnel is open until Ctrl-C.", err=True)
         opened.wait()
 
 

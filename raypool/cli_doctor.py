@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from raypool.cli_pipes import echo
+
 if TYPE_CHECKING:
     from raypool.devices.gpus import Inventory
     from raypool.doctor import Finding
@@ -34,18 +36,18 @@ def doctor(inventory: Inventory | None, is_json: bool) -> None:
     if is_json:
         _print_json(findings)
     else:
-        click.echo(f"problems: {counts['problem']}, warnings: {counts['warning']}, ok: {counts['ok']}")
+        echo(f"problems: {counts['problem']}, warnings: {counts['warning']}, ok: {counts['ok']}")
     raise SystemExit(1 if counts["problem"] else 0)
 
 
 def _say(finding: Finding) -> None:
-    state = click.style(f"{finding.state:8}", fg=COLORS[finding.state])
-    click.echo(f"{state} {finding.check:14} {finding.fact}")
+    click.secho(f"{finding.state:8}", fg=COLORS[finding.state], nl=False)
+    echo(f" {finding.check:14} {finding.fact}")
     if finding.advice is not None:
-        click.echo(f"{'':23} {finding.advice}")
+        echo(f"{'':23} {finding.advice}")
 
 
 def _print_json(findings: list[Finding]) -> None:
     import json
 
-    click.echo(json.dumps([finding._asdict() for finding in findings], indent=2))
+    echo(json.dumps([finding._asdict() for finding in findings], indent=2))

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from raypool.cli_errors import INTERRUPTED, errors_said
-from raypool.cli_pipes import READER_GONE, has_reader
+from raypool.cli_pipes import READER_GONE, echo, has_reader
+from raypool.views.words import one_line
 
 if TYPE_CHECKING:
     from raypool.cloud.jobs import JobInfo, Jobs
@@ -56,7 +57,7 @@ def submit(command: tuple[str, ...], profile: str, **options: Any) -> None:
     with errors_said():
         jobs = _jobs(profile, **connection, **shipped)
         job_id = jobs.submit(command, env=variables, **options)
-        click.echo(job_id, err=follow)
+        echo(job_id, err=follow)
         if follow:
             _follow_to_end(jobs, job_id)
 
@@ -71,14 +72,14 @@ def status(job_id: str | None, profile: str, address: str | None, token_file: st
         jobs = _jobs(profile, jobs_address=address, token_file=token_file)
         infos = [jobs.look(job_id)] if job_id is not None else jobs.all()
     if is_json:
-        click.echo(_as_json(infos))
+        echo(_as_json(infos))
         return
     for info in infos:
         code = f", exit code {info.exit_code}" if info.exit_code else ""
         at = f"{info.submitted_at:%Y-%m-%d %H:%M:%S} UTC" if info.submitted_at is not None else "-"
-        click.echo(f"{info.id}  {info.state + code:24}  {at}  {info.name}")
+        echo(f"{info.id}  {info.state + code:24}  {at}  {one_line(info.name)}")
     if job_id is not None and infos[0].state in ("queued", "failed"):
-        click.echo(infos[0].message.strip())
+        echo(infos[0].message.strip())
 
 
 @job.command()
@@ -104,7 +105,7 @@ def stop(job_id: str, profile: str, address: str | None, token_file: str | None)
         jobs = _jobs(profile, jobs_address=address, token_file=token_file)
         info = jobs.look(job_id)
         info = info if info.has_ended else jobs.stop(job_id)
-    click.echo(f"{info.id}: {info.state}")
+    echo(f"{info.id}: {info.state}")
 
 
 def _jobs(profile: str, **changes: Any) -> Jobs:
@@ -123,14 +124,14 @@ def _follow_to_end(jobs: Jobs, job_id: str) -> None:
                 raise SystemExit(READER_GONE)
         info = jobs.wait(job_id)
     except KeyboardInterrupt:
-        click.echo(
+        echo(
             f"\nJob {job_id} goes on. `raypool job logs --follow {job_id}` shows it, `raypool job stop {job_id}` ends it.",
             err=True,
         )
         raise SystemExit(INTERRUPTED) from None
     if info.state != "finished":
         why = f"exit code {info.exit_code}" if info.exit_code is not None else info.message.strip()
-        click.echo(f"Job {job_id}: {info.state}, {why}", err=True)
+        echo(f"Job {job_id}: {info.state}, {why}", err=True)
     raise SystemExit(info.exit_status)
 
 

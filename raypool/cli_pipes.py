@@ -1,4 +1,7 @@
-"""Pipes whose readers go before all is printed, as `head` does: the command goes on to its end, and ends as what it did."""
+"""What commands print: nothing that a user has named gives the terminal orders, and a reader may go before all is printed.
+
+When it does, as `head` does, the command goes on to its end, and ends as what it did.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,10 @@ import stat
 import sys
 from collections.abc import Iterator
 from typing import Any, TextIO
+
+import click
+
+from raypool.views.words import printable
 
 READER_GONE = 141
 """The status of what only prints, and has nobody left to print for, as shells have it: 128 and the number of SIGPIPE."""
@@ -28,6 +35,11 @@ class _Pipe(io.FileIO):
             os.dup2(nowhere, self.fileno())  # processes that start from here on inherit it too
             os.close(nowhere)
             return super().write(data)
+
+
+def echo(text: str, *, err: bool = False, color: str | None = None) -> None:
+    """Print a text: all that commands say goes through here, but for what other programs have printed."""
+    click.echo(click.style(printable(text), fg=color), err=err)
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from raypool.cli_pipes import echo
 from raypool.errors import CloudError, RaypoolError
 
 if TYPE_CHECKING:
@@ -150,7 +151,7 @@ def _submission(context: click.Context, given: dict[str, Any]) -> Submission:
         training=training,
         script=found,
         args=training.args if args is None else tuple(args),
-        say=lambda text: click.echo(text, err=True),
+        say=lambda text: echo(text, err=True),
         show=lambda text: click.echo(text, nl=False),
     )
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from raypool.cli_errors import INTERRUPTED, errors_said
+from raypool.cli_pipes import echo
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -78,7 +79,7 @@ def sweep(target: str, configs: Path, is_json: bool, **options: Any) -> None:
     _show(frame, is_json)
     _say_failures(results.errors, items, run_dir)
     num_failed = len(results.errors)
-    click.echo(f"{len(items) - num_failed} of {len(items)} finished, {num_failed} failed. The run is in {run_dir}.", err=True)
+    echo(f"{len(items) - num_failed} of {len(items)} finished, {num_failed} failed. The run is in {run_dir}.", err=True)
     raise SystemExit(1 if num_failed else 0)
 
 
@@ -96,10 +97,10 @@ def _say_interrupted(interrupt: KeyboardInterrupt, run_dir: str, count: int) -> 
     """Say what is kept, and how to go on."""
     results = getattr(interrupt, "results", None)
     if results is None:
-        click.echo("Interrupted before anything had begun.", err=True)
+        echo("Interrupted before anything had begun.", err=True)
         return
     finished = int((results.to_frame()["status"] == "finished").sum())
-    click.echo(
+    echo(
         f"Interrupted: {finished} of {count} have finished, and are kept in {run_dir}. The same command goes on from there.",
         err=True,
     )
@@ -110,12 +111,12 @@ def _show(frame: pd.DataFrame, is_json: bool) -> None:
     from raypool.views import devices, sweeps
 
     if is_json:
-        click.echo(sweeps.as_json(frame))
+        echo(sweeps.as_json(frame))
         return
     devices.show(sweeps.as_table(frame))
     rest = len(frame) - sweeps.MOST_ROWS
     if rest > 0:
-        click.echo(f"and {rest:,} more: --json prints all, raypool.load_results(...).to_frame() has them.", err=True)
+        echo(f"and {rest:,} more: --json prints all, raypool.load_results(...).to_frame() has them.", err=True)
 
 
 def _say_failures(errors: dict[int, BaseException], items: list[Config], run_dir: str) -> None:
@@ -124,10 +125,10 @@ def _say_failures(errors: dict[int, BaseException], items: list[Config], run_dir
 
     for index, error in itertools.islice(errors.items(), MOST_FAILURES):
         what = f"Failed: item {index} ({describe_item(items[index])}): {describe_error(error)}"
-        click.secho(what + _hint(error, items[index]), fg="red", err=True)
-        click.echo(f"  {shlex.join(['raypool', 'replay', run_dir, str(index), '--debug'])}", err=True)
+        echo(what + _hint(error, items[index]), err=True, color="red")
+        echo(f"  {shlex.join(['raypool', 'replay', run_dir, str(index), '--debug'])}", err=True)
     if len(errors) > MOST_FAILURES:
-        click.echo(f"and {len(errors) - MOST_FAILURES:,} more failures: --json prints all.", err=True)
+        echo(f"and {len(errors) - MOST_FAILURES:,} more failures: --json prints all.", err=True)
 
 
 def _hint(error: BaseException, config: Config) -> str:
@@ -165,4 +166,4 @@ def report(run_dir: Path, out: Path) -> None:
             raise click.ClickException(str(error)) from error
         except OSError as error:
             raise click.ClickException(f"{out} could not be written: {error.strerror or error}.") from error
-    click.echo(f"Wrote {out}")
+    echo(f"Wrote {out}")

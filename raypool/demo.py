@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 import torch
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 
 from raypool.pool import parpool
 from raypool.task import current_task
+from raypool.views.console import SafeConsole
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -128,7 +128,7 @@ def run(num_workers: int | None = None, profile: str = "local", out: Path = Path
     check_extra()
     out.mkdir(parents=True, exist_ok=True)
     digits = load_digits()
-    say = partial(Console(highlight=False).print, soft_wrap=True)
+    say = partial(SafeConsole(highlight=False).print, soft_wrap=True)
     say(f"{len(CONFIGS)} networks learn to read {len(digits.train_images):,} images of handwritten digits.")
     with parpool(num_workers, profile=profile) as pool:
         results = pool.parfor(partial(train, digits=digits), CONFIGS, on_error="collect", seed=0, name="training")

@@ -209,6 +209,7 @@ class Feed:
     def _note_last(self, last: Last) -> None:
         for item, (attempt, values) in last.items():
             known_attempt, known = self._last.pop(item, (attempt, None))
+            values = {name: value for name, value in values.items() if value is not None}
             # Whoever reads it has the old one: what is shown never changes under the reader's hands.
             self._last[item] = (attempt, {**known, **values} if known is not None and known_attempt == attempt else values)
         while len(self._last) > LAST_ITEMS:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from raypool.cloud.sealed import Sealed, outcome_path, unseal
 from raypool.errors import CloudError, RemoteTraceback, SerializationError, TaskError
+from raypool.views.words import one_line
 
 if TYPE_CHECKING:
     from raypool.cloud.jobs import JobInfo, Jobs
@@ -128,7 +129,7 @@ class Job:
         return self._info.state == "cancelled"
 
     def __repr__(self) -> str:
-        return f"<Job {self.id} ({self.name}): {self._info.state}>"
+        return f"<Job {self.id} ({one_line(self.name)}): {self._info.state}>"
 
     def _look(self) -> JobInfo:
         if not self._info.has_ended:

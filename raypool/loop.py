@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from raypool.core.messages import CancelRequested, ItemsAdded
 from raypool.core.model import TaskSpec, TaskState
+from raypool.counts import whole_number
 from raypool.engine.engine import Engine
 from raypool.engine.loop_work import LoopWork, Lost, Segment
 from raypool.errors import InvalidTypeError, InvalidValueError
@@ -49,12 +50,16 @@ def listed(items: Any) -> Sequence[Any] | Iterator[Any]:
     """
     if isinstance(items, bool):
         raise InvalidTypeError(f"items={items!r} is not iterable. Give a list, a DataFrame, a generator or a number of items.")
-    if isinstance(items, int):
-        if items < 0:
-            raise InvalidValueError(f"items={items} is less than 0.")
-        return range(items)
-    if hasattr(items, "to_dict") and hasattr(items, "columns"):
-        rows: list[Any] = items.to_dict("records")
+    number = whole_number(items)
+    if number is not None:
+        if number < 0:
+            raise InvalidValueError(f"items={number} is less than 0.")
+        return range(number)
+    if hasattr(items, "to_dicts") and hasattr(items, "columns"):  # of polars
+        rows: list[Any] = items.to_dicts()
+        return rows
+    if hasattr(items, "to_dict") and hasattr(items, "columns"):  # of pandas
+        rows = items.to_dict("records")
         return rows
     if isinstance(items, (list, tuple, range)):
         return items

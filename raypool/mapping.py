@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, NoReturn, ParamSpec, TypeVar
 
+from raypool.counts import whole_number
 from raypool.errors import InvalidTypeError, InvalidValueError
 from raypool.futures import Future
 
@@ -125,13 +126,16 @@ def unless_interrupted(submit: Callable[P, Future[T]]) -> Callable[P, Future[T]]
     return submit_unless
 
 
-def check_sizes(chunksize: Any, buffersize: Any) -> None:
-    """Raise the error for a size that the standard library would refuse too."""
-    if not isinstance(chunksize, int):
+def checked_buffersize(chunksize: Any, buffersize: Any) -> int | None:
+    """Return `buffersize` as Python's `int`; raise the error for a size that the standard library would refuse too."""
+    if not isinstance(chunksize, int) and whole_number(chunksize) is None:  # it takes True
         raise InvalidTypeError(f"chunksize must be an integer. It is {chunksize!r}.")
     if chunksize < 1:
         raise InvalidValueError(f"chunksize must be >= 1. It is {chunksize!r}.")
-    if buffersize is not None and not isinstance(buffersize, int):
+    if buffersize is None:
+        return None
+    if not isinstance(buffersize, int) and whole_number(buffersize) is None:
         raise InvalidTypeError(f"buffersize must be an integer or None. It is {buffersize!r}.")
-    if buffersize is not None and buffersize < 1:
+    if buffersize < 1:
         raise InvalidValueError(f"buffersize must be None or > 0. It is {buffersize!r}.")
+    return int(buffersize)

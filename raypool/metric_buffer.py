@@ -9,6 +9,7 @@ from time import time
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from raypool.counts import whole_number
 from raypool.errors import InvalidTypeError, InvalidValueError
 from raypool.reports import checked_metric, report_of
 
@@ -55,9 +56,10 @@ class MetricBuffer:
     """
 
     def __init__(self, size: int = 100) -> None:
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        number = whole_number(size)
+        if number is None or number < 1:
             raise InvalidValueError(f"MetricBuffer(size={size!r}) holds no step. Give the number of steps that it is to hold.")
-        self._size = size
+        self._size = number
         self._moments: list[float] = []
         self._steps: list[dict[str, Any]] = []
         self._tensors: defaultdict[tuple[torch.device, torch.dtype], list[tuple[Place, torch.Tensor]]] = defaultdict(list)
@@ -89,7 +91,7 @@ class MetricBuffer:
         if len(self._steps) >= self._size:
             self.flush()
 
-    def flush(self) -> list[dict[str, float | str]]:
+    def flush(self) -> list[dict[str, float | str | None]]:
         """Bring to the CPU what waits here, and report it; return it, one dict for each step, from the oldest on."""
         import torch
 

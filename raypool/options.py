@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from raypool.core.policy import LONGEST_RETRY_DELAY_S
+from raypool.counts import checked_count, optional_count, whole_number
 from raypool.errors import InvalidTypeError, InvalidValueError
 
 
@@ -29,18 +30,21 @@ class Options:
     def __post_init__(self) -> None:
         if self.retries is None:
             raise InvalidTypeError("retries=None is not a whole number. Give 0 to run every item at most once.")
-        check_count("retries", self.retries, least=0)
-        check_count("worker", self.worker, least=0)
+        object.__setattr__(self, "retries", checked_count("retries", self.retries, least=0))
+        object.__setattr__(self, "worker", optional_count("worker", self.worker, least=0))
         check_seconds("timeout_s", self.timeout_s)
         check_delay("retry_delay_s", self.retry_delay_s)
         if not isinstance(self.fresh_process, bool):
             raise InvalidTypeError(f"fresh_process={self.fresh_process!r} is neither True nor False.")
-        if not isinstance(self.priority, int):
+        priority = whole_number(self.priority)
+        if priority is None:
             raise InvalidTypeError(f"priority={self.priority!r} is not a whole number.")
+        object.__setattr__(self, "priority", priority)
         check_name(self.name)
-        kinds = self.retry_on if isinstance(self.retry_on, tuple) else (self.retry_on,)
+        kinds = (self.retry_on,) if isinstance(self.retry_on, type) else self.retry_on
+        kinds = tuple(kinds) if isinstance(kinds, Iterable) else (kinds,)
         if not all(isinstance(kind, type) and issubclass(kind, BaseException) for kind in kinds):
-            raise InvalidTypeError(f"retry_on={self.retry_on!r} is not an exception type, or a tuple of them.")
+            raise InvalidTypeError(f"retry_on={self.retry_on!r} is not an exception type, or a list or tuple of them.")
         object.__setattr__(self, "retry_on", kinds)
         object.__setattr__(self, "checkpoints", checked_home(self.checkpoints))
 
@@ -106,35 +110,27 @@ def check_delay(name: str, value: Any) -> None:
         )
 
 
-def check_count(name: str, value: Any, least: int) -> None:
-    """Raise the error for a count (or None) that is no whole number, or too small."""
-    if value is None:
-        return
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise InvalidTypeError(f"{name}={value!r} is not a whole number.")
-    if value < least:
-        raise InvalidValueError(f"{name}={value} is less than {least}.")
-
-
 def worker_numbers(workers: Any, numbers: Sequence[int]) -> list[int]:
     """Return the numbers of these workers, each of which has to be there, once."""
     try:
-        wanted = [worker if isinstance(worker, int) else _index_of(worker) for worker in workers]
+        named = [_number_of(worker) for worker in workers]
     except TypeError:
         raise InvalidTypeError(
             f"workers={workers!r} is not a list of workers, such as pool.workers[:2], or of their numbers."
         ) from None
-    for number in wanted:
-        if not isinstance(number, int) or isinstance(number, bool):
-            raise InvalidTypeError(f"workers has {number!r} in it, which is neither a worker nor the number of one.")
+    wanted: list[int] = []
+    for worker, number in named:
+        if number is None:
+            raise InvalidTypeError(f"workers has {worker!r} in it, which is neither a worker nor the number of one.")
         if number not in numbers:
             raise InvalidValueError(f"There is no worker {number} here. There are: {', '.join(map(str, numbers)) or 'none'}.")
-        if wanted.count(number) > 1:
+        if number in wanted:
             raise InvalidValueError(f"Worker {number} is named twice. Name each worker once.")
+        wanted.append(number)
     return wanted
 
 
-def _index_of(worker: Any) -> Any:
-    """Return the number that a `WorkerInfo` has; what is none of these, as it is."""
-    index = getattr(worker, "index", None)
-    return index if isinstance(index, int) else worker
+def _number_of(worker: Any) -> tuple[Any, int | None]:
+    """Return what was given, with its number if it is a `WorkerInfo` or a number."""
+    number = whole_number(worker)
+    return worker, whole_number(getattr(worker, "index", None)) if number is None else number

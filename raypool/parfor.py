@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from raypool.core.model import Slice, TaskSpec
+from raypool.counts import optional_count
 from raypool.engine.backend import Function
 from raypool.engine.engine import Engine, serial_engine
 from raypool.engine.loop_work import LoopOptions, LoopWork
 from raypool.errors import InvalidTypeError, InvalidValueError
 from raypool.loop import LoopRun, check_progress, folded, listed, longest_first, raise_if_failed, watched
-from raypool.options import Options, check_callable, check_count, check_name
+from raypool.options import Options, check_callable, check_name
 
 if TYPE_CHECKING:
     from raypool.engine.calls import Where
@@ -54,9 +55,10 @@ class LoopVerbs:
 
         Args:
             fn: Any function of one argument. It is shipped to each worker once, with what it closes over, which the items of a
-                worker share: copy a model or an array from outside before changing it.
+                worker share: copy a model or an array from outside before changing it (`copy.deepcopy(model)`), or later items on
+                that worker see the change, and nobody else does.
             items: A list or other iterable, also a generator without end (of which only a few items per worker are drawn
-                ahead), a DataFrame (each row a dict), or a number `n` for `range(n)`.
+                ahead), a DataFrame of pandas or polars (each row a dict), or a number `n` for `range(n)`.
             on_error: "stop": the first failure ends the loop and is raised. "raise": all items run, then the first is raised.
                 "collect": all items run; failures are in the table. None: "raise" with `run_dir`, else "stop".
             reduce: Fold the values with this function of two arguments, in the order of the items, and return what comes out
@@ -116,9 +118,9 @@ class LoopVerbs:
             raise InvalidValueError(f"on_error={on_error!r} is none of 'stop', 'raise' and 'collect'.")
         check_progress(progress)
         check_name(name)
-        check_count("max_workers", max_workers, least=0)
-        check_count("chunk_size", chunk_size, least=1)
-        check_count("seed", seed, least=0)
+        max_workers = optional_count("max_workers", max_workers, least=0)
+        chunk_size = optional_count("chunk_size", chunk_size, least=1)
+        seed = optional_count("seed", seed, least=0)
         if rerun not in RERUNS:
             raise InvalidValueError(f"rerun={rerun!r} is none of 'failed', 'missing' and 'all'.")
         if rerun != "failed" and run_dir is None:

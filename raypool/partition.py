@@ -9,13 +9,14 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from raypool.core.messages import CancelRequested
+from raypool.counts import optional_count
 from raypool.engine.backend import WorkerInfo
 from raypool.engine.engine import serial_engine
 from raypool.engine.traffic import TransferBytes
 from raypool.engine.work import Work
 from raypool.errors import InvalidTypeError, PoolClosedError
 from raypool.futures import Future
-from raypool.options import Options, check_count, worker_numbers
+from raypool.options import Options, worker_numbers
 from raypool.shared import Constant, content_of, new_constant
 from raypool.store import ValueStore
 from raypool.task import in_task
@@ -235,8 +236,8 @@ class StaffedView(PoolView):
             raise InvalidTypeError(
                 f"partition() takes one of per_gpu=, per_host= and workers=, and was given {' and '.join(given) or 'none'}."
             )
-        check_count("per_gpu", per_gpu, least=1)
-        check_count("per_host", per_host, least=1)
+        per_gpu = optional_count("per_gpu", per_gpu, least=1)
+        per_host = optional_count("per_host", per_host, least=1)
         self._check_open()
         numbers = self._numbers()
         there = [worker for worker in self.workers if worker.index in numbers]

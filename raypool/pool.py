@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from raypool.counts import checked_count
 from raypool.engine.engine import Engine, open_engine, serial_engine
 from raypool.errors import InvalidTypeError, InvalidValueError
-from raypool.options import Options, check_callable, check_count
+from raypool.options import Options, check_callable
 from raypool.partition import StaffedView
 from raypool.profile_files import resolve_profile
 from raypool.profiles import Profile
@@ -88,9 +89,7 @@ class ParallelPool(StaffedView):
         Raises:
             ResourceError: There are not so many; the pool stays as it is.
         """
-        if num_workers is None:
-            raise InvalidTypeError("num_workers=None is not a whole number.")
-        check_count("num_workers", num_workers, least=1)
+        num_workers = checked_count("num_workers", num_workers, least=1)
         self._engine.check_open()
         self._engine.resize(num_workers)
 
@@ -297,11 +296,9 @@ def checked_range(num_workers: Any, name: str = "num_workers") -> tuple[int | No
     if isinstance(num_workers, (tuple, list)):
         if len(num_workers) != 2:
             raise InvalidValueError(f"{name}={num_workers!r} is not a pair (least, most).")
-        for value in num_workers:
-            check_count(name, value, least=1)
-        least, most = num_workers
+        least, most = (checked_count(name, value, least=1) for value in num_workers)
         if least > most:
             raise InvalidValueError(f"{name}={num_workers!r}: the least is more than the most.")
         return least, most
-    check_count(name, num_workers, least=1)
-    return num_workers, num_workers
+    number = checked_count(name, num_workers, least=1)
+    return number, number

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
+from raypool.counts import checked_count, whole_number
 from raypool.errors import InvalidTypeError, InvalidValueError
 from raypool.resources import WorkerResources, check_texts
 from raypool.tls import Tls
@@ -87,8 +88,10 @@ def check_kinds(profile: Profile) -> None:
             raise InvalidTypeError(f"{name}={value!r} is not a number of seconds.")
     for name in ("setup", "teardown"):
         _check_plain_call(name, getattr(profile, name))
-    if isinstance(profile.retries, bool) or not isinstance(profile.retries, int):
+    retries = whole_number(profile.retries)
+    if retries is None:
         raise InvalidTypeError(f"retries={profile.retries!r} is not a whole number.")
+    object.__setattr__(profile, "retries", retries)
 
 
 def _check_connection_kinds(profile: Profile) -> None:
@@ -111,17 +114,17 @@ def _check_sharing(profile: Profile) -> None:
         value = getattr(profile, name)
         if value is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, int):
+        if whole_number(value) is None:
             raise InvalidTypeError(f"{name}={value!r} is not a whole number of bytes, such as 8 * 2**30.")
-        if value < least:
-            raise InvalidValueError(f"{name}={value!r} is less than {least}.")
+        object.__setattr__(profile, name, checked_count(name, value, least))
     per_gpu = profile.workers_per_gpu
-    if per_gpu is None or per_gpu == "auto":
-        pass
-    elif isinstance(per_gpu, bool) or not isinstance(per_gpu, int):
-        raise InvalidTypeError(f"workers_per_gpu={per_gpu!r} is neither a whole number nor 'auto'.")
-    elif per_gpu < 1:
-        raise InvalidValueError(f"workers_per_gpu={per_gpu} leaves no worker. Give 1 or more, or 'auto'.")
+    if per_gpu is not None and per_gpu != "auto":
+        number = whole_number(per_gpu)
+        if number is None:
+            raise InvalidTypeError(f"workers_per_gpu={per_gpu!r} is neither a whole number nor 'auto'.")
+        if number < 1:
+            raise InvalidValueError(f"workers_per_gpu={number} leaves no worker. Give 1 or more, or 'auto'.")
+        object.__setattr__(profile, "workers_per_gpu", number)
     sized = [kind.gpus for kind in profile.kinds if kind.gpus]
     if per_gpu is not None and sized:
         raise InvalidValueError(
@@ -190,16 +193,19 @@ def checked_gpus(gpus: Any) -> tuple[int, ...] | dict[str, tuple[int, ...]]:
 
 def _checked_indices(gpus: Any) -> tuple[int, ...]:
     try:
-        indices = tuple(gpus)
+        given = tuple(gpus)
     except TypeError:
         raise InvalidTypeError(f"gpus={gpus!r} is not a list of GPU indices, such as [0, 2].") from None
-    for index in indices:
-        if not isinstance(index, int) or isinstance(index, bool):
-            raise InvalidTypeError(f"GPU index {index!r} is not an integer. GPUs are numbered from 0.")
+    indices: list[int] = []
+    for entry in given:
+        index = whole_number(entry)
+        if index is None:
+            raise InvalidTypeError(f"GPU index {entry!r} is not an integer. GPUs are numbered from 0.")
         if index < 0:
             raise InvalidValueError(f"GPU index {index} is negative. GPUs are numbered from 0.")
-        if indices.count(index) > 1:
-            raise InvalidValueError(f"GPU {index} is named twice in gpus={list(indices)}. Name each GPU once.")
+        if index in indices:
+            raise InvalidValueError(f"GPU {index} is named twice in gpus={list(given)}. Name each GPU once.")
+        indices.append(index)
     if not indices:
         raise InvalidValueError("gpus=[] names no GPU. For workers without one, use resources=WorkerResources(gpus=0).")
-    return indices
+    return tuple(indices)

@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, Literal, TypeVar
 
+from raypool.counts import whole_number
 from raypool.errors import InvalidTypeError, InvalidValueError, QueueClosedError
 from raypool.queue_away import Away, away_by_key
 from raypool.queue_home import TAKEN, Answer, Home, Listener, Packed, Source, kept, opened, sources
@@ -62,10 +63,13 @@ class DataQueue(Generic[T]):
     def __init__(self, maxsize: int | None = None, policy: Literal["block", "latest"] = "block") -> None:
         if policy not in ("block", "latest"):
             raise InvalidValueError(f"policy={policy!r} is neither 'block' nor 'latest'.")
-        if maxsize is not None and (not isinstance(maxsize, int) or isinstance(maxsize, bool)):
-            raise InvalidTypeError(f"maxsize={maxsize!r} is not a whole number.")
-        if maxsize is not None and maxsize < 1:
-            raise InvalidValueError(f"maxsize={maxsize} is less than 1. Leave it out for a queue without a limit.")
+        if maxsize is not None:
+            number = whole_number(maxsize)
+            if number is None:
+                raise InvalidTypeError(f"maxsize={maxsize!r} is not a whole number.")
+            if number < 1:
+                raise InvalidValueError(f"maxsize={number} is less than 1. Leave it out for a queue without a limit.")
+            maxsize = number
         if policy == "latest":
             maxsize = maxsize or 1
         key = uuid.uuid4().hex

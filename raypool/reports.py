@@ -10,14 +10,14 @@ from typing import Any
 from raypool.errors import InvalidTypeError, InvalidValueError
 from raypool.task import notes_here
 
-NUMBERS = frozenset({int, float, bool})
+NUMBERS = frozenset({int, float, bool, type(None)})
 """Types of metrics that need no closer look."""
 
 MAX_METRIC_TEXT = 256
 """A metric that is a text has at most so many characters: it goes into a table, not into a log."""
 
 
-def report(**metrics: float | str) -> None:
+def report(**metrics: float | str | None) -> None:
     """Report how the task is doing: values by name, as often as you like.
 
     A moment later they are in the table `metrics` of the task's future, or of the loop's `Results`; the display of a loop shows
@@ -25,7 +25,8 @@ def report(**metrics: float | str) -> None:
     it checks the values and does nothing else, so that a function runs unchanged by itself.
 
     Args:
-        metrics: Numbers (Python's or NumPy's) and short texts (at most 256 characters), in units of your own.
+        metrics: Numbers (Python's or NumPy's) and short texts (at most 256 characters), in units of your own. None is a missing
+            value.
 
     Raises:
         InvalidTypeError: A value is neither. A tensor: give it to a `MetricBuffer`, or report `tensor.item()`, which waits
@@ -50,15 +51,17 @@ def report(**metrics: float | str) -> None:
     report_of(time(), metrics)
 
 
-def report_of(moment: float, metrics: Mapping[str, float | str]) -> None:
+def report_of(moment: float, metrics: Mapping[str, float | str | None]) -> None:
     """Report what was so at some moment [Unix time, s]; all of it has been checked."""
     note = next(notes_here(), None)
     if note is not None:
         note.say(note, "metrics", (moment, metrics))
 
 
-def checked_metric(name: str, value: Any) -> float | str:
-    """Return a metric as a plain number or text."""
+def checked_metric(name: str, value: Any) -> float | str | None:
+    """Return a metric as a plain number or text, or None for a missing value."""
+    if value is None:
+        return None
     if isinstance(value, str):
         if len(value) > MAX_METRIC_TEXT:
             raise InvalidValueError(

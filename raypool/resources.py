@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from raypool.counts import whole_number
 from raypool.errors import InvalidTypeError, InvalidValueError
 from raypool.labels import check_labels
 
@@ -49,9 +50,13 @@ class WorkerResources:
     def __post_init__(self) -> None:
         for name in ("gpus", "cpus", "memory_bytes"):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+            if value is None:
+                continue
+            number = value if isinstance(value, float) else whole_number(value)
+            if number is None:
                 raise InvalidTypeError(f"WorkerResources({name}={value!r}) is not a number.")
-            if value is not None and not value >= 0:
+            object.__setattr__(self, name, number)
+            if not number >= 0:
                 raise InvalidValueError(f"WorkerResources({name}={value!r}) is negative. Give 0 or more, or leave it out.")
         if self.accelerator_type is not None and not isinstance(self.accelerator_type, str):
             raise InvalidTypeError(f"WorkerResources(accelerator_type={self.accelerator_type!r}) is not a name, such as 'H100'.")

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+import numbers
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
@@ -13,7 +17,7 @@ from raypool.errors import InvalidValueError, WorkerLostError
 from raypool.extras import check_installed
 from raypool.feed import Feed
 from raypool.reasons import CANCELLED, reason_of
-from raypool.tables import column_name, table
+from raypool.tables import column_name, fields_of, table
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -157,16 +161,21 @@ class Results(Sequence[Any]):
     def to_frame(self) -> pd.DataFrame:
         """Return the table: one row an item, with its configuration, its values and how it ran.
 
-        A dict or dataclass gives a column a key, anything else one column ("item", "value"). A key that a configuration and a
-        value share appears as "result_KEY" for the value. Then come `status`, `duration_s` [s], `started_at` (Unix time [s]),
+        A dict, dataclass, named tuple, `argparse.Namespace`, `SimpleNamespace`, attrs class or pydantic model gives a column a
+        key, anything else one column ("item", "value"). Missing items and values leave their cells empty; until an item has
+        finished, that is the column "value". A key that a configuration and a value share appears as "result_KEY" for the value.
+        Then come `status`, `duration_s` [s], `started_at` (Unix time [s]),
         `worker`, `gpu`, `attempts`, `peak_memory_bytes` (the most that its worker had of its GPU's memory while it ran, or while
         the short items ran that shared a call with it; empty if it had none), `reason` (None of what has finished; see
         `raypool.reasons.reason_of`) and `error` (the exception's type and text).
+
+        Spreadsheets run cells that begin with = + - @ as formulas: before you open `to_frame().to_csv(path)` in one, look at the
+        texts that others can choose, errors included.
         """
         import pandas as pd
 
         taken = set(RUN_COLUMNS)
-        configs = _columns(self._items, "item", taken, "item_")
+        configs = self._configs()
         finished = [row.status == "finished" for row in self._rows]
         values = _columns(self._values, "value", taken | set(configs), "result_", finished)
         run: dict[str, Any] = {name: [getattr(row, name) for row in self._rows] for name in RUN_COLUMNS[:-2]}
@@ -302,25 +311,69 @@ class Results(Sequence[Any]):
 
     def _configs(self) -> dict[str, list[Any]]:
         """Return the items by columns, as `to_frame` calls them."""
-        return _columns(self._items, "item", set(RUN_COLUMNS), "item_")
+        are_there = [item is not None for item in self._items]  # a run that is damaged may have lost some
+        return _columns(self._items, "item", set(RUN_COLUMNS), "item_", are_there)
 
-    def best(self, column: str, mode: Literal["min", "max"] = "max") -> pd.Series[Any]:
-        """Return the row of the finished item with the largest (or smallest) value in a column; its `name` is the item's number.
+    def best(self, column: str, mode: Literal["min", "max"] | None = None) -> pd.Series[Any]:
+        """Return the row of the finished item with the best number in a column; its `name` is the item's number.
+
+        NaN, infinities and texts never win; of equal numbers the first does.
+
+        Args:
+            column: A column of `to_frame`; of a column of dicts a key, as the report has it: "acc.val".
+            mode: Whether the smallest ("min") or the largest number ("max") is the best. None: "min" if a word of the column's
+                name is loss or error, "max" if one is accuracy (acc) or score.
 
         Raises:
-            InvalidValueError: There is no such column, or no finished item has a value in it.
+            InvalidValueError: There is no such column, no finished item has a finite number in it, or its name does not say what
+                is best.
         """
-        if mode not in ("min", "max"):
+        from raypool.views.cells import spread
+        from raypool.views.words import number_in
+
+        if mode not in (None, "min", "max"):
             raise InvalidValueError(f"mode={mode!r} is neither 'min' nor 'max'.")
         frame = self.to_frame()
-        if column not in frame:
-            raise InvalidValueError(f"There is no column {column!r}. There are: {', '.join(map(str, frame))}.")
-        scores = frame.loc[frame["status"] == "finished", column].dropna()
-        if scores.empty:
-            raise InvalidValueError(f"No item has finished with a value in {column!r}.")
-        scores = scores.infer_objects()
-        position = int(scores.argmax() if mode == "max" else scores.argmin())
-        return frame.iloc[int(scores.index[position])]
+        columns = spread(frame, map(str, frame))
+        if column not in columns:
+            raise InvalidValueError(f"There is no column {column!r}. There are: {', '.join(columns)}.")
+        is_best = {"min": min, "max": max}[mode or _direction(column)]
+        values = {
+            index: number_in(value)
+            for index, value in enumerate(columns[column])
+            if self._rows[index].status == "finished" and _is_finite(number_in(value))
+        }
+        if not values:
+            raise InvalidValueError(f"No item has finished with a finite number in {column!r}.")
+        return frame.iloc[is_best(values, key=values.__getitem__)]
+
+
+def _direction(column: str) -> Literal["min", "max"]:
+    """Return whether small or large numbers of a metric are good, by its name.
+
+    Raises:
+        InvalidValueError: The name does not say.
+
+    Example:
+        >>> _direction("val_loss"), _direction("result_score"), _direction("testAccuracy")
+        ('min', 'max', 'max')
+    """
+    words = {word.lower() for word in re.findall("[A-Z]?[a-z]+|[A-Z]+", column)}
+    is_small, is_large = not words.isdisjoint({"loss", "error"}), not words.isdisjoint({"accuracy", "acc", "score"})
+    if is_small == is_large or "neg" in words:  # scikit-learn's neg_log_loss is the better the larger it is
+        raise InvalidValueError(
+            f"The name {column!r} does not say whether small or large numbers are good. "
+            f"Say it: best({column!r}, mode='min') or best({column!r}, mode='max')."
+        )
+    return "min" if is_small else "max"
+
+
+def _is_finite(value: Any) -> bool:
+    """Whether this is a number that can be the best of several: of a huge integer too."""
+    if isinstance(value, Decimal):
+        return value.is_finite()
+    is_number = isinstance(value, numbers.Real)
+    return is_number and -math.inf < value < math.inf
 
 
 def told(error: BaseException) -> str:
@@ -343,22 +396,14 @@ def _restored(
 
 
 def _columns(
-    entries: Sequence[Any], single: str, taken: set[str], prefix: str, wanted: Sequence[bool] | None = None
+    entries: Sequence[Any], single: str, taken: set[str], prefix: str, are_there: Sequence[bool]
 ) -> dict[str, list[Any]]:
-    """Spread entries over columns by key; those that are not `wanted` give empty cells."""
-    rows = [_as_mapping(entry) if wanted is None or wanted[i] else {} for i, entry in enumerate(entries)]
-    if any(row is None for row in rows):
+    """Spread entries over columns by key; those that are not there give empty cells, and if none is, one column of these."""
+    rows = [fields_of(entry) if is_there else {} for entry, is_there in zip(entries, are_there, strict=True)]
+    if not any(are_there) or any(row is None for row in rows):
         name = single if single not in taken else prefix + single
-        return {name: [entry if wanted is None or wanted[i] else None for i, entry in enumerate(entries)]}
+        return {name: [entry if is_there else None for entry, is_there in zip(entries, are_there, strict=True)]}
     names = {key: column_name(key) for key in dict.fromkeys(key for row in rows for key in row or {})}
     keys = dict.fromkeys(names.values())
     cells = [{names[key]: value for key, value in (row or {}).items()} for row in rows]
     return {(prefix + key if key in taken else key): [row.get(key) for row in cells] for key in keys}
-
-
-def _as_mapping(entry: Any) -> Mapping[Any, Any] | None:
-    if isinstance(entry, Mapping):
-        return entry
-    if dataclasses.is_dataclass(entry) and not isinstance(entry, type):
-        return {field.name: getattr(entry, field.name) for field in dataclasses.fields(entry)}
-    return None

@@ -31,7 +31,8 @@ class Content(NamedTuple):
 class Constant(Generic[T]):
     """A value that each worker receives, or builds, once: at the first use of `value` there. Made by `pool.constant`.
 
-    It travels in closures and arguments at the cost of a name. A worker that replaces a lost one receives or builds it anew.
+    It travels in closures and arguments at the cost of a name. A worker that replaces a lost one receives or builds it anew. What
+    an item changes in it stays on its worker, where later items see it: train a copy of a model.
 
     Example:
         >>> from raypool import parpool

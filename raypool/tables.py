@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import argparse
+import dataclasses
+import sys
+from collections.abc import Iterable, Mapping
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -30,6 +34,32 @@ def _as_objects(column: Any) -> Any:
 
     is_list = isinstance(column, list)
     return pd.Series(column, dtype=object) if is_list and any(isinstance(entry, str) for entry in column) else column
+
+
+def fields_of(value: Any) -> Mapping[Any, Any] | None:
+    """Return what a configuration holds, by name: of a mapping, dataclass, named tuple, namespace, attrs class or pydantic model.
+
+    Returns:
+        None for anything else.
+
+    Example:
+        >>> fields_of(SimpleNamespace(lr=0.1, width=8)), fields_of([0.1, 8])
+        ({'lr': 0.1, 'width': 8}, None)
+    """
+    if isinstance(value, Mapping):
+        return value
+    if isinstance(value, (argparse.Namespace, SimpleNamespace)):
+        return dict(vars(value))
+    pydantic = sys.modules.get("pydantic.main")  # who has not imported it has no models
+    if pydantic is not None and isinstance(value, pydantic.BaseModel):
+        return dict(pydantic.BaseModel.__iter__(value))  # its own __iter__ may give something else
+    kind: Any = type(value)
+    names: Iterable[str] | None = getattr(kind, "_fields", None) if issubclass(kind, tuple) else None
+    if dataclasses.is_dataclass(kind):
+        names = (field.name for field in dataclasses.fields(kind))
+    elif hasattr(kind, "__attrs_attrs__"):
+        names = (field.name for field in kind.__attrs_attrs__)
+    return None if names is None else {name: getattr(value, name, None) for name in names}
 
 
 def column_name(key: Any) -> str:

@@ -17,7 +17,7 @@ from raypool.errors import InvalidTypeError, InvalidValueError, ResourceError
 from raypool.futures import Future
 from raypool.gathered import cancel_each, gather
 from raypool.loop import is_serial
-from raypool.mapping import MapResults, check_sizes, unless_interrupted
+from raypool.mapping import MapResults, checked_buffersize, unless_interrupted
 from raypool.options import Options, check_callable
 from raypool.parfor import LoopVerbs
 from raypool.shared import call_once
@@ -219,7 +219,7 @@ class PoolView(LoopVerbs, TrainingVerbs, concurrent.futures.Executor):
             ...     list(pool.map(pow, [2, 3, 4], [5, 2, 3]))
             [32, 9, 64]
         """
-        check_sizes(chunksize, buffersize)
+        buffersize = checked_buffersize(chunksize, buffersize)
         check_callable(fn)
         engine = self._engine_here()
         where = self._where(engine)

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, MutableMapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from raypool.counts import whole_number
 from raypool.errors import InvalidTypeError, InvalidValueError
 
 if TYPE_CHECKING:
@@ -48,10 +49,11 @@ def gpu(i: int = 0) -> torch.device:
     """
     import torch
 
-    if isinstance(i, bool) or not isinstance(i, int):
+    number = whole_number(i)
+    if number is None:
         raise InvalidTypeError(f"gpu({i!r}) is not a number of a GPU. They are numbered from 0.")
-    _check_seen(i, f"gpu({i})")
-    return torch.device("cuda", i)
+    _check_seen(number, f"gpu({number})")
+    return torch.device("cuda", number)
 
 
 def as_device(x: T, device: torch.device | str, *, pinned: bool = False, non_blocking: bool = False) -> T:

@@ -7,6 +7,7 @@ there while a task runs, and what is printed outside of tasks just passes throug
 from __future__ import annotations
 
 import contextlib
+import errno
 import sys
 import threading
 from collections import deque
@@ -57,8 +58,24 @@ class Echo:
         _writing.note = here  # should it stay, as somebody stops the task in this instant, then for that one alone
         try:
             return self.original.write(text)  # type: ignore[no-any-return]
+        except (OSError, ValueError) as error:
+            if not _is_closed(self.original, error):
+                raise
+            return len(text)
         finally:
             _writing.note = None
+
+    def flush(self) -> None:
+        """Write out what is buffered."""
+        try:
+            self.original.flush()
+        except (OSError, ValueError) as error:
+            if not _is_closed(self.original, error):
+                raise
+
+    def close(self) -> None:
+        """Only flush: the stream is this process's, which outlives the task that closes it."""
+        self.flush()
 
     def writelines(self, lines: Iterable[str]) -> None:
         """Write some lines."""
@@ -74,6 +91,14 @@ class Echo:
 
 def _stream(name: str) -> Any:
     return getattr(sys, name)
+
+
+def _is_closed(stream: Any, error: OSError | ValueError) -> bool:
+    """Whether a stream has failed since an earlier task has closed it, or its descriptor: the next one cannot help that."""
+    try:
+        return bool(getattr(stream, "closed", False)) or (isinstance(error, OSError) and error.errno == errno.EBADF)
+    except ValueError:  # it was detached
+        return True
 
 
 _num_listeners = 0
@@ -99,7 +124,7 @@ def remove() -> None:
         if _num_listeners > 0:
             return
         for name in STREAMS:
-            stream = getattr(sys, name)
+            stream = getattr(sys, name, None)
             if isinstance(stream, Echo):
                 _keep(stream)
                 setattr(sys, name, stream.original)
@@ -117,9 +142,29 @@ def beneath(stream: Any) -> Any:
     return stream.original if isinstance(stream, Echo) else stream
 
 
+def streams() -> tuple[Any, ...]:
+    """Return standard output and error as they are, None for one that is not there."""
+    return tuple(getattr(sys, name, None) for name in STREAMS)
+
+
+def mend(before: tuple[Any, ...]) -> None:
+    """Put the streams back that were there before a task, where it has left none, or one that cannot be written."""
+    for name, good, stream in zip(STREAMS, before, streams(), strict=True):
+        if stream is not good and good is not None and not _is_usable(stream):
+            setattr(sys, name, good)
+
+
+def _is_usable(stream: Any) -> bool:
+    try:
+        stream.write("")
+    except Exception:  # it is the user's, or none
+        return False
+    return True
+
+
 def _put_on() -> None:
     for name in STREAMS:
-        stream = getattr(sys, name)
+        stream = getattr(sys, name, None)
         if stream is not None and not isinstance(stream, Echo):
             echo = next((echo for echo in _recent if echo.original is stream and echo._name == name), None) or Echo(name, stream)
             _keep(echo)

@@ -271,9 +271,10 @@ def last_of(rows: list[Row]) -> Last:
     """Return the newest values in rows, by item."""
     last: Last = {}
     for _, item, attempt, values in rows:
+        there = {name: value for name, value in values.items() if value is not None}
         known = last.get(item)
         if known is not None and known[0] == attempt:
-            known[1].update(values)
+            known[1].update(there)
         else:
-            last[item] = (attempt, dict(values))
+            last[item] = (attempt, there)
     return last

@@ -6,14 +6,15 @@ import contextlib
 import functools
 import importlib
 import random
+import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import inf
 from time import perf_counter, time
 from typing import Any, NamedTuple, Protocol
 
+from raypool.engine import diary
 from raypool.engine.backend import Part, WorkerInfo
-from raypool.engine.diary import note_last_lines
 from raypool.engine.early import Early
 from raypool.engine.guard import NOW, Guard
 from raypool.engine.open_call import OpenCall, RawResult
@@ -143,6 +144,7 @@ def _run_part(part: Part, here: Surroundings, result: RawResult) -> None:
         note.checkpoints = home, dict(zip(_numbers(part), names, strict=True))
         fn = _with_folders(fn, note, here.folders)
     token, modes = running.set(note), torch_modes()
+    streams = diary.streams()
     try:
         with _generators_kept() if part.seed is not None else contextlib.nullcontext():
             try:
@@ -158,6 +160,7 @@ def _run_part(part: Part, here: Surroundings, result: RawResult) -> None:
         result.discard()
     finally:
         running.reset(token)
+        diary.mend(streams)
         if result.is_cancelled:
             modes.put_back()
 
@@ -202,6 +205,8 @@ def _run_items(fn: Callable[[Any], Any], items: list[Any], part: Part, here: Sur
     loose = () if keeper is None else keeper.loose
     note = running.get()
     assert note is not None
+    out, err = streams = diary.streams()
+    find = vars(sys).get  # a task may have deleted them
     result.started_at = time()
     before = perf_counter()
     for index, item in zip(_numbers(part), items, strict=True):
@@ -216,13 +221,9 @@ def _run_items(fn: Callable[[Any], Any], items: list[Any], part: Part, here: Sur
         except BaseException as error:
             if isinstance(error, TaskCancelled) and result.is_cancelled:
                 raise  # the guard's own; one that the user's code has raised by itself is an error like any other
-            note_last_lines(error, note)
-            note_shortage(error, here.upkeep)
-            result.errors[part.start + len(values)] = as_error(error)
-            values.append(None)
-            result.is_interrupted = here.is_interrupt(error)
-            if part.stops_on_error or result.is_interrupted:
-                result.deadline = NOW
+            _take_error(error, part, here, note, result)
+        if find("stdout") is not out or find("stderr") is not err:
+            diary.mend(streams)
         now = perf_counter()
         durations_s.append(now - before)
         before = now
@@ -242,6 +243,17 @@ def as_error(error: BaseException) -> BaseException:
     for note in getattr(error, "__notes__", ()):
         failed.add_note(note)
     return failed
+
+
+def _take_error(error: BaseException, part: Part, here: Surroundings, note: Running, result: RawResult) -> None:
+    """Take what an item has raised for its outcome."""
+    diary.note_last_lines(error, note)
+    note_shortage(error, here.upkeep)
+    result.errors[part.start + len(result.values)] = as_error(error)
+    result.values.append(None)
+    result.is_interrupted = here.is_interrupt(error)
+    if part.stops_on_error or result.is_interrupted:
+        result.deadline = NOW
 
 
 def set_up(setups: Iterable[Callable[[], Any]], worker: WorkerInfo) -> None:

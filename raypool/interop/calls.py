@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from multiprocessing.context import BaseContext
 from typing import Any, NoReturn, TypeVar
 
+from raypool.counts import whole_number
 from raypool.engine.calls import submit_function
 from raypool.engine.engine import Engine
 from raypool.errors import InvalidTypeError, InvalidValueError, SerializationError
@@ -18,7 +19,7 @@ from raypool.gathered import cancel_each
 from raypool.interop.async_results import AsyncResult
 from raypool.loop import is_serial
 from raypool.mapping import unless_interrupted
-from raypool.options import check_callable, check_count
+from raypool.options import check_callable
 from raypool.task import retire_process
 from raypool.view import PoolView
 
@@ -53,9 +54,10 @@ def task_limit(maxtasksperchild: int | None) -> TaskLimit | None:
     """
     if maxtasksperchild is None:
         return None
-    if not isinstance(maxtasksperchild, int) or maxtasksperchild < 1:
+    number = whole_number(maxtasksperchild)
+    if number is None or number < 1:
         raise InvalidValueError(f"maxtasksperchild={maxtasksperchild!r} is neither a whole number from 1 on nor None.")
-    return TaskLimit(maxtasksperchild, uuid.uuid4().hex)
+    return TaskLimit(number, uuid.uuid4().hex)
 
 
 def call(func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -103,13 +105,6 @@ def chunks(items: Iterator[Any], size: int) -> Iterator[tuple[Any, ...]]:
     """Draw so many items at a time; the last ones may be fewer."""
     while chunk := tuple(itertools.islice(items, size)):
         yield chunk
-
-
-def check_chunksize(chunksize: Any) -> None:
-    """Refuse what is not a whole number from 1 on."""
-    if chunksize is None:
-        raise InvalidTypeError("chunksize=None is not a whole number.")
-    check_count("chunksize", chunksize, least=1)
 
 
 def check_context(context: Any) -> None:

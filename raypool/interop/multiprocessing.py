@@ -15,6 +15,7 @@ from multiprocessing.context import BaseContext
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
+from raypool.counts import checked_count, optional_count
 from raypool.engine.backend import WorkerInfo, function_name
 from raypool.errors import InvalidTypeError, InvalidValueError
 from raypool.futures import Future
@@ -26,7 +27,6 @@ from raypool.interop.calls import (
     call,
     call_each,
     call_each_starred,
-    check_chunksize,
     check_context,
     chunks,
     ready,
@@ -35,7 +35,6 @@ from raypool.interop.calls import (
     waited_for,
 )
 from raypool.interop.imap_results import Drawing, IMapIterator
-from raypool.options import check_count
 from raypool.pool import ParallelPool, open_pool
 from raypool.profile_files import resolve_profile
 from raypool.profiles import Profile
@@ -116,7 +115,7 @@ class Pool:
             raise InvalidTypeError(
                 f"initializer={initializer!r} is not callable. Give a function; initargs= is what it is called with."
             )
-        check_count("processes", processes, least=1)
+        processes = optional_count("processes", processes, least=1)
         check_context(context)
         self._limit = task_limit(maxtasksperchild)
         if pool is not None and not isinstance(pool, PoolView):
@@ -251,7 +250,7 @@ class Pool:
         self._check_running()  # the iterable may have taken its time
         if chunksize is None:
             chunksize = math.ceil(len(items) / (CHUNKS_PER_WORKER * self._num_workers())) or 1
-        check_chunksize(chunksize)
+        chunksize = checked_count("chunksize", chunksize, least=1)
         try:
             futures += (submit(chunk) for chunk in chunks(iter(items), chunksize))
         except BaseException:
@@ -292,8 +291,8 @@ class Pool:
         is_chunked = chunksize != 1
         self._check_running()
         submit = ready_for_many(self._view, Work(func, call_each if is_chunked else call, self._limit))
-        check_chunksize(chunksize)
-        check_count("buffersize", buffersize, least=1)
+        chunksize = checked_count("chunksize", chunksize, least=1)
+        buffersize = optional_count("buffersize", buffersize, least=1)
         items = iter(iterable)
         if buffersize is not None:
             most_ahead: int | None = math.ceil(buffersize / chunksize)

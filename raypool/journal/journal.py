@@ -18,7 +18,7 @@ from raypool.errors import JournalError, SerializationError
 from raypool.journal.descriptors import Identity, closed, identity, opening
 from raypool.journal.files import Damaged, check_run, make_folder, write_file
 from raypool.journal.lock import RunLock
-from raypool.journal.opening import Contents, cannot_write, connect, open_database
+from raypool.journal.opening import Contents, cannot_write, connect, lost_with_log, open_database
 from raypool.journal.outcomes import (
     DATABASE,
     NOWHERE,
@@ -111,6 +111,8 @@ class Journal:
                 connection, contents = open_database(folder)
             known = identity(folder / DATABASE)
             try:
+                if lost := lost_with_log(folder, lock.outcomes_before, contents):
+                    logger.warning("%s", lost)
                 check_same(folder, contents, function, seed)
                 check_held(folder, contents, source)
                 journal = cls(folder, lock, connection, contents)
@@ -145,6 +147,7 @@ class Journal:
             )
             with self._mutex:
                 self._insert({"runs": [(self.run, *row)]})
+                self._lock.note_outcomes(self._next["attempts"] - 1)
                 self._log = identity(self._log_path)  # a new one has it only now
         except OSError as error:
             raise cannot_write(self.run_dir, error) from error
@@ -247,6 +250,7 @@ class Journal:
         first = self._next["attempts"]
         numbered = [(first + offset, *row) for offset, row in enumerate(rows)]
         self._commit({"attempts": numbered})
+        self._lock.note_outcomes(self._next["attempts"] - 1)
         for row in numbered:
             self._take(row)
 

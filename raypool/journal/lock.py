@@ -21,7 +21,8 @@ logger = logging.getLogger("raypool")
 class RunLock:
     """Keeps a folder for whoever makes this, until `release` or the end of the process. The folder must be there.
 
-    Children that this process forks do not hold it.
+    Children that this process forks do not hold it. While it is held, its file says by whom, and how many outcomes the journal
+    has (`note_outcomes`); `outcomes_before` is the number that a holder which was killed has left there.
 
     Raises:
         JournalError: Somebody else has it; the message says who, where and since when. Or it cannot be written.
@@ -47,6 +48,17 @@ class RunLock:
             raise
         _held.add(self)
 
+    def note_outcomes(self, count: int) -> None:
+        """Note how many outcomes are in the journal of this folder, so that their loss shows should its log get lost."""
+        if self._descriptor >= 0:
+            self._write({**self._note, "outcomes": count})
+
+    def _write(self, note: dict[str, object]) -> None:
+        data = json.dumps(note).encode()
+        with contextlib.suppress(OSError):  # a full disk: the lock holds all the same
+            os.pwrite(self._descriptor, data, 0)
+            os.ftruncate(self._descriptor, len(data))
+
     def _take(self, folder: Path) -> None:
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -58,10 +70,9 @@ class RunLock:
                 ) from None
             logger.warning("%s cannot be locked (%s): make sure that nobody else uses it.", folder, error.strerror)
         since = datetime.now().astimezone().isoformat(" ", "seconds")
-        note = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": since})
-        with contextlib.suppress(OSError):  # a full disk: the lock holds all the same
-            os.ftruncate(self._descriptor, 0)
-            os.pwrite(self._descriptor, note.encode(), 0)
+        self.outcomes_before = noted_outcomes(folder, self._path.name)
+        self._note = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
+        self._write({**self._note, "outcomes": self.outcomes_before})
 
     def _holder(self) -> str:
         try:
@@ -83,6 +94,14 @@ class RunLock:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+
+
+def noted_outcomes(folder: Path, name: str = "journal.lock") -> int:
+    """Return how many outcomes whoever uses a folder, or was killed while it did, has written; 0 if that is not known."""
+    try:
+        return int(json.loads((folder / name).read_bytes())["outcomes"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
 
 
 def is_in_use(folder: Path, name: str = "journal.lock") -> bool:

@@ -248,9 +248,36 @@ def renumbered(contents: Contents) -> Contents:
 
 def what_is_lost(lost: dict[str, int]) -> str:
     """Return in words how many rows are missing."""
-    counts = {"outcomes": lost["attempts"], "items": lost["items"], "other records": lost["orders"] + lost["runs"]}
+    counts = {"results": lost["attempts"], "items": lost["items"], "other records": lost["orders"] + lost["runs"]}
     said = " and ".join(f"{count:,} {name}" for name, count in counts.items() if count)
-    return f"at least {said} are lost" if said else "no gap is seen in what is left of it"
+    return f"at least {said} are lost" if said else "how many are lost is not known"
+
+
+def what_is_left(path: Path, data: bytes, contents: Contents) -> str:
+    """Return in words what is wrong with the file of a journal, and what could be read of it."""
+    count = len({row[1] for row in contents["attempts"] if row[4] in ("finished", "failed")})
+    page, pages = int.from_bytes(data[16:18], "big"), int.from_bytes(data[28:32], "big")
+    if not data.startswith(b"SQLite format 3\0"):
+        cause = "its beginning is not that of a journal"
+    elif len(data) < page * pages:
+        cause = f"it was cut off, {len(data):,} of {page * pages:,} bytes are there"
+    else:
+        cause = "not all in it is what was written"
+    return (
+        f"{path} is damaged ({cause}): {count:,} results of {len(contents['items']):,} items could be read, "
+        f"{what_is_lost(lost_of(contents))}."
+    )
+
+
+def lost_with_log(folder: Path, noted: int, contents: Contents) -> str | None:
+    """Return in words how many of the outcomes that were noted are not in a journal any more; None if all are."""
+    lost = noted - len(contents["attempts"])
+    if lost <= 0:
+        return None
+    return (
+        f"{lost:,} of {noted:,} results of the run in {folder} are lost: the log of its journal, {DATABASE}-wal, is missing or "
+        "was cut off. If the folder is a copy, copy the log too; else call parfor with this run_dir again, which runs them again."
+    )
 
 
 def rescued(path: Path, data: bytes, rest: bytes) -> Contents:
@@ -290,8 +317,9 @@ def _is_sound(data: bytes, path: Path) -> bool:
 def _salvaged(folder: Path, rest: bytes) -> tuple[sqlite3.Connection, Contents]:
     """Put a journal of all that can be read in the place of a damaged one, which is kept."""
     path = folder / DATABASE
-    found = rescued(path, path.read_bytes(), rest)
-    lost, contents = lost_of(found), renumbered(found)
+    data = path.read_bytes()
+    found = rescued(path, data, rest)
+    said, contents = what_is_left(path, data, found), renumbered(found)
     temporary = folder / "journal.new.sqlite"
     for name in (temporary, folder / f"{temporary.name}-wal", folder / f"{temporary.name}-shm"):
         name.unlink(missing_ok=True)
@@ -305,14 +333,7 @@ def _salvaged(folder: Path, rest: bytes) -> tuple[sqlite3.Connection, Contents]:
     temporary.replace(folder / SALVAGED)
     sync_folder(folder)
     _finish_salvage(folder)
-    logger.warning(
-        "%s is damaged: %s; %s outcomes of %s items could be read. What is missing runs again. The damaged file is kept as %s.",
-        path,
-        what_is_lost(lost),
-        f"{len(contents['attempts']):,}",
-        f"{len(contents['items']):,}",
-        kept.name,
-    )
+    logger.warning("%s What is missing runs again. The damaged file is kept as %s.", said, kept.name)
     return connect(path), contents
 
 

@@ -21,7 +21,7 @@ from raypool.feed import Feed
 from raypool.feed import Row as Report
 from raypool.journal.descriptors import bare
 from raypool.journal.files import Damaged, is_trusted
-from raypool.journal.lock import is_in_use
+from raypool.journal.lock import is_in_use, noted_outcomes
 from raypool.journal.opening import (
     SALVAGED,
     UNREADABLE,
@@ -31,9 +31,10 @@ from raypool.journal.opening import (
     gathered,
     is_damage,
     lost_of,
+    lost_with_log,
     read_all,
     rescued,
-    what_is_lost,
+    what_is_left,
 )
 from raypool.journal.outcomes import DATABASE, Place, Stored, error_of, get_back, logger, row_of, words_of
 from raypool.journal.plain import decode
@@ -191,11 +192,21 @@ def read_contents(folder: Path) -> Contents:
     Raises:
         JournalError: There is none, or it cannot be read.
     """
+    noted = noted_outcomes(folder)  # first: a run that goes on has written what it has noted
     path = folder / (DATABASE if not (folder / SALVAGED).exists() else SALVAGED)
     if not path.exists() or not (path.stat().st_size or _log_of(path)):
+        if noted or (folder / "items").exists():
+            raise JournalError(
+                f"0 results could be read: {path} is missing or empty, but there was a run in this folder. If it is a copy, copy "
+                "the journal too; else call parfor with this run_dir again, which runs all items.",
+                run_dir=str(folder),
+            )
         raise JournalError(f"There is no run in {folder}: it has no {DATABASE}, or an empty one.", run_dir=str(folder))
     try:
-        return _read(path)
+        contents = _read(path)
+        if lost := lost_with_log(folder, noted, contents):
+            logger.warning("%s", lost)
+        return contents
     except (OSError, *UNREADABLE) as error:
         reason = getattr(error, "strerror", None) or error
         raise JournalError(f"The journal in {folder} cannot be read ({reason}).", run_dir=str(folder)) from error
@@ -230,8 +241,11 @@ def _left(path: Path) -> Contents:
     data, rest = path.read_bytes(), _log_of(path)
     found = rescued(path, data, rest)
     if not any(found.values()) and data[:16] == b"SQLite format 3\0" and not any(data[68:72]):
+        if lost := lost_with_log(path.parent, noted_outcomes(path.parent), found):
+            raise JournalError(f"0 results could be read: {lost}", run_dir=str(path.parent))
         raise JournalError(f"There is no run in {path.parent} yet: its journal is empty.", run_dir=str(path.parent))
-    logger.warning("%s is damaged: %s. Here is what is left of it.", path, what_is_lost(lost_of(found)))
+    said = what_is_left(path, data, found)
+    logger.warning("%s Call parfor with this run_dir again: it keeps the damaged file, and runs what is missing.", said)
     return found
 
 
@@ -317,26 +331,39 @@ def _open_copy(path: Path) -> Iterator[sqlite3.Connection]:
 
 def _feed_of(folder: Path, keys: Sequence[str]) -> Feed:
     feed = Feed()
+    lost: dict[Path, int] = {}
     try:
         there = {path.name for path in (folder / "items").iterdir()}
     except OSError:
         return feed
     for index, key in enumerate(keys):
         if key in there:
-            reports = list(reports_of(folder / "items" / key, index))
+            path = folder / "items" / key / "metrics.jsonl"
+            reports, num_lost = _reports_of(path, index, is_in_use(folder))
             if reports:
                 feed.add_rows(pickle.dumps(reports, protocol=5), {})
+            if num_lost:
+                lost[path] = num_lost
+    if lost:
+        count, first = sum(lost.values()), next(iter(lost))
+        logger.warning(
+            "Reports of items that were cut off or changed, and are left out (lines): %s, the first in %s.", count, first
+        )
     return feed
 
 
-def reports_of(folder: Path, index: int) -> Iterator[Report]:
-    """Yield what an item has reported, under this number; a line that was not written to its end is left out."""
+def _reports_of(path: Path, index: int, is_still_written: bool) -> tuple[list[Report], int]:
+    """Return what an item has reported, under this number, and how many lines cannot be read."""
     try:
-        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8", errors="replace").split("\n")
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     except OSError:
-        return
+        return [], 0
+    if is_still_written:
+        lines.pop()  # the end of the last line may follow
+    lines = [line for line in lines if line]
+    reports: list[Report] = []
     for line in lines:
         with contextlib.suppress(ValueError, KeyError, TypeError):
             said = json.loads(line)
-            report = (float(said["time"]), index, int(said["attempt"]), dict(said["metrics"]))
-            yield report
+            reports.append((float(said["time"]), index, int(said["attempt"]), dict(said["metrics"])))
+    return reports, len(lines) - len(reports)

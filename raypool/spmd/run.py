@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from raypool.core.model import Slice, TaskSpec, TaskState
+from raypool.counts import checked_count, whole_number
 from raypool.engine.backend import NOBODY, Function, Part, SliceResult, WorkerInfo
 from raypool.engine.driver import Driver
 from raypool.engine.engine import Engine
@@ -21,7 +22,7 @@ from raypool.engine.in_flight import Call
 from raypool.engine.work import Pack, described
 from raypool.errors import InvalidValueError, ResourceError, TaskError, TaskTimeoutError
 from raypool.futures import Future
-from raypool.options import Options, check_count, worker_numbers
+from raypool.options import Options, worker_numbers
 from raypool.spmd.blame import RankFailure, spmd_error
 from raypool.spmd.composite import Composite, Entry, check_located, forget_on, marked
 from raypool.spmd.group import Assignment
@@ -226,21 +227,21 @@ def choose_ranks(workers: Any, numbers: Sequence[int], places: tuple[int, ...] |
     """
     if workers is None:
         return len(numbers), places
-    if not isinstance(workers, int):
+    if whole_number(workers) is None:
         chosen = worker_numbers(workers, numbers)
         if not chosen:
             raise InvalidValueError("workers=[] names nobody. Name those that are to be ranks, or leave it out for all.")
         return len(chosen), tuple(chosen)
-    check_count("workers", workers, least=0)
-    if workers > len(numbers):
+    number = checked_count("workers", workers, least=0)
+    if number > len(numbers):
         raise ResourceError(
-            f"More ranks are asked for than there are workers: requested {workers}, available {len(numbers)}. "
+            f"More ranks are asked for than there are workers: requested {number}, available {len(numbers)}. "
             "Each rank needs a worker of its own: ask for fewer, or open a larger pool.",
-            requested=workers,
+            requested=number,
             available=len(numbers),
             holders=(),
         )
-    return workers, places
+    return number, places
 
 
 _rosters: weakref.WeakKeyDictionary[Driver, Roster] = weakref.WeakKeyDictionary()

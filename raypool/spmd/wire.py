@@ -12,6 +12,7 @@ import pickle
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+from raypool.counts import whole_number
 from raypool.errors import CollectiveError, InvalidTypeError, InvalidValueError
 
 SLOT_BYTES = 1024
@@ -250,7 +251,7 @@ def ordinal(number: int) -> str:
 
 def check_rank(name: str, rank: Any, world_size: int) -> None:
     """Raise the error for an argument that names no rank."""
-    if isinstance(rank, bool) or not hasattr(rank, "__index__"):
+    if whole_number(rank) is None:
         raise InvalidTypeError(f"{name}={rank!r} is a {type(rank).__name__}. Ranks are whole numbers.")
     if not 0 <= rank < world_size:
         last = f"are {world_size}, from 0 to {world_size - 1}" if world_size > 1 else "is 1, number 0"

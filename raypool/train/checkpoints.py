@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import shutil
@@ -72,7 +73,7 @@ def latest(run_dir: Folder) -> Kept | None:
 def best(run_dir: Folder, metric: str, mode: str) -> Kept | None:
     """Return the checkpoint with the least ("min") or greatest ("max") value of a metric; of equal ones the newest.
 
-    One without the metric, or for which it is no number, is never the best; None if there is no other.
+    One without the metric, or for which it is no finite number, is never the best; None if there is no other.
     """
     rated = [kept for kept in list_kept(run_dir) if _rating(kept, metric, mode) is not None]
     return max(rated, key=lambda kept: _order(kept, metric, mode), default=None)
@@ -81,7 +82,7 @@ def best(run_dir: Folder, metric: str, mode: str) -> Kept | None:
 def _rating(kept: Kept, metric: str, mode: str) -> float | None:
     """Return how good it is, the higher the better; None if that cannot be told."""
     value = kept.metrics.get(metric)
-    if not isinstance(value, (int, float)) or value != value:  # noqa: PLR0124 - nan; of a huge integer too that can be asked
+    if not isinstance(value, (int, float)) or not -math.inf < value < math.inf:  # unlike isfinite, it takes huge integers
         return None
     return -value if mode == "min" else value
 

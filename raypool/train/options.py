@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from raypool.counts import checked_count, optional_count
 from raypool.errors import InvalidTypeError, InvalidValueError
-from raypool.options import check_count
 
 OPTIMIZERS = ("sgdm", "adam", "adamw")
 SCHEDULES = ("none", "piecewise", "cosine", "linear")
@@ -148,14 +148,12 @@ class TrainingOptions:
             _check_choice("schedule", self.schedule, SCHEDULES, "a function that makes an LRScheduler of an optimizer")
 
     def _check_counts(self) -> None:
-        counts = ("drop_every", "mini_batch_size", "max_epochs", "accumulate_steps", "validation_frequency")
-        for name in (*counts, "seed", "loader_processes"):
-            if getattr(self, name) is None:
-                raise InvalidTypeError(f"{name}=None is not a whole number.")
-        for name in (*counts, "patience", "checkpoint_every", "report_every"):
-            check_count(name, getattr(self, name), least=1)
-        for name in ("warmup_steps", "seed", "loader_processes"):
-            check_count(name, getattr(self, name), least=0)
+        for name in ("drop_every", "mini_batch_size", "max_epochs", "accumulate_steps", "validation_frequency"):
+            object.__setattr__(self, name, checked_count(name, getattr(self, name), least=1))
+        for name in ("seed", "loader_processes"):
+            object.__setattr__(self, name, checked_count(name, getattr(self, name), least=0))
+        for name, least in (("patience", 1), ("checkpoint_every", 1), ("report_every", 1), ("warmup_steps", 0)):
+            object.__setattr__(self, name, optional_count(name, getattr(self, name), least))
         if self.seed >= 2**63:
             raise InvalidValueError(f"seed={self.seed} is not below 2**63.")
 

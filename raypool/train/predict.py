@@ -16,13 +16,14 @@ from typing import Any
 
 import numpy as np
 
+from raypool.counts import checked_count
 from raypool.engine.backend import Function
 from raypool.engine.calls import Where, submit_call, submit_function
 from raypool.engine.engine import Engine
 from raypool.errors import InvalidTypeError, InvalidValueError, RaypoolError
 from raypool.futures import Future
 from raypool.gathered import cancel_each
-from raypool.options import Options, check_callable, check_count
+from raypool.options import Options, check_callable
 from raypool.train.predictor import Classes, Predictor, as_arrays, joined, let_go, still
 from raypool.train.samples import Elsewhere, Samples, samples_of
 
@@ -53,7 +54,7 @@ def predict_with(  # noqa: PLR0913 - where to run, then the arguments of the ver
         SerializationError: The model, the data or `output` cannot be sent.
         Exception: What the model has raised, with a note of the samples.
     """
-    check_batch_size(mini_batch_size)
+    mini_batch_size = checked_count("mini_batch_size", mini_batch_size, least=1)
     if output is not None:
         check_callable(output)
     if engine.driver.is_own_thread:
@@ -93,17 +94,6 @@ def classify_with(  # noqa: PLR0913 - likewise
     numbers = predict_with(engine, options, where, model, data, mini_batch_size=mini_batch_size, output=classes)
     numbers = np.asarray(numbers).astype(np.int64, copy=False)
     return numbers if names is None else names[numbers]
-
-
-def check_batch_size(mini_batch_size: Any) -> None:
-    """Raise the error for a size that is none.
-
-    Raises:
-        InvalidTypeError, InvalidValueError: It is no whole number, or below 1.
-    """
-    if mini_batch_size is None:
-        raise InvalidTypeError("mini_batch_size=None is not a whole number.")
-    check_count("mini_batch_size", mini_batch_size, least=1)
 
 
 def _checked_labels(labels: Any) -> np.ndarray[Any, Any]:

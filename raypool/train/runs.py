@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from raypool.counts import optional_count
 from raypool.errors import InvalidTypeError, InvalidValueError
-from raypool.options import check_count
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -62,8 +62,8 @@ class RunOptions:
             if folder.exists() and not folder.is_dir():
                 raise InvalidValueError(f"run_dir={folder} is a file. Name a folder, which need not be there yet.")
             object.__setattr__(self, "run_dir", folder)
-        check_count("keep_checkpoints", self.keep_checkpoints, least=1)
-        check_count("min_workers", self.min_workers, least=1)
+        for name in ("keep_checkpoints", "min_workers"):
+            object.__setattr__(self, name, optional_count(name, getattr(self, name), least=1))
         if self.best_metric is not None and not isinstance(self.best_metric, str):
             raise InvalidTypeError(f"best_metric={self.best_metric!r} is not the name of a metric.")
         if self.best_mode not in MODES:

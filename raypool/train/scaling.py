@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from raypool.counts import checked_count
 from raypool.engine.engine import Engine
 from raypool.errors import InvalidTypeError, InvalidValueError
-from raypool.options import Options, check_count
+from raypool.options import Options
 from raypool.train.measure import Measure
 from raypool.train.plan import Plan, RankEnd
 from raypool.train.run import TrainingRun
@@ -161,8 +162,8 @@ def scaling_report(run: TrainingRun, *, num_steps: int = 20, num_warm_up: int = 
     """
     if not isinstance(run, TrainingRun):
         raise InvalidTypeError(f"run={run!r} is a {type(run).__name__}. Give what pool.fit has returned.")
-    check_steps("num_steps", num_steps, least=1)
-    check_steps("num_warm_up", num_warm_up, least=0)
+    num_steps = checked_count("num_steps", num_steps, least=1)
+    num_warm_up = checked_count("num_warm_up", num_warm_up, least=0)
     if run.recipe is None:
         raise InvalidValueError(
             f"{run.name} was trained by a loop of your own, in which nobody else knows what a step is. scaling_report measures "
@@ -183,13 +184,6 @@ def scaling_report(run: TrainingRun, *, num_steps: int = 20, num_warm_up: int = 
         gradient_bytes=gradient_bytes(recipe.config),
         num_steps=num_steps,
     )
-
-
-def check_steps(name: str, value: int, least: int) -> None:
-    """Raise the error for a number of steps that is none."""
-    if value is None:
-        raise InvalidTypeError(f"{name}=None is not a whole number.")
-    check_count(name, value, least=least)
 
 
 def _steps(recipe: Recipe, size: int, measure: Measure) -> list[list[float]]:

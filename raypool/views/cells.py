@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from raypool.tables import fields_of
 from raypool.views.words import describe_item, number_in, one_line
 
 if TYPE_CHECKING:
@@ -88,26 +89,38 @@ def _cut(text: str) -> str:
 
 
 def columns(frame: pd.DataFrame, names: Iterable[str]) -> dict[str, list[Cell]]:
-    """Return columns of a table as cells; where all values of one are mappings, a column for each of their keys.
+    """Return columns of a table as cells, spread as by `spread`.
 
     Example:
         >>> import pandas as pd
         >>> columns(pd.DataFrame({"x": [1, 2], "optimizer": [{"lr": 0.1}, {"lr": 0.2, "name": "adam"}]}), ["x", "optimizer"])
         {'x': [1, 2], 'optimizer.lr': [0.1, 0.2], 'optimizer.name': [None, 'adam']}
     """
-    spread: dict[str, list[Cell]] = {}
+    return {key: [short(value) for value in values] for key, values in spread(frame, names).items()}
+
+
+def spread(frame: pd.DataFrame, names: Iterable[str]) -> dict[str, list[Any]]:
+    """Return the values of columns of a table; where all of one have fields (see `fields_of`), a column for each field.
+
+    Example:
+        >>> import pandas as pd
+        >>> spread(pd.DataFrame({"acc": [{"train": 0.9, "val": 0.8}, None]}), ["acc"])
+        {'acc.train': [0.9, None], 'acc.val': [0.8, None]}
+    """
+    columns: dict[str, list[Any]] = {}
     for name in names:
         for key, values in _spread(str(name), frame[name].tolist(), depth=3):
-            spread.setdefault(key, [short(value) for value in values])
-    return spread
+            columns.setdefault(key, values)
+    return columns
 
 
 def _spread(name: str, values: list[Any], depth: int) -> Iterable[tuple[str, list[Any]]]:
-    is_given = [type(value) not in PLAIN and isinstance(value, Mapping) for value in values]
+    fields = [None if type(value) in PLAIN else fields_of(value) for value in values]
+    is_given = [field is not None for field in fields]
     if depth and any(is_given) and all(given or cell(value) is None for given, value in zip(is_given, values, strict=True)):
-        keys = dict.fromkeys(str(key) for value in values if isinstance(value, Mapping) for key in value)
+        rows = [{str(key): entry for key, entry in (field or {}).items()} for field in fields]
+        keys = dict.fromkeys(key for row in rows for key in row)
         if keys and len(keys) <= MAX_KEYS:
-            rows = [{str(key): entry for key, entry in value.items()} if isinstance(value, Mapping) else {} for value in values]
             for key in keys:
                 yield from _spread(f"{name}.{key}", [row.get(key) for row in rows], depth - 1)
             return

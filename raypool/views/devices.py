@@ -17,9 +17,10 @@ from collections.abc import Callable, Mapping
 from math import isnan
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from raypool.views.console import SafeConsole
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -63,7 +64,7 @@ def as_table(frame: pd.DataFrame) -> Table:
 
 def show(table: Table) -> None:
     """Print a table, as wide as the terminal is; into a file or a pipe, as wide as it wants to be."""
-    Console(width=None if sys.stdout.isatty() else WIDTH_OF_FILES).print(table)
+    SafeConsole(width=None if sys.stdout.isatty() else WIDTH_OF_FILES).print(table)
 
 
 def legend(frame: pd.DataFrame, environ: Mapping[str, str]) -> str:

@@ -73,7 +73,7 @@ def as_table(frame: pd.DataFrame) -> Table:
     table = Table(box=None, pad_edge=False)
     table.add_column("item", justify="right", no_wrap=True)
     for name, values in columns.items():
-        table.add_column(Text(name), justify="right" if all(map(_is_number, values)) else "left", no_wrap=True)
+        table.add_column(Text(one_line(name)), justify="right" if all(map(_is_number, values)) else "left", no_wrap=True)
     for index, row in enumerate(zip(*columns.values(), strict=True)):
         table.add_row(str(index), *map(_cell, row))
     return table

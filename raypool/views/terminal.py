@@ -25,6 +25,7 @@ from rich.segment import Segment
 from rich.style import Style
 
 from raypool.engine import diary
+from raypool.views.console import SafeConsole
 from raypool.views.lines import is_terminal
 from raypool.views.status import LoopStatus, WorkerRow
 from raypool.views.words import duration
@@ -43,7 +44,7 @@ _screen = threading.Lock()
 
 def terminal_view() -> TerminalView | None:
     """Return a view on the terminal of standard error; None if nothing can be drawn there, or another loop is shown."""
-    console = Console(file=diary.beneath(sys.stderr))  # a task that prints may draw the picture, too
+    console = SafeConsole(file=diary.beneath(sys.stderr))  # a task that prints may draw the picture, too
     if not console.is_terminal or console.is_dumb_terminal:
         return None
     view = TerminalView(console, _screen.release)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import reprlib
 from collections.abc import Mapping
 from typing import Any
@@ -55,6 +56,20 @@ def gibibytes(used: int, total: int | None) -> str:
     return f"{used / 2**30:.1f} GiB" if total is None else f"{used / 2**30:.1f} of {total / 2**30:.1f} GiB"
 
 
+CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u200e\u200f\u202a-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
+"""Characters that a terminal obeys instead of showing them, or cannot have: no tab and no end of a line."""
+
+
+def printable(text: str) -> str:
+    r"""Return a text in which nothing but the ends of its lines moves the cursor, and nothing sets a color or a title.
+
+    Example:
+        >>> printable("two\n\tlines, \x1b[31mred\x07")
+        'two\n\tlines, ?[31mred?'
+    """
+    return CONTROLS.sub("?", text.replace("\r\n", "\n"))
+
+
 def one_line(text: str) -> str:
     r"""Return a text as one line in which nothing moves the cursor or sets a colour.
 
@@ -102,7 +117,8 @@ def describe_error(error: BaseException) -> str:
         text = one_line(str(error)[: 10 * MAX_DESCRIPTION])[:MAX_DESCRIPTION]
     except Exception:  # it is the user's class
         text = ""
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    name = one_line(type(error).__name__)
+    return f"{name}: {text}" if text else name
 
 
 def number_in(value: Any) -> Any:

@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 import concurrent.futures
+import io
 import math
 import operator
+import sys
 import threading
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from raypool import Future, ParallelPool, gcp, parpool
+from raypool import (
+    DataQueue,
+    Future,
+    InvalidTypeError,
+    MetricBuffer,
+    ParallelPool,
+    Profile,
+    RunOptions,
+    TrainingOptions,
+    WorkerResources,
+    gcp,
+    parpool,
+)
+from raypool.interop.multiprocessing import Pool
 
 pytestmark = [pytest.mark.semantics]
 
@@ -33,6 +49,86 @@ def test_results_are_what_they_were_when_they_were_returned(pool: ParallelPool) 
     assert [int(value[2].sum()) for value in results] == [10_000 * i for i in range(300)]
     futures = [pool.parfeval(fn, i) for i in range(100)]
     assert [int(future.result(60)[2][5]) for future in futures] == list(range(100))
+
+
+class Refusing:
+    """A stream that takes nothing."""
+
+    def write(self, text: str) -> int:
+        raise RuntimeError("no room")
+
+
+def print_and_break(how: str) -> str:
+    for stream in (sys.stdout, sys.stderr):
+        stream.write(f"{how} is written\n")
+        stream.flush()
+    for name in ("stderr", "stdout"):
+        if how == "closed":
+            getattr(sys, name).close()
+        elif how == "deleted":
+            delattr(sys, name)
+        else:
+            closed = io.StringIO()
+            closed.close()
+            setattr(sys, name, {"none": None, "a closed file": closed, "refusing": Refusing(), "no stream": 3}[how])
+    return how
+
+
+@pytest.mark.everywhere
+def test_a_task_that_breaks_the_standard_streams_breaks_them_for_itself_only(pool: ParallelPool) -> None:
+    """The next item on the same worker prints, in the same call or another, and what it prints is in its diary."""
+    ways = ["closed", "none", "a closed file", "refusing", "no stream", "deleted"]
+    here = pool.options(worker=pool.workers[0].index)
+    before = (sys.stdout, sys.stderr)
+
+    assert list(here.parfor(print_and_break, 2 * ways, chunk_size=12)) == 2 * ways
+    for how in ways:
+        future = here.parfeval(print_and_break, how)
+        assert future.result() == how
+        assert future.diary == f"{how} is written\n" * 2
+    assert (sys.stdout, sys.stderr) == before
+    assert not sys.stdout.closed
+
+
+@pytest.mark.arguments
+def test_numpys_integers_are_counts() -> None:
+    """Whatever Python takes for an index is a count, and arrives as Python's integer."""
+    one, two = np.int64(1), np.uint8(2)
+    with parpool(two, profile="threads", retries=one, quiet=True) as pool:
+        pool.resize(one)
+        pool.resize(two)
+        view = pool.options(retries=one, worker=np.int64(pool.workers[1].index), priority=one)
+        assert list(view.parfor(abs, np.array(3), max_workers=two, chunk_size=one, seed=one)) == [0, 1, 2]
+        assert list(pool.map(abs, [-1, -2], chunksize=one, buffersize=one)) == [1, 2]
+        assert pool.spmd(lambda context: context.world_size, workers=torch.tensor(2))[one] == 2
+        assert pool.partition(workers=np.arange(1))[0].num_workers == 1
+        assert pool.partition(per_host=one)[0].num_workers == 1
+        assert len(pool.predict(torch.nn.Identity(), np.zeros(3), mini_batch_size=two)) == 3
+        with Pool(pool=pool, maxtasksperchild=two) as other:
+            assert list(other.imap(abs, [-1, -2], one, buffersize=two)) == other.map(abs, [1, 2], two)
+    with parpool((one, two), profile="inline", quiet=True) as pool:
+        assert pool.num_workers == 1
+    DataQueue[int](one).put(1)
+    assert len(MetricBuffer(one)) == 0
+    resources = WorkerResources(gpus=one, cpus=two)
+    profile = Profile(workers_per_gpu=two, gpus=np.array([0, 2]), retries=one, max_leftover_bytes=one)
+    training = TrainingOptions(mini_batch_size=two, patience=two, validation_data=1)
+    kept = RunOptions(keep_checkpoints=two)
+    counts = [profile.workers_per_gpu, *profile.gpus, profile.retries, resources.gpus, training.patience, kept.keep_checkpoints]
+    assert {type(count) for count in counts} == {int}
+
+
+@pytest.mark.arguments
+@pytest.mark.parametrize("no_count", [True, np.True_, torch.tensor(True), np.array([2]), 2.0, "2"], ids=repr)
+def test_bools_lists_and_floats_are_no_counts(pool: ParallelPool, no_count: Any) -> None:
+    with pytest.raises(InvalidTypeError, match="is not a whole number"):
+        parpool(no_count, profile="inline")
+    with pytest.raises(InvalidTypeError, match="is not a whole number"):
+        pool.parfor(abs, [1], max_workers=no_count)
+    with pytest.raises(InvalidTypeError, match="is not a whole number"):
+        pool.options(retries=no_count)
+    with pytest.raises(InvalidTypeError, match="retries="):
+        Profile(retries=no_count)
 
 
 @pytest.mark.semantics

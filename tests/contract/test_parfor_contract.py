@@ -348,7 +348,7 @@ def test_an_exception_of_the_users_is_retried_only_if_retry_on_names_it(pool: Pa
     assert list(results.to_frame()["attempts"]) == [1, 1, 3, 1]
 
     with pytest.raises(ConnectionError):
-        pool.options(retry_on=(KeyError, TimeoutError)).parfor(fail_twice, [2])
+        pool.options(retry_on=[KeyError, TimeoutError]).parfor(fail_twice, [2])
     assert marks.count(2) == 4
 
 
@@ -358,7 +358,7 @@ def test_retries_are_used_up(pool: ParallelPool, marks: Any) -> None:
         raise ConnectionError(x)
 
     with pytest.raises(ConnectionError):
-        pool.options(retry_on=(OSError,), retries=3).parfor(fail, [0])
+        pool.options(retry_on=[OSError], retries=3).parfor(fail, [0])
     assert marks.count(0) == 4
 
 

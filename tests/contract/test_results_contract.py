@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
-from typing import Any
+import math
+from decimal import Decimal
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
+import attr
+import numpy as np
 import pandas as pd
+import pydantic
 import pytest
+import torch
 
-from raypool import InvalidValueError, ParallelPool, Results
+from raypool import InvalidValueError, ParallelPool, Results, report
 
 pytestmark = pytest.mark.semantics
 
@@ -21,6 +29,42 @@ class Config:
 
     lr: float
     depth: int
+
+
+class Point(NamedTuple):
+    """A configuration as a named tuple."""
+
+    lr: float
+    depth: int
+
+
+class Model(pydantic.BaseModel):
+    """A configuration as a pydantic model."""
+
+    lr: float
+    depth: int
+
+
+@attr.define
+class Attrs:
+    """A configuration as an attrs class."""
+
+    lr: float
+    depth: int
+
+
+class PolarsFrame:
+    """What a polars frame has of pandas' frame, and what it has instead."""
+
+    columns = ("lr", "depth")
+
+    def to_dict(self, *, as_series: bool = True) -> dict[str, list[float]]:
+        """Return its columns."""
+        return {"lr": [0.1, 0.2], "depth": [1, 2]}
+
+    def to_dicts(self) -> list[dict[str, float]]:
+        """Return its rows."""
+        return [{"lr": 0.1, "depth": 1}, {"lr": 0.2, "depth": 2}]
 
 
 def score(config: dict[str, Any]) -> dict[str, Any]:
@@ -79,6 +123,36 @@ def test_the_best(sweep: Results) -> None:
         sweep.best("accuracy", mode="largest")  # type: ignore[arg-type]
 
 
+def test_the_best_is_a_finite_number(pool: ParallelPool) -> None:
+    """NaN, infinities and missing values never win, in whatever type a metric comes."""
+    losses = [math.nan, -math.inf, 0.5, np.float32(0.25), None, "diverged", torch.tensor(math.inf), Decimal("NaN"), 10**400]
+    results = pool.parfor(lambda loss: {"loss": loss}, losses)
+
+    assert results.best("loss").name == 3
+    assert results.best("loss", mode="max").name == 8
+
+
+def test_the_best_by_a_nested_metric(pool: ParallelPool) -> None:
+    """It is called as in the report, and what holds it may be a dict or an object with fields."""
+    results = pool.parfor(lambda x: {"acc": {"val": x % 3, "last": SimpleNamespace(score=-x)}}, range(4))
+
+    assert results.best("acc.val").name == 2
+    assert results.best("acc.last.score").name == 0
+    with pytest.raises(InvalidValueError, match=r"no column 'acc'.*acc\.val, acc\.last\.score"):
+        results.best("acc", mode="max")
+
+
+@pytest.mark.parametrize(("metric", "best"), [("val_loss", 0), ("test error", 0), ("valAccuracy", 1), ("z2-score", 1)])
+def test_the_name_of_a_metric_says_what_is_best(pool: ParallelPool, metric: str, best: int) -> None:
+    assert pool.parfor(lambda x: {metric: x}, [1, 2]).best(metric).name == best
+
+
+@pytest.mark.parametrize("metric", ["perplexity", "neg_log_loss", "error_score", "glossary"])
+def test_other_names_do_not(pool: ParallelPool, metric: str) -> None:
+    with pytest.raises(InvalidValueError, match=f"'{metric}' does not say.*mode='min'.*mode='max'"):
+        pool.parfor(lambda x: {metric: x}, [1, 2]).best(metric)
+
+
 def test_there_is_no_best_of_nothing(pool: ParallelPool) -> None:
     with pytest.raises(InvalidValueError, match="accuracy"):
         pool.parfor(score, [{"lr": 1, "depth": 3}], on_error="collect").best("accuracy")
@@ -125,12 +199,36 @@ def test_configurations_and_values_of_other_kinds(pool: ParallelPool) -> None:
     assert list(classes.columns) == ["lr", "depth", "result_lr", "result_depth", *RUN]
     assert list(classes["result_lr"]) == [1.0, 3.0]
 
+    for kind in (argparse.Namespace, SimpleNamespace, Point, Model, Attrs):
+        frame = pool.parfor(lambda config: type(config)(lr=config.lr * 2, depth=0), [kind(lr=0.5, depth=1)]).to_frame()
+        assert list(frame.columns) == ["lr", "depth", "result_lr", "result_depth", *RUN], kind
+        assert list(frame["result_lr"]) == [1.0], kind
+
     mixed = pool.parfor(lambda x: {"a": x} if x else None, [0, 1]).to_frame()
     assert list(mixed["value"]) == [None, {"a": 1}]
 
     uneven = pool.parfor(lambda x: {"a": 1} if x else {"b": 2}, [0, 1]).to_frame()
     assert list(uneven.columns) == ["item", "b", "a", *RUN]
     assert uneven["a"].isna().tolist() == [True, False]
+
+
+def test_the_rows_of_a_polars_frame_are_items(pool: ParallelPool) -> None:
+    frame = pool.parfor(lambda config: config["lr"] / config["depth"], PolarsFrame()).to_frame()
+
+    assert frame[["lr", "depth", "value"]].values.tolist() == [[0.1, 1, 0.1], [0.2, 2, 0.1]]
+
+
+def test_a_metric_that_is_none_is_a_missing_value(pool: ParallelPool) -> None:
+    def train(_: int) -> None:
+        report(loss=1.0, val_loss=0.5)
+        report(loss=0.5, val_loss=None)
+        report(never=None)
+
+    results = pool.parfor(train, [0])
+
+    assert results.errors == {}
+    assert results.metrics["val_loss"].isna().tolist() == [False, True, True]
+    assert results.metrics["never"].isna().all()
 
 
 def test_names_that_raypool_uses_itself_are_not_lost(pool: ParallelPool) -> None:
@@ -165,8 +263,6 @@ def test_an_empty_table(pool: ParallelPool) -> None:
 
 @pytest.mark.everywhere
 def test_large_values_are_all_there(pool: ParallelPool) -> None:
-    import numpy as np
-
     results = pool.parfor(lambda x: np.full(200_000, x), range(4))
 
     assert [int(value[-1]) for value in results] == [0, 1, 2, 3]

@@ -280,7 +280,7 @@ def test_the_best(run_dir: Path) -> None:
     indexes = [
         best(run_dir, metric, mode) for metric, mode in (("loss", "min"), ("loss", "max"), ("same", "max"), ("none", "min"))
     ]
-    assert [kept and kept.index for kept in indexes] == [4, 8, 8, None]
+    assert [kept and kept.index for kept in indexes] == [4, 1, 8, None]
 
 
 def test_only_numbers_that_are_none_have_no_best(run_dir: Path) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from click.testing import CliRunner, Result
 from raypool import Results, load_results
 from raypool.cli import main
 from raypool.journal.lock import is_in_use
+from raypool.views.words import CONTROLS
 
 MODULE = """
 import math
@@ -43,6 +45,12 @@ def indexed(config):
 def narrow(width, epochs=3): ...
 
 def other(config): ...
+"""
+
+RAISING = """
+def fail(config):
+    print(config)
+    raise Error(str(list(config)) + "".join(config))
 """
 
 
@@ -85,6 +93,29 @@ def test_what_has_failed_is_named_with_how_to_look_at_it(folder: Path) -> None:
     assert replay == "raypool replay run 1 --debug"
     again = CliRunner().invoke(main, shlex.split(replay.removesuffix(" --debug"))[1:])
     assert (again.exit_code, "ValueError: 36" in again.stderr) == (1, True)
+
+
+EVIL = "\x1b]0;owned\x07\x1b[2Jlr\r\x9b31m\u202e"
+"""Sets a window's title, clears the screen, goes back to the start of the line, sets a color and turns letters round."""
+
+
+def test_nothing_that_users_have_named_gives_the_terminal_orders(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names of columns and jobs, values, and errors about them come without control characters."""
+    (folder / "evil.jsonl").write_text(json.dumps({EVIL: EVIL, "width": 36}))
+    (folder / "module_of_sweep.py").write_text(f"class Error(Exception): ...\nError.__name__ = {EVIL!r}\n{RAISING}")
+    info = SimpleNamespace(id="j1", name=EVIL, state="failed", message=EVIL, exit_code=1, submitted_at=None)
+    monkeypatch.setattr("raypool.cli_jobs._jobs", lambda *_, **__: SimpleNamespace(look=lambda _: info))
+    commands = [
+        "sweep module_of_sweep:fail evil.jsonl --run-dir run --profile inline",
+        "replay run 0",
+        "job status j1",
+        f"sweep {EVIL.strip()}:fail evil.jsonl --run-dir run",
+    ]
+    for command in commands:
+        done = CliRunner().invoke(main, command.split(" "), color=True)
+        own = done.output.replace("\x1b[31m", "").replace("\x1b[0m", "")  # that it has failed is said in red
+        assert "owned" in own, command
+        assert not CONTROLS.search(own), (command, own)
 
 
 def test_json_is_one_document_and_nothing_else(folder: Path) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import errno
 import io
 import logging
+import os
 import pickle
 import sys
 import threading
@@ -156,6 +158,31 @@ def test_a_process_without_streams_is_no_problem(listener: Listener, monkeypatch
     with listening(), listener.in_task():
         print("nowhere")
     assert sys.stdout is None
+
+
+class Failing(io.StringIO):
+    """A stream into a file that cannot be written."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self._error = OSError(number, os.strerror(number))
+
+    def write(self, text: str) -> int:
+        raise self._error
+
+
+def test_what_is_printed_after_a_stream_was_closed_beneath_is_heard_and_no_error(listener: Listener) -> None:
+    """Its file or its descriptor: another task has done that. A disk that is full is an error, as ever."""
+    closed, detached = io.TextIOWrapper(io.BytesIO()), io.TextIOWrapper(io.BytesIO())
+    closed.close()
+    buffer = detached.detach()
+    for original in (closed, detached, Failing(errno.EBADF)):
+        with listener.in_task():
+            print("heard", file=Echo("stdout", original), flush=True)
+    assert listener.text == "heard\n" * 3
+    with listener.in_task(), pytest.raises(OSError, match="No space"):
+        print("lost", file=Echo("stdout", Failing(errno.ENOSPC)))
+    assert buffer is not None
 
 
 def test_what_is_logged_is_heard(listener: Listener) -> None:

@@ -83,7 +83,7 @@ def test_the_rows_of_a_loop_stand_in_the_order_of_its_items() -> None:
 def test_the_last_values_are_merged_within_an_attempt() -> None:
     feed = Feed()
     feed.add_row((0.0, 4, 1, {"loss": 3.0, "phase": "train"}))
-    feed.add_rows(*packed((1.0, 4, 1, {"loss": 2.0})))
+    feed.add_rows(*packed((1.0, 4, 1, {"loss": 2.0, "phase": None})))  # None is a missing value
     assert feed.last(4, 1) == {"loss": 2.0, "phase": "train"}
     feed.add_row((2.0, 4, 2, {"loss": 9.0}))
     assert feed.last(4, 2) == {"loss": 9.0}

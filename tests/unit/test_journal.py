@@ -554,7 +554,7 @@ def test_a_damaged_journal_is_kept_and_what_is_left_goes_on(tmp_path, caplog):
         assert all(journal.value(one) == "v" * 100 + key[1:] for key, one in stored.items())
         journal.write([Outcome(f"k{i}", 1, "finished", value=i) for i in range(300) if f"k{i}" not in stored])
     (message,) = (record.message for record in caplog.records)
-    assert f"at least {300 - len(stored)} outcomes are lost; {len(stored)} outcomes of 300 items could be read" in message
+    assert f"{len(stored)} results of 300 items could be read, at least {300 - len(stored)} results are lost." in message
     assert message.endswith("journal.damaged-1.sqlite.")
     assert (tmp_path / "journal.damaged-1.sqlite").read_bytes() == data
     with open_one(tmp_path) as journal:

@@ -46,7 +46,7 @@ LAYERS = [
     ["results", "checkpoint", "options", "shared", "waiting", "gathered", "metric_buffer"],
     ["views.report", "views.charts", "views.timeline"],
     ["views.curves"],
-    ["views.cells", "views.kernel", "views.lanes", "views.words", "journal.files"],
+    ["views.cells", "views.console", "views.kernel", "views.lanes", "views.words", "journal.files"],
     ["profiles"],
     ["profile_checks"],
     ["resources", "labels", "tls"],
@@ -54,7 +54,7 @@ LAYERS = [
     ["reports", "feed", "futures", "task", "queues", "queue_away", "queue_home", "store", "engine.exchange", "folders"],
     ["core", "reasons", "lean_future"],
     ["devices"],
-    ["errors", "extras", "tables"],
+    ["counts", "errors", "extras", "tables"],
 ]
 
 RAY_MAY_STAND_IN = {

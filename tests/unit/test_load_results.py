@@ -70,13 +70,25 @@ def test_the_table_says_what_is_known(tmp_path):
     assert list(pickle.loads(pickle.dumps(results))) == list(results)
 
 
-def test_what_items_reported_is_there(tmp_path):
+def test_the_table_keeps_its_columns_while_items_are_missing(tmp_path):
+    """An item or a value that is not there (yet) leaves its cells empty, whether it is a dict or not."""
+    run(tmp_path, [("a", {"lr": 1}), ("b", {"lr": 2, "name": "x" * 5000})])
+    assert load_results(tmp_path).to_frame()["value"].tolist() == [None, None]
+    run(tmp_path, [("a", {"lr": 1}), ("b", {"lr": 2, "name": "x" * 5000})], finished("b", {"loss": 0.5}))
+    (tmp_path / "items" / "b" / "item.json").unlink()
+    frame = load_results(tmp_path).to_frame()
+    assert frame["lr"].isna().tolist() == [False, True]
+    assert frame["loss"].isna().tolist() == [True, False]
+
+
+def test_what_items_reported_is_there_and_what_is_lost_of_it_is_said(tmp_path, caplog):
     run(tmp_path, [("a", 1), ("b", 2)], finished("a", 1))
     lines = [{"time": 100.0 + i, "run": 1, "attempt": 1, "metrics": {"loss": 1 / (i + 1), "nan": float("nan")}} for i in range(3)]
     folder = tmp_path / "items" / "b"
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"time": 103.0, "ru')
     metrics = load_results(tmp_path).metrics
+    assert "left out (lines): 1, " in caplog.text
     assert metrics["item"].tolist() == [1, 1, 1]
     assert metrics["loss"].tolist() == [1.0, 0.5, 1 / 3]
     assert metrics["attempt"].tolist() == [1, 1, 1]
@@ -201,8 +213,52 @@ def test_a_damaged_run_gives_what_is_left(tmp_path, caplog):
     assert len(results) == 300
     assert 200 < statuses["finished"] == 300 - statuses["missing"]
     assert all(value in (None, "v" * 100 + str(i)) for i, value in enumerate(results))
-    assert f"at least {statuses['missing']} outcomes are lost" in caplog.text
+    assert f"at least {statuses['missing']} results are lost" in caplog.text
     assert path.read_bytes() == data
+
+
+@pytest.mark.parametrize(
+    ("damage", "cause"),
+    [(lambda data: bytes(len(data)), "its beginning is not that of a journal"), (lambda data: data[:99], "cut off, 99 of ")],
+)
+def test_an_unreadable_run_has_0_results_and_says_what_to_do(tmp_path, caplog, damage, cause):
+    run(tmp_path, [("a", 1)], finished("a", 2))
+    path = tmp_path / "journal.sqlite"
+    path.write_bytes(damage(path.read_bytes()))
+    done = CliRunner().invoke(main, ["report", str(tmp_path), "--out", str(tmp_path / "page.html")])
+    assert done.exit_code == 0, done.output
+    assert cause in caplog.text
+    assert "0 results of 0 items could be read" in caplog.text
+    assert "Call parfor with this run_dir again" in caplog.text
+
+    path.unlink()
+    (tmp_path / "items").mkdir()
+    with pytest.raises(JournalError, match=r"0 results could be read: .*journal\.sqlite is missing.*call parfor"):
+        load_results(tmp_path)
+
+
+@pytest.mark.parametrize(("size", "lost"), [(None, 0), (0, 3), (-8192, 1)], ids=["whole", "missing", "cut off"])
+def test_a_lost_log_is_said_with_how_many_results_went_with_it(tmp_path, caplog, size, lost):
+    """A run that was killed has its last results in the log beside its journal, which a copy may lack."""
+    with Journal.open(tmp_path / "run", "sweeps.train", None) as journal:
+        journal.note_items([("a", 0, 1), ("b", 1, 2), ("c", 2, 3)])
+        for key in "abc":
+            journal.write([finished(key, 5)])
+        shutil.copytree(tmp_path / "run", tmp_path / "killed")
+    (tmp_path / "killed" / "journal.sqlite-shm").unlink()
+    log = tmp_path / "killed" / "journal.sqlite-wal"
+    log.write_bytes(log.read_bytes()[:size])
+    if lost == 3:
+        with pytest.raises(JournalError, match=r"0 results could be read: 3 of 3 results of the run in .* are lost"):
+            load_results(tmp_path / "killed")
+    else:
+        assert list(load_results(tmp_path / "killed")) == [5, 5, None if lost else 5]
+        assert (f"{lost} of 3 results of the run in" in caplog.text) is bool(lost)
+    caplog.clear()
+    for is_said in (bool(lost), False):
+        Journal.open(tmp_path / "killed", "sweeps.train", None).close()
+        assert (f"{lost} of 3 results of the run in" in caplog.text) is is_said
+        caplog.clear()
 
 
 def test_neither_ray_nor_torch_is_needed(tmp_path, run_python):

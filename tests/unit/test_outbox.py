@@ -102,7 +102,7 @@ def test_shares_batches_and_keeps_the_order(held: Outbox) -> None:
 
 
 def test_the_last_values_come_beside_the_rows(held: Outbox) -> None:
-    for metrics in ({"loss": 2, "phase": "train"}, {"loss": 1}):
+    for metrics in ({"loss": 2, "phase": "train"}, {"loss": 1, "phase": None}):
         held.say(note_of(held, index=4), "metrics", (1.0, metrics))
     ((*_, last),) = pickle.loads(held.flush()[1])
     assert last == {4: (1, {"loss": 1, "phase": "train"})}

@@ -14,6 +14,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.table import Table
+from rich.text import Text
 from tqdm import tqdm
 
 from raypool import InvalidTypeError, ParallelPool, current_task, parpool
@@ -21,11 +23,14 @@ from raypool.core.model import TaskState
 from raypool.engine.backend import GpuMemory
 from raypool.errors import WorkerLostError
 from raypool.views import notebook, progress
+from raypool.views.console import SafeConsole
 from raypool.views.factories import FactoryBar
 from raypool.views.lines import LogLines, line
 from raypool.views.notebook import NotebookView, page
 from raypool.views.progress import LoopWatch
 from raypool.views.status import LoopStatus
+from raypool.views.terminal import TerminalView
+from raypool.views.words import CONTROLS
 from tests.unit.fake_loop import FakeLoop
 
 
@@ -434,6 +439,26 @@ def test_a_second_loop_on_a_terminal_has_lines(threads: ParallelPool, monkeypatc
     assert "2 of 2" in shown
     assert list(threads.parfor(abs, [-3], name="third")) == [3]
     assert "third" in screen.getvalue(), "the terminal is free again"
+
+
+def test_nothing_that_users_have_named_gives_the_terminal_orders() -> None:
+    """Only rich's own escape sequences are in the picture."""
+    evil = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202e"
+    loop = FakeLoop([evil, {evil: evil}, evil], label=evil)
+    for index in range(2):
+        loop.run(0, index)
+        loop.report(index, **{evil: evil})
+    loop.finish(1, loop.run(1, 2), type(evil, (Exception,), {})(evil))
+    screen = Screen()
+    console = SafeConsole(file=screen, force_terminal=True, width=200, height=20)
+    view = TerminalView(console)
+    view.show(loop.look(1.0))
+    console.print(Table(evil), Text(evil))
+    view.end(loop.look(2.0))
+
+    shown = re.sub(r"\x1b\[[?\d;]*[a-zA-Z]|\r", "", screen.getvalue())
+    assert shown.count("owned") >= 6
+    assert not CONTROLS.search(shown)
 
 
 @pytest.mark.parametrize("terminal", ["dumb", "unknown"])
