@@ -16,7 +16,7 @@ from raypool.core.messages import Signal
 from raypool.engine import guard as guard_module
 from raypool.engine import runner
 from raypool.engine.backend import Part, WorkerInfo
-from raypool.engine.guard import AT_HAND, NOTHING, SIGNALS, STOP_SIGNAL, WISH, Guard, ProcessGuard, ThreadGuard
+from raypool.engine.guard import AT_HAND, NOTHING, SIGNALS, STOP_SIGNAL, WHOLE, WISH, Guard, ProcessGuard, ThreadGuard
 from raypool.engine.open_call import RawResult
 from raypool.engine.runner import Surroundings, run_parts
 from raypool.errors import InvalidTypeError, TaskCancelled
@@ -82,6 +82,8 @@ def test_what_is_at_hand_is_interrupted(guard: ProcessGuard) -> None:
     assert (cancelled.done, cancelled.values, cancelled.errors) == (0, [], {})
     assert other.values == ["a value"]
     assert not went_on
+    assert at_hand(guard) == (7, WHOLE), "until the answer is with Ray"
+    guard.end_call()
     assert at_hand(guard) == NOTHING
 
 
@@ -392,7 +394,8 @@ def test_what_has_not_reached_a_thread_does_not_hit_what_comes_next() -> None:
         limit = RawResult(0)
         try:
             try:
-                guard.begin(0, note(), limit)
+                guard.approach(0)
+                guard.begin(note(), limit)
                 guard.request(Signal.CANCEL, 7, 0)
             finally:
                 guard.end()
