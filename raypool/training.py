@@ -124,9 +124,15 @@ class TrainingVerbs:
 
         Args:
             model: A `torch.nn.Module`, or a function without arguments that makes one. The caller's own stays as it is.
-            data: (inputs, targets), two arrays or tensors of equal length; a map-style `Dataset` of such pairs; a DataFrame whose
-                last column is the target, or a pair of one and the target's name. Arrays and tables are given to the model in the
-                type of its parameters, tensors and Datasets as they are.
+            data: (inputs, targets), two arrays or tensors of equal length, each of which may be a tuple or dict of several; a
+                DataFrame whose last column is the target; a list of samples or a map-style `Dataset`; or a `DataLoader` of one,
+                whose `collate_fn` and sampler are used, and whose batch size and shuffling unless `options` say others. A sample
+                is a pair (input, target), or a dict as in Hugging Face's data sets, whose target is called "labels" or "label".
+                (data, "name") names another target of a DataFrame or of dicts, (data, ["name", "name"]) several: columns of one
+                array, or a dict. The model gets inputs in a tuple as its arguments in order, in a dict as its arguments by name
+                (if it has none of these names, the dict; of samples that are dicts an only input itself). Arrays, tables and
+                Python's numbers become the type of the model's parameters, and so do 64-bit floats of a `Dataset`; other tensors
+                stay as they are.
             loss: A function of outputs and targets: `torch.nn.functional.cross_entropy`, say. It returns the mean over its
                 samples; one that weighs them (class weights, `ignore_index`) is exact on one worker only, and a warning says so.
             options: How to train; see `TrainingOptions`.
@@ -184,8 +190,9 @@ class TrainingVerbs:
                 evaluation mode; the caller's stays as it is. (A function gets its mini-batches on the CPU.)
             data: A NumPy array, a tensor or a DataFrame, with a row for each sample; a tuple of those, if the model has several
                 inputs; a list of samples; or a map-style `Dataset`. Of samples that are pairs (input, target) the input is
-                taken. A `Dataset` other than `TensorDataset` is read by the workers, each with a copy of its own. Numbers of
-                floating point become the type of the model's weights.
+                taken; of dicts all but "labels" or "label", as the model's arguments by name. A `Dataset` other than
+                `TensorDataset` is read by the workers, each with a copy of its own. Numbers of floating point become the type of
+                the model's weights.
             mini_batch_size: So many samples go through the model at once. Calls to workers have one or, where these take
                 milliseconds, several mini-batches; `timeout_s` and `retries` of `options` are for one call.
             output: Called on the worker with what the model gives for a mini-batch; what it returns comes back instead. Arrays

@@ -5,14 +5,19 @@ Imports torch, and is imported by what needs it anyway.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+import inspect
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, default_collate
 
 from raypool.errors import InvalidTypeError, InvalidValueError
+
+TARGET_NAMES = ("labels", "label")
+"""What the target of a sample that is a dict is called unless the user names it, as in Hugging Face's data sets."""
 
 KINDS = "a NumPy array, a tensor, a DataFrame, a tuple of those (several inputs), a Dataset with a length, or a list of samples"
 
@@ -124,7 +129,7 @@ def samples_of(data: Any) -> Samples:
     is_plain = isinstance(data, (str, bytes, Mapping, Set))
     if is_plain or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
         raise InvalidTypeError(f"data is a {type(data).__name__}. Give {KINDS}.")
-    return Elsewhere(data)
+    return Elsewhere(in_tensors(data))
 
 
 def _is_column(data: Any) -> bool:
@@ -172,16 +177,33 @@ def _detached(rows: Any) -> Any:
         return rows.clone()
 
 
+def in_tensors(dataset: Any) -> Any:
+    """Return a data set of Hugging Face that gives tensors, unless its user has chosen a format; any other as it is.
+
+    Without a format its samples are lists of numbers, of which torch would make a mini-batch column by column.
+    """
+    form = getattr(dataset, "format", None)
+    if isinstance(form, Mapping) and "type" in form and form["type"] is None and hasattr(dataset, "with_format"):
+        return dataset.with_format("torch")
+    return dataset
+
+
+class Named(dict[Any, Any]):
+    """The inputs of samples that are dicts themselves, not of one that is a dict: see `call_model`."""
+
+
 def input_of(sample: Any) -> Any:
-    """Return what of a sample goes into the model: of a pair (input, target) the input.
+    """Return what of a sample goes into the model: of a pair (input, target) the input, of a dict all but the label.
 
     Raises:
         InvalidValueError: It is a tuple of more than two.
 
     Example:
-        >>> input_of((1.5, "cat")), input_of(1.5), input_of((1.5,))
-        (1.5, 1.5, 1.5)
+        >>> input_of((1.5, "cat")), input_of(1.5), input_of((1.5,)), input_of({"x": 1.5, "label": "cat"})
+        (1.5, 1.5, 1.5, {'x': 1.5})
     """
+    if isinstance(sample, Mapping):
+        return Named((name, value) for name, value in sample.items() if name not in TARGET_NAMES)
     if not isinstance(sample, (tuple, list)):
         return sample
     if not 1 <= len(sample) <= 2:
@@ -192,19 +214,97 @@ def input_of(sample: Any) -> Any:
     return sample[0]
 
 
-def batch_of(piece: Piece, first: int, last: int, dataset: Any) -> tuple[Any, ...]:
-    """Return the inputs of a mini-batch, each a tensor (or a structure of tensors), from a piece that has it."""
+def batch_of(piece: Piece, first: int, last: int, dataset: Any) -> Any:
+    """Return the inputs of a mini-batch, as `call_model` takes them, from a piece that has it."""
     if piece.columns is not None:
         rows = slice(first - piece.start, last - piece.start)
-        return tuple(_tensor(column[rows]) for column in piece.columns)
+        columns = tuple(_tensor(column[rows]) for column in piece.columns)
+        return columns[0] if len(columns) == 1 else columns
     if piece.items is not None:
         inputs = piece.items[first - piece.start : last - piece.start]
     else:
         inputs = [input_of(dataset[index]) for index in range(first, last)]
     batch = default_collate(inputs)
-    return tuple(batch) if isinstance(inputs[0], tuple) else (batch,)
+    return tuple(batch) if isinstance(inputs[0], tuple) else batch
 
 
 def _tensor(rows: Any) -> torch.Tensor:
     """Return rows as a tensor with memory of its own: theirs may be the caller's, or read-only, and models work in place."""
     return rows if isinstance(rows, torch.Tensor) else torch.from_numpy(rows.copy())
+
+
+# --- given to a model -------------------------------------------------------------------------------------------------
+
+
+def call_model(call: Callable[..., Any], model: Any, inputs: Any) -> Any:
+    """Call a model with the inputs of a mini-batch.
+
+    Those in a tuple are its arguments in order. Those in a dict are its arguments by name, without those that it does not have;
+    if it has no arguments of such names it gets the dict, or the only input that samples have beside their label.
+
+    Args:
+        call: What is called: the model, or what was put around it (DDP).
+        model: The model itself, whose arguments count.
+        inputs: A tensor, or a tuple or dict of several.
+    """
+    if isinstance(inputs, tuple):
+        return call(*inputs) if _takes(model, inputs, {}) else call(inputs)
+    if isinstance(inputs, Mapping):
+        named = _named(model, inputs)
+        if named and _takes(model, (), named):
+            return call(**named)
+        if isinstance(inputs, Named) and len(inputs) == 1:
+            return call(*inputs.values())
+    return call(inputs)
+
+
+def _named(model: Any, inputs: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return the inputs that are called like arguments of a model."""
+    parameters = _parameters(model)
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return dict(inputs)
+    return {name: value for name, value in inputs.items() if name in parameters}
+
+
+def _parameters(model: Any) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(_called(model)).parameters
+    except (TypeError, ValueError):  # some builtins do not say what they take
+        return {}
+
+
+def _takes(model: Any, arguments: tuple[Any, ...], named: Mapping[Any, Any]) -> bool:
+    try:
+        inspect.signature(_called(model)).bind(*arguments, **named)
+    except TypeError:
+        return False
+    except ValueError:  # some builtins do not say what they take
+        return True
+    return True
+
+
+def _called(model: Any) -> Any:
+    return model.forward if isinstance(model, nn.Module) else model
+
+
+def mapped(change: Callable[[Any], Any], values: Any) -> Any:
+    """Return a tuple, list or mapping with all its entries changed; anything else as it is."""
+    if isinstance(values, Mapping):
+        kind = Named if isinstance(values, Named) else dict
+        return kind((key, change(value)) for key, value in values.items())
+    if isinstance(values, tuple) and hasattr(values, "_fields"):
+        return type(values)(*(change(value) for value in values))
+    return type(values)(change(value) for value in values) if type(values) in (tuple, list) else values
+
+
+def changed(change: Callable[[Any], Any], values: Any, kind: type) -> Any:
+    """Return nested tuples, lists and mappings with all changed in them that is of a kind."""
+    return change(values) if isinstance(values, kind) else mapped(lambda value: changed(change, value, kind), values)
+
+
+def leaves(values: Any) -> list[Any]:
+    """Return what is in nested tuples and mappings, one after the other."""
+    if not isinstance(values, (tuple, Mapping)):
+        return [values]
+    parts = values.values() if isinstance(values, Mapping) else values
+    return [leaf for part in parts for leaf in leaves(part)]
