@@ -105,6 +105,7 @@ class TrainingResult:
             was reported by `ray.train.report` is in it once, as rank 0 said it.
         checkpoint: The last checkpoint, None without one.
         best_checkpoint: The one with the best `RunOptions.best_metric`; None without one, or if no metric was named.
+        best_checkpoints: All that are kept, each with the metrics of rank 0, the best last; without a metric the newest.
         values: What the ranks have returned, by rank; empty if the training has not come to its end.
         path: The folder of the run; None if nothing was kept.
         model: The trained model, on the CPU, of a training by `pool.fit`; else None.
@@ -116,6 +117,7 @@ class TrainingResult:
     metrics_frame: pd.DataFrame = field(repr=False)
     checkpoint: Checkpoint | None = None
     best_checkpoint: Checkpoint | None = None
+    best_checkpoints: list[tuple[Checkpoint, dict[str, Any]]] = field(default_factory=list, repr=False)
     values: list[Any] = field(default_factory=list, repr=False)
     path: Path | None = None
     model: torch.nn.Module | None = field(default=None, repr=False)
