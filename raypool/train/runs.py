@@ -58,6 +58,11 @@ class RunOptions:
         if self.run_dir is not None:
             if not isinstance(self.run_dir, (str, os.PathLike)):
                 raise InvalidTypeError(f"run_dir={self.run_dir!r} is not the path of a folder.")
+            if "://" in os.fspath(self.run_dir):
+                raise InvalidValueError(
+                    f"run_dir={self.run_dir!r} is a URL. A training is kept in a folder that all machines see: name one, and "
+                    "copy checkpoints to the URL from there, or in the loop on rank 0."
+                )
             folder = Path(self.run_dir).expanduser().absolute()
             if folder.exists() and not folder.is_dir():
                 raise InvalidValueError(f"run_dir={folder} is a file. Name a folder, which need not be there yet.")
