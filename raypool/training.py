@@ -197,9 +197,9 @@ class TrainingVerbs:
         Args:
             model: A `torch.nn.Module`, or a function of a mini-batch. Each worker gets it once, a module on its device and in
                 evaluation mode; the caller's stays as it is. (A function gets its mini-batches on the CPU.)
-            data: A NumPy array, a tensor or a DataFrame, with a row for each sample; a tuple of those, if the model has several
-                inputs; a list of samples; or a map-style `Dataset`. Of samples that are pairs (input, target) the input is
-                taken; of dicts all but "labels" or "label", as the model's arguments by name. A `Dataset` other than
+            data: A NumPy array, a tensor or a DataFrame, with a row for each sample; a tuple or dict of those, if the model has
+                several inputs; a list of samples; or a map-style `Dataset`. Of samples that are pairs (input, target) the input
+                is taken; of dicts all but "labels" or "label", as the model's arguments by name. A `Dataset` other than
                 `TensorDataset` is read by the workers, each with a copy of its own. Numbers of floating point become the type of
                 the model's weights.
             mini_batch_size: So many samples go through the model at once. Calls to workers have one or, where these take

@@ -277,7 +277,8 @@ def _from_pair(inputs: Any, targets: Any, what: str) -> ArraySamples:
     if not all(lengths) or len({*lengths[0], *lengths[1]}) > 1:
         has = [" and ".join(f"{length:,}" for length in part) or "no" for part in lengths]
         raise InvalidValueError(
-            f"{what} has {has[0]} inputs and {has[1]} targets. The first axis of all is the samples: give as many."
+            f"{what} has {has[0]} inputs and {has[1]} targets. The first axis of all is the samples: give as many. Several "
+            "inputs are a tuple, ((x1, x2), y); a list is one array."
         )
     return ArraySamples(inputs=columns[0], targets=columns[1])
 

@@ -6,7 +6,7 @@ Imports torch, and is imported by what needs it anyway.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Set
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -19,7 +19,12 @@ from raypool.errors import InvalidTypeError, InvalidValueError
 TARGET_NAMES = ("labels", "label")
 """What the target of a sample that is a dict is called unless the user names it, as in Hugging Face's data sets."""
 
-KINDS = "a NumPy array, a tensor, a DataFrame, a tuple of those (several inputs), a Dataset with a length, or a list of samples"
+ARRAYS = (np.ndarray, torch.Tensor)
+
+KINDS = (
+    "a NumPy array, a tensor, a DataFrame, a tuple or dict of those (several inputs), a Dataset with a length, or a list of "
+    "samples"
+)
 
 
 class Samples(Protocol):
@@ -41,28 +46,28 @@ class Samples(Protocol):
 
 
 class Piece(NamedTuple):
-    """The samples from `start` on, before `stop`: as columns (one for each input of the model) or as items; None: read there."""
+    """The samples from `start` on, before `stop`: as columns (see `Columns`) or as items; None: read there."""
 
     start: int
     stop: int
-    columns: tuple[Any, ...] | None = None
+    columns: Any = None
     items: list[Any] | None = None
 
 
 class Columns:
-    """Samples in arrays or tensors, one for each input of the model."""
+    """Samples in arrays or tensors: one, or a tuple or dict with one for each input of the model."""
 
-    def __init__(self, columns: Sequence[np.ndarray[Any, Any] | torch.Tensor]) -> None:
-        self._columns = tuple(columns)
-        self.gives_arrays = all(isinstance(column, np.ndarray) for column in columns)
-        self.bytes_each = sum(column.nbytes for column in self._columns) // max(len(self), 1)
+    def __init__(self, columns: Any) -> None:
+        self._columns = columns
+        self.gives_arrays = all(isinstance(column, np.ndarray) for column in leaves(columns))
+        self.bytes_each = sum(column.nbytes for column in leaves(columns)) // max(len(self), 1)
 
     def __len__(self) -> int:
-        return len(self._columns[0])
+        return len(leaves(self._columns)[0])
 
     def piece(self, start: int, stop: int) -> Piece:
         """Return rows. A tensor travels as an array of the same memory: pickled by torch, it would take all rows with it."""
-        return Piece(start, stop, tuple(_detached(column[start:stop]) for column in self._columns))
+        return Piece(start, stop, changed(lambda column: _detached(column[start:stop]), self._columns, ARRAYS))
 
 
 class Items:
@@ -111,21 +116,22 @@ def samples_of(data: Any) -> Samples:
             f"data is a {type(data).__name__}, which has no samples by number. Give {KINDS}; of a DataLoader its .dataset."
         )
     if isinstance(data, TensorDataset):
-        return Columns([_checked_column(input_of(data.tensors))])
+        return Columns(_checked_column(input_of(data.tensors)))
     if isinstance(data, list) or (isinstance(data, Subset) and isinstance(data.dataset, TensorDataset)):
         return Items(data)
-    if isinstance(data, tuple):
-        columns = [_checked_column(column) for column in data]
-        if not columns:
+    if isinstance(data, tuple) or (isinstance(data, Mapping) and data and all(map(_is_column, data.values()))):
+        columns = mapped(_checked_column, data)
+        lengths = [len(column) for column in leaves(columns)]
+        if not lengths:
             raise InvalidValueError("data=() names no input. Give an array for each input of the model.")
-        if len({len(column) for column in columns}) > 1:
+        if len(set(lengths)) > 1:
             raise InvalidValueError(
-                f"The inputs have {', '.join(str(len(column)) for column in columns)} samples. A tuple is one array for each "
-                "input of the model, all of the same length; targets do not belong there."
+                f"The inputs have {', '.join(map(str, lengths))} samples. A {type(data).__name__} is one array for each input of "
+                "the model, all of the same length; targets do not belong there."
             )
-        return Columns(columns)
+        return Columns(columns[0] if isinstance(columns, tuple) and len(columns) == 1 else columns)
     if _is_column(data):
-        return Columns([_checked_column(data)])
+        return Columns(_checked_column(data))
     is_plain = isinstance(data, (str, bytes, Mapping, Set))
     if is_plain or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
         raise InvalidTypeError(f"data is a {type(data).__name__}. Give {KINDS}.")
@@ -218,8 +224,7 @@ def batch_of(piece: Piece, first: int, last: int, dataset: Any) -> Any:
     """Return the inputs of a mini-batch, as `call_model` takes them, from a piece that has it."""
     if piece.columns is not None:
         rows = slice(first - piece.start, last - piece.start)
-        columns = tuple(_tensor(column[rows]) for column in piece.columns)
-        return columns[0] if len(columns) == 1 else columns
+        return changed(lambda column: _tensor(column[rows]), piece.columns, ARRAYS)
     if piece.items is not None:
         inputs = piece.items[first - piece.start : last - piece.start]
     else:
@@ -297,7 +302,7 @@ def mapped(change: Callable[[Any], Any], values: Any) -> Any:
     return type(values)(change(value) for value in values) if type(values) in (tuple, list) else values
 
 
-def changed(change: Callable[[Any], Any], values: Any, kind: type) -> Any:
+def changed(change: Callable[[Any], Any], values: Any, kind: type | tuple[type, ...]) -> Any:
     """Return nested tuples, lists and mappings with all changed in them that is of a kind."""
     return change(values) if isinstance(values, kind) else mapped(lambda value: changed(change, value, kind), values)
 

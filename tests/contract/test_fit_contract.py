@@ -143,6 +143,7 @@ def test_inputs_in_any_form_train_the_same_model(pool: ParallelPool) -> None:
     np.testing.assert_allclose(pool.predict(model, only), pool.predict(model, a), rtol=1e-5)
     outputs = pool.predict(models[0], (a, b))
     np.testing.assert_allclose(pool.predict(models[0], rows), outputs, rtol=1e-5)
+    np.testing.assert_allclose(pool.predict(models[0], {"b": b, "a": a}), outputs, rtol=1e-5)
 
 
 class Halves(torch.utils.data.Sampler[int]):

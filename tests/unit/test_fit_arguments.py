@@ -314,6 +314,7 @@ NO_DATA = [
     (lambda: DataLoader(Pairs(), sampler=Endless()), InvalidTypeError, "Endless, has no length"),
     (lambda: {"train": Pairs(), "test": Pairs()}, InvalidTypeError, "a dict of 'train', 'test'. Give one of its parts"),
     (lambda: ((np.ones((3, 1)), np.ones((4, 1))), np.ones(3)), InvalidValueError, "3 and 4 inputs and 3 targets"),
+    (lambda: ([np.ones(3), np.zeros(3)], np.ones(3)), InvalidValueError, "2 inputs and 3 targets.*inputs are a tuple"),
     (lambda: ((), np.ones(3)), InvalidValueError, "no inputs and 3 targets"),
     (lambda: None, InvalidTypeError, "of type NoneType"),
     (lambda: 7, InvalidTypeError, "of type int"),
