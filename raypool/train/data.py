@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -28,6 +28,8 @@ from torch.utils.data import (
 
 from raypool.errors import InvalidTypeError, InvalidValueError
 from raypool.train.samples import TARGET_NAMES, Named, changed, floats_of, in_tensors, leaves
+
+LOADER_SETTINGS = ("collate_fn", "num_workers", "prefetch_factor", "timeout", "worker_init_fn")
 
 MEMORY_PART = 4
 """Arrays that take less than this part of a GPU's free memory are put there as a whole."""
@@ -102,7 +104,8 @@ class DatasetSamples:
     def open(self, device: torch.device, dtype: torch.dtype, loader_processes: int) -> DatasetSource:
         """Return what deals them out on a device."""
         settings = {**self.settings, **({"num_workers": loader_processes} if loader_processes else {})}
-        return DatasetSource(self, device, dtype, settings)
+        settings["collate_fn"] = partial(_paired, settings.get("collate_fn", default_collate), self.target)
+        return DatasetSource(self.dataset, device, dtype, settings)
 
 
 Samples = ArraySamples | DatasetSamples
@@ -129,20 +132,26 @@ class ArraySource:
 class DatasetSource:
     """Deals out samples by a `DataLoader`."""
 
-    def __init__(self, samples: DatasetSamples, device: torch.device, dtype: torch.dtype, settings: dict[str, Any]) -> None:
-        self._samples, self._device, self._dtype, self._settings = samples, device, dtype, settings
+    def __init__(self, dataset: Any, device: torch.device, dtype: torch.dtype, settings: dict[str, Any]) -> None:
+        self._dataset, self._device, self._dtype, self._settings = dataset, device, dtype, settings
 
     def batches(self, order: torch.Tensor, pieces: Sequence[tuple[int, int]]) -> Iterator[Batch]:
         """Yield mini-batches: for each piece the samples in these positions of an order."""
         numbers = order.tolist()
         chosen = [numbers[start:stop] for start, stop in pieces]
-        is_cuda = self._device.type == "cuda"
-        for batch in DataLoader(self._samples.dataset, batch_sampler=chosen, pin_memory=is_cuda, **self._settings):
-            yield _moved(_as_pair(batch, self._samples.target), self._device, self._dtype)
+        for batch in DataLoader(self._dataset, batch_sampler=chosen, pin_memory=self._device.type == "cuda", **self._settings):
+            yield _moved(batch, self._device, self._dtype)
+
+
+def _paired(collate: Callable[[Any], Any], target: str | tuple[str, ...] | None, samples: Any) -> Batch:
+    """Return the inputs and the targets of a mini-batch, in plain dicts.
+
+    A process that loads could not send a class of the user's script, and torch would wait for that mini-batch for ever.
+    """
+    return changed(lambda tensor: tensor, _as_pair(collate(samples), target), torch.Tensor)  # type: ignore[no-any-return]
 
 
 def _as_pair(batch: Any, target: str | tuple[str, ...] | None) -> Batch:
-    """Return the inputs and the targets of a mini-batch."""
     if isinstance(batch, Mapping):
         return _split(batch, target)
     if target is not None or not isinstance(batch, (tuple, list)) or len(batch) != 2:
@@ -206,12 +215,8 @@ FORMS = (
 def take_samples(data: Any, what: str = "data") -> Samples:
     """Return what a user gives to train on, in one of two forms.
 
-    Args:
-        data: See `PoolView.fit`.
-        what: The name of the argument, for errors.
-
     Raises:
-        InvalidTypeError: It is nothing of the kind.
+        InvalidTypeError: It is nothing of the kind, which `PoolView.fit` lists; `what` is the argument's name.
         InvalidValueError: Inputs and targets are not of equal length, or there are none.
     """
     data, target = _with_target(data)
@@ -290,9 +295,8 @@ def _from_frame(frame: Any, target: Any, what: str) -> ArraySamples:
         if name not in frame.columns:
             raise InvalidValueError(f"{what} has no column {name!r}. It has: {', '.join(map(str, frame.columns)) or 'none'}.")
     inputs = frame.drop(columns=names)
-    if len(inputs.columns) < 1:
-        listed = " and ".join(map(repr, names))
-        raise InvalidValueError(f"{what} has no columns but {listed}, the target. Give it columns of inputs too.")
+    if inputs.columns.empty:
+        raise InvalidValueError(f"{what} has no columns but {', '.join(map(repr, names))}, the target. Give it inputs too.")
     _check_numbers(inputs, what)
     if len(names) > 1:
         _check_numbers(frame[names], what)
@@ -390,8 +394,7 @@ def _from_loader(loader: Any, target: Any, what: str) -> Samples:
         return replace(_from_pair(*dataset.tensors, what), sampler=own)
     if loader.collate_fn is default_collate:
         dataset = in_tensors(dataset)
-    settings = {"num_workers": loader.num_workers, "collate_fn": loader.collate_fn, "timeout": loader.timeout}
-    settings |= {"worker_init_fn": loader.worker_init_fn, "prefetch_factor": loader.prefetch_factor}
+    settings = {name: getattr(loader, name) for name in LOADER_SETTINGS}
     if loader.multiprocessing_context is not None:
         settings["multiprocessing_context"] = loader.multiprocessing_context.get_start_method()
     return DatasetSamples(dataset=dataset, target=target, sampler=own, settings=settings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import os
 from collections.abc import Iterator
@@ -124,16 +125,18 @@ def test_inputs_in_any_form_train_the_same_model(pool: ParallelPool) -> None:
     a, b = INPUTS[:, :2], INPUTS[:, 2:]
     rows = [{"b": y, "a": x, "name": "row", "label": t} for x, y, t in zip(a, b, TARGETS, strict=True)]
 
+    class Encoding(collections.UserDict[str, Any]):
+        """What tokenizers give; a process that loads cannot pickle it, as one of a script."""
+
     def padded(batch: Any) -> Any:
-        columns = {name: torch.stack([torch.tensor(row[name]).float() for row in batch]) for name in ("a", "b")}
-        return columns, torch.stack([torch.tensor(row["label"]).float() for row in batch])
+        return Encoding({name: torch.stack([torch.tensor(row[name]).float() for row in batch]) for name in ("a", "b", "label")})
 
     forms = [
         ((a, b), TARGETS),
         ({"b": b, "a": a}, TARGETS),
         [((x, y), t) for x, y, t in zip(a, b, TARGETS, strict=True)],
         rows,
-        DataLoader(rows, 12, shuffle=True, collate_fn=padded),  # type: ignore[arg-type]
+        DataLoader(rows, 12, shuffle=True, collate_fn=padded, num_workers=2),  # type: ignore[arg-type]
     ]
     models = [pool.fit(Two, data, mse_loss, options(max_epochs=1)).result(WAIT_S).model for data in forms]
     for model in models[1:]:
