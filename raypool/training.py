@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -23,6 +25,9 @@ Workers = int | Iterable[int | WorkerInfo] | None
 """How many workers, or which; None for all."""
 
 LANES = ("warm", "managed")
+
+MANAGED_ONLY = ("get_dataset_shard", "ValidationTaskConfig")
+"""What a loop names of `ray.train` only if it needs Ray Train's controller."""
 
 
 class TrainingVerbs:
@@ -45,9 +50,12 @@ class TrainingVerbs:
     ) -> TrainingRun:
         """Train one model on all workers at once by a loop written for Ray Train; return a future of what comes out.
 
-        In the loop all of Ray Train's functions work: `ray.train.get_context()`, `report`, `get_checkpoint`,
-        `ray.train.torch.prepare_model`, `prepare_data_loader`. The pool has the GPUs already, so nothing is asked of Ray. When a
-        worker is lost it is replaced on the same GPU, and all ranks begin again from the last checkpoint, `retries` times.
+        In the loop Ray Train's functions work: `ray.train.report`, `get_checkpoint`, `get_all_reported_checkpoints`,
+        `get_context()` with its ranks, name and `get_storage()` (the folder of the run), `get_preemption_info`,
+        `ray.train.collective`, `ray.train.torch.prepare_model` and `prepare_data_loader`. Two need Ray Train's controller, hence
+        the managed lane: `get_dataset_shard` and `report(validation=...)`. Of metrics what rank 0 reports is kept. The pool has
+        the GPUs already, so nothing is asked of Ray. When a worker is lost it is replaced on the same GPU, and all ranks begin
+        again from the last checkpoint, `retries` times.
 
         With "threads" and "inline", and inside a task, there is one rank: torch has one default group for a process.
 
@@ -97,6 +105,7 @@ class TrainingVerbs:
             raise InvalidValueError(f"lane={lane!r} is neither 'warm' nor 'managed'.")
         if lane == "warm":
             _check_warm(trainer=trainer, datasets=datasets, release_workers=release_workers)
+            _check_names_in(loop)
         from raypool.train.runs import RunOptions
 
         kept = RunOptions() if options is None else options
@@ -124,9 +133,15 @@ class TrainingVerbs:
 
         Args:
             model: A `torch.nn.Module`, or a function without arguments that makes one. The caller's own stays as it is.
-            data: (inputs, targets), two arrays or tensors of equal length; a map-style `Dataset` of such pairs; a DataFrame whose
-                last column is the target, or a pair of one and the target's name. Arrays and tables are given to the model in the
-                type of its parameters, tensors and Datasets as they are.
+            data: (inputs, targets), two arrays or tensors of equal length, each of which may be a tuple or dict of several; a
+                DataFrame whose last column is the target; a list of samples or a map-style `Dataset`; or a `DataLoader` of one,
+                whose `collate_fn` and sampler are used, and whose batch size and shuffling unless `options` say others. A sample
+                is a pair (input, target), or a dict as in Hugging Face's data sets, whose target is called "labels" or "label".
+                (data, "name") names another target of a DataFrame or of dicts, (data, ["name", "name"]) several: columns of one
+                array, or a dict. The model gets inputs in a tuple as its arguments in order, in a dict as its arguments by name
+                (if it has none of these names, the dict; of samples that are dicts an only input itself). Arrays, tables and
+                Python's numbers become the type of the model's parameters, and so do 64-bit floats of a `Dataset`; other tensors
+                stay as they are.
             loss: A function of outputs and targets: `torch.nn.functional.cross_entropy`, say. It returns the mean over its
                 samples; one that weighs them (class weights, `ignore_index`) is exact on one worker only, and a warning says so.
             options: How to train; see `TrainingOptions`.
@@ -182,10 +197,11 @@ class TrainingVerbs:
         Args:
             model: A `torch.nn.Module`, or a function of a mini-batch. Each worker gets it once, a module on its device and in
                 evaluation mode; the caller's stays as it is. (A function gets its mini-batches on the CPU.)
-            data: A NumPy array, a tensor or a DataFrame, with a row for each sample; a tuple of those, if the model has several
-                inputs; a list of samples; or a map-style `Dataset`. Of samples that are pairs (input, target) the input is
-                taken. A `Dataset` other than `TensorDataset` is read by the workers, each with a copy of its own. Numbers of
-                floating point become the type of the model's weights.
+            data: A NumPy array, a tensor or a DataFrame, with a row for each sample; a tuple or dict of those, if the model has
+                several inputs; a list of samples; or a map-style `Dataset`. Of samples that are pairs (input, target) the input
+                is taken; of dicts all but "labels" or "label", as the model's arguments by name. A `Dataset` other than
+                `TensorDataset` is read by the workers, each with a copy of its own. Numbers of floating point become the type of
+                the model's weights.
             mini_batch_size: So many samples go through the model at once. Calls to workers have one or, where these take
                 milliseconds, several mini-batches; `timeout_s` and `retries` of `options` are for one call.
             output: Called on the worker with what the model gives for a mini-batch; what it returns comes back instead. Arrays
@@ -344,8 +360,31 @@ def _check_loop(loop: Any) -> None:
     )
 
 
+def _check_names_in(loop: Any) -> None:
+    """Refuse a loop that calls what only Ray Train's controller can do, as far as its code says so."""
+    while isinstance(loop, functools.partial):
+        loop = loop.func
+    function = inspect.unwrap(loop if inspect.isroutine(loop) else type(loop).__call__)
+    codes = [getattr(function, "__code__", None)]
+    for code in codes:
+        if code is None:
+            continue
+        codes += [each for each in code.co_consts if inspect.iscode(each)]
+        for name in MANAGED_ONLY:
+            if name in code.co_names:
+                raise InvalidValueError(
+                    f'The loop {_name_of(loop)} uses ray.train.{name}, which needs Ray Train\'s controller: lane="managed". With '
+                    "the warm lane a loop reads and validates its data itself, with ray.train.torch.prepare_data_loader say."
+                )
+
+
 def _check_warm(**given: Any) -> None:
     """Refuse what only Ray Train's controller can do."""
+    if os.environ.get("RAY_TRAIN_V2_ENABLED", "1").lower() not in ("1", "true"):
+        raise InvalidValueError(
+            f"RAY_TRAIN_V2_ENABLED={os.environ['RAY_TRAIN_V2_ENABLED']} in the environment chooses the first version of Ray "
+            "Train. pool.train needs the second: remove the variable."
+        )
     for name, value in given.items():
         if value:
             raise InvalidValueError(f'{name}= is for Ray Train\'s controller: give lane="managed" with it.')

@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -75,8 +75,13 @@ def best(run_dir: Folder, metric: str, mode: str) -> Kept | None:
 
     One without the metric, or for which it is no finite number, is never the best; None if there is no other.
     """
-    rated = [kept for kept in list_kept(run_dir) if _rating(kept, metric, mode) is not None]
-    return max(rated, key=lambda kept: _order(kept, metric, mode), default=None)
+    top = ranked(run_dir, metric, mode)[-1:]
+    return top[0] if top and _rating(top[0], metric, mode) is not None else None
+
+
+def ranked(run_dir: Folder, metric: str | None, mode: str) -> list[Kept]:
+    """Return the complete checkpoints of a run, the best last; without a metric, or where it is no number, by age."""
+    return sorted(list_kept(run_dir), key=lambda kept: _order(kept, metric, mode))
 
 
 def _rating(kept: Kept, metric: str, mode: str) -> float | None:
@@ -238,28 +243,32 @@ def _as_list(value: Any) -> Any:
 
 def prune(run_dir: Folder, keep: int | None, metric: str | None, mode: str) -> list[Path]:
     """Delete all but so many checkpoints, the best by a metric or the newest, and the last; return those that were deleted."""
-    there = list_kept(run_dir)
+    there = ranked(run_dir, metric, mode)
     if keep is None or len(there) <= keep:
         return []
-    stay = {kept.index for kept in sorted(there, key=lambda kept: _order(kept, metric, mode), reverse=True)[:keep]}
-    stay.add(there[-1].index)
-    gone = [kept for kept in there if kept.index not in stay]
+    last = max(there, key=lambda kept: kept.index)
+    stay = [kept for number, kept in enumerate(there) if kept is last or number >= len(there) - keep]
+    gone = [kept for kept in there if kept not in stay]
     for kept in gone:
-        _delete(Path(run_dir), kept)
+        _delete(Path(run_dir), kept, stay)
     return [kept.path for kept in gone]
 
 
-def _delete(run_dir: Path, kept: Kept) -> None:
-    """Delete a checkpoint: first it is none any more, in one step, then its files go. Files elsewhere are the user's own."""
-    if kept.path.parent != run_dir:
-        for file in run_dir.glob("*.json"):
-            if _read(file) == kept:
-                file.unlink()
-        return
-    aside = run_dir / f".{kept.path.name}.deleted{PARTIAL}"
-    shutil.rmtree(aside, ignore_errors=True)
-    kept.path.replace(aside)
-    (run_dir / f"{kept.path.name}.json").unlink(missing_ok=True)
+def _delete(run_dir: Path, kept: Kept, stay: Sequence[Kept]) -> None:
+    """Delete a checkpoint: first it is none any more, in one step, then its files go.
+
+    Files stay that are outside the folder of the run, which are the user's own, or in a checkpoint that stays: a loop may write
+    there by itself, and into one folder again and again.
+    """
+    files = [file for file in run_dir.glob("*.json") if (read := _read(file)) is not None and read.index == kept.index]
+    path = kept.path.resolve()
+    is_own = run_dir.resolve() in path.parents and not any(each.path.resolve().is_relative_to(path) for each in stay)
+    aside = run_dir / f".{path.name}.deleted{PARTIAL}"
+    if is_own and path.is_dir():
+        shutil.rmtree(aside, ignore_errors=True)
+        path.replace(aside)
+    for file in files:
+        file.unlink(missing_ok=True)
     shutil.rmtree(aside, ignore_errors=True)
 
 

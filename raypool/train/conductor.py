@@ -25,7 +25,7 @@ from raypool.errors import (
 )
 from raypool.futures import Future
 from raypool.options import Options
-from raypool.train.checkpoints import Kept, best, latest
+from raypool.train.checkpoints import Kept, best, latest, ranked
 from raypool.train.in_use import has_kept, leave_folder, take_folder
 from raypool.train.plan import Plan, RankEnd
 from raypool.train.run import TrainingRun
@@ -233,6 +233,10 @@ class Conductor:
             metrics_frame=frame,
             checkpoint=None if last is None else Checkpoint.from_directory(str(last.path)),
             best_checkpoint=None if top is None else Checkpoint.from_directory(str(top.path)),
+            best_checkpoints=[
+                (Checkpoint.from_directory(str(each.path)), each.metrics)
+                for each in ranked(folder, kept.best_metric, kept.best_mode)
+            ],
             values=[end.value for end in self._ends],
             path=folder if has_kept(folder) else None,
         )

@@ -18,7 +18,7 @@ from torch import nn
 
 from raypool.engine.backend import WorkerInfo
 from raypool.errors import InvalidTypeError, InvalidValueError, ResourceError
-from raypool.train.data import take_samples
+from raypool.train.data import Samples, is_shuffled, loader_of, take_samples
 from raypool.train.job import FitJob
 from raypool.train.learner import check_module
 from raypool.train.loop import LOST, fit
@@ -29,6 +29,9 @@ from raypool.train.schedule import Course, default_warmup
 from raypool.train.shares import Division, divide, split_batch
 
 logger = logging.getLogger("raypool")
+
+MINI_BATCH_SIZE = 128
+"""So many samples are in a mini-batch unless somebody says another number; as in MATLAB."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +71,11 @@ def prepare_fit(
     _check_functions(model, loss)
     samples = take_samples(data)
     validation = None if options.validation_data is None else take_samples(options.validation_data, "validation_data")
+    options = _completed(options, data, samples)
     crew = _chosen(options, workers)
     notes = _notes_on_workers(crew, workers, options)
     scale = len(crew) if options.scale_batch == "per_worker" else 1
-    batch_size = options.mini_batch_size * scale
+    batch_size = (options.mini_batch_size or MINI_BATCH_SIZE) * scale
     division = divide(len(samples), batch_size, options.accumulate_steps)
     _check_shares(division, batch_size, crew)
     notes += _notes_on_samples(division, batch_size, options)
@@ -177,6 +181,19 @@ def _check_makes_one(model: Callable[..., Any]) -> None:
         ) from None
     except ValueError:  # some builtins do not say what they take
         return
+
+
+def _completed(options: TrainingOptions, data: Any, samples: Samples) -> TrainingOptions:
+    """Return options that say how large a mini-batch is, and in which order samples come: by default as a `DataLoader` does."""
+    loader, shuffle = loader_of(data), options.shuffle
+    if samples.sampler is not None and shuffle is not None:
+        raise InvalidValueError(
+            f"shuffle={shuffle!r} does not go with a sampler, which sets the order of the samples itself. Leave one of them out."
+        )
+    if shuffle is None:
+        shuffle = loader is None or is_shuffled(loader)
+    size = options.mini_batch_size or (MINI_BATCH_SIZE if loader is None else loader.batch_size)
+    return replace(options, mini_batch_size=size, shuffle=shuffle)
 
 
 def _without_data(options: TrainingOptions) -> TrainingOptions:

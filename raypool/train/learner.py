@@ -18,6 +18,7 @@ from raypool.train.job import FitJob
 from raypool.train.losses import check_loss, is_mean_over_samples
 from raypool.train.options import TrainingOptions
 from raypool.train.ranks import Ranks, seed_all
+from raypool.train.samples import call_model
 from raypool.train.spread import connect, has_unused, shard
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -105,10 +106,10 @@ class Learner:
 
     def _loss_of(self, call: Any, batch: Batch) -> torch.Tensor:
         if self._options.precision == "float32":
-            loss: torch.Tensor = self._loss_fn(call(batch[0]), batch[1])
+            loss: torch.Tensor = self._loss_fn(call_model(call, self.module, batch[0]), batch[1])
             return loss
         with torch.autocast(self.ranks.device.type, AUTOCAST[self._options.precision]):
-            loss = self._loss_fn(call(batch[0]), batch[1])
+            loss = self._loss_fn(call_model(call, self.module, batch[0]), batch[1])
         return loss
 
     def _first_loss_of(self, call: Any, batch: Batch) -> torch.Tensor:
@@ -118,8 +119,8 @@ class Learner:
         """
         outputs: list[Any] = []
 
-        def noting(inputs: Any) -> Any:
-            outputs.append(call(inputs))
+        def noting(*inputs: Any, **named: Any) -> Any:
+            outputs.append(call(*inputs, **named))
             return outputs[-1]
 
         with warnings.catch_warnings():

@@ -12,13 +12,14 @@ from typing import Any
 import ray.train
 import torch
 
+from raypool.errors import InvalidValueError
 from raypool.task import current_task, note_here
 from raypool.train import snapshot
-from raypool.train.data import Batch, order_of
+from raypool.train.data import Batch, Samples, mixed_seed, order_of
 from raypool.train.job import FitJob
 from raypool.train.learner import Learner
 from raypool.train.measure import Measure
-from raypool.train.ranks import Ranks, own_random_state
+from raypool.train.ranks import Ranks, own_random_state, seed_all
 from raypool.train.shares import share_of
 from raypool.train.snapshot import Progress
 from raypool.train.spread import whole_state
@@ -122,7 +123,7 @@ class Training:
     def _batches(self, epoch: int, done: int) -> Iterator[Batch]:
         """Return this rank's shares of an epoch's mini-batches, but for those of the steps that are done."""
         job, options = self._job, self._options
-        order = order_of(job.division.num_samples, options.shuffle, options.seed, epoch)
+        order = ordered(job.samples, str(options.shuffle), options.seed, epoch, self._ranks)
         return self._source.batches(order, job.pieces(self._learner.share)[done * job.division.accumulate :])
 
     def _has_left(self) -> bool:
@@ -200,7 +201,8 @@ class Training:
         self._learner.settle()
         self._learner.module.eval()
         with torch.no_grad():
-            batches = self._tests.batches(torch.arange(num_samples), pieces)
+            order = ordered(self._job.validation, "never", self._options.seed, 0, ranks)
+            batches = self._tests.batches(order, pieces)
             for batch, count in zip(batches, counts, strict=True):
                 total += self._learner.loss_on(batch) * count
         self._learner.module.train()
@@ -248,6 +250,35 @@ class Training:
         return bool(asked or said or self._is_lost)
 
 
+def ordered(samples: Samples, shuffle: str, seed: int, epoch: int, ranks: Ranks) -> torch.Tensor:
+    """Return the order of the samples in an epoch, the same on every rank; a sampler draws it on rank 0.
+
+    Raises:
+        InvalidValueError: The sampler has given more or fewer than it said.
+    """
+    if samples.sampler is None:
+        return order_of(len(samples), shuffle, seed, epoch)
+    order = torch.zeros(len(samples), dtype=torch.int64)
+    if ranks.rank == 0:
+        with own_random_state(ranks.device):  # what the model draws does not depend on it
+            own = mixed_seed(seed, 2, epoch)
+            seed_all(own)
+            if isinstance(getattr(samples.sampler, "generator", None), torch.Generator):
+                samples.sampler.generator.manual_seed(own)  # so that an epoch that is resumed has the same order
+            if hasattr(samples.sampler, "set_epoch"):
+                samples.sampler.set_epoch(epoch)
+            numbers = [int(number) for number in samples.sampler]
+        if len(numbers) != len(order):
+            raise InvalidValueError(
+                f"The sampler, a {type(samples.sampler).__name__}, has given {len(numbers):,} samples in epoch {epoch}, and its "
+                f"length is {len(order):,}. Let both be equal."
+            )
+        order = torch.tensor(numbers, dtype=torch.int64)
+    order = order.to(ranks.device)
+    ranks.broadcast([order])
+    return order
+
+
 def preemption_info() -> Any:
     """Return which machines are about to go, the same on all ranks, which have to ask together; Ray 2.52 can't tell."""
     ask = getattr(ray.train, "get_preemption_info", None)
@@ -285,5 +316,6 @@ def measure_loop(config: dict[str, Any]) -> list[float]:
 def _endless_batches(job: FitJob, ranks: Ranks, learner: Learner) -> Iterator[Batch]:
     """Yield this rank's shares of the mini-batches of one epoch, again and again."""
     source = job.samples.open(ranks.device, learner.dtype, 0)
+    order = ordered(job.samples, "never", job.options.seed, 0, ranks)
     while True:
-        yield from source.batches(torch.arange(job.division.num_samples), job.pieces(learner.share))
+        yield from source.batches(order, job.pieces(learner.share))

@@ -1,4 +1,4 @@
-"""What ranks report: values that can travel, and the same names on all of them."""
+"""What ranks report: values that can travel, and whether all report the same."""
 
 from __future__ import annotations
 
@@ -60,16 +60,23 @@ def check_names(names: Sequence[tuple[str, ...]]) -> None:
     Raises:
         InvalidValueError: One has. To report nothing is always right, but for rank 0.
     """
+    if text := how_they_differ(names):
+        raise InvalidValueError(
+            f"{text}. Report the same names on all ranks; or an empty dict on all but rank 0, whose values are those that are "
+            "kept."
+        )
+
+
+def how_they_differ(names: Sequence[tuple[str, ...]]) -> str:
+    """Return which rank is the first to report other metrics than rank 0, and which; nothing if none does."""
     first = set(names[0])
     for rank, own in enumerate(names):
         if set(own) == first or (rank and not own):
             continue
         missing, other = _listed(first.difference(own)), _listed(set(own) - first)
         facts = [f"{missing} is missing"] * bool(missing) + [f"{other} is not among those of rank 0"] * bool(other)
-        raise InvalidValueError(
-            f"Rank {rank} has reported other metrics than rank 0: {', '.join(facts)}. Report the same names on all ranks; or an "
-            "empty dict on all but rank 0, whose values are those that are kept."
-        )
+        return f"Rank {rank} has reported other metrics than rank 0: {', '.join(facts)}"
+    return ""
 
 
 def _listed(names: set[str]) -> str:

@@ -18,6 +18,14 @@ SHUFFLES = ("every-epoch", "once", "never")
 OUTPUT_MODELS = ("last", "best")
 STRATEGIES = ("ddp", "fsdp")
 
+PLAIN: dict[str, dict[bool | None, str | None]] = {
+    "shuffle": {True: "every-epoch", False: "never"},
+    "scale_batch": {True: "per_worker", False: None},
+    "scale_learning_rate": {True: "linear", False: None},
+    "schedule": {None: "none"},
+}
+"""What Python's own words mean where MATLAB has others."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingOptions:
@@ -33,18 +41,19 @@ class TrainingOptions:
         learning_rate: At the start, after the warm-up.
         momentum: Of "sgdm".
         weight_decay: As torch's optimizers take it: part of the gradient with "sgdm" and "adam", apart from it with "adamw".
-        schedule: How the learning rate goes on. "none": it stays. "piecewise": times `drop_factor` every `drop_every` epochs.
-            "cosine", "linear": down to 0 at the last step. Or a function that makes a torch `LRScheduler` of the optimizer:
-            its `step` is called after each epoch (`ReduceLROnPlateau` is given the validation loss, without one the loss).
+        schedule: How the learning rate goes on. "none" or None: it stays. "piecewise": times `drop_factor` every `drop_every`
+            epochs. "cosine", "linear": down to 0 at the last step. Or a function that makes a torch `LRScheduler` of the
+            optimizer: its `step` is called after each epoch (`ReduceLROnPlateau` is given the validation loss, without one the
+            loss).
         drop_every: Epochs between two drops of "piecewise".
         drop_factor: What each of them leaves of the learning rate.
         warmup_steps: The learning rate rises evenly over so many steps: from 0, or from `learning_rate` if that is
             scaled. None: 0; if the learning rate is scaled, five epochs, and at most a tenth of all steps.
         mini_batch_size: Samples of a step, on all workers together. They are shared out as evenly as can be: 130 on four
-            workers are 33, 33, 32 and 32.
-        scale_batch: "per_worker": `mini_batch_size` is what each worker has, so a step has that times the workers.
-        scale_learning_rate: "linear": the learning rate is multiplied as the mini-batch is by `scale_batch`, with a warm-up.
-            Nothing does so by itself.
+            workers are 33, 33, 32 and 32. None: as many as the `DataLoader` says that is trained on; without one 128.
+        scale_batch: "per_worker" or True: `mini_batch_size` is what each worker has, so a step has that times the workers.
+        scale_learning_rate: "linear" or True: the learning rate is multiplied as the mini-batch is by `scale_batch`, with a
+            warm-up. Nothing does so by itself.
         max_epochs: So often it goes through the data.
         execution: "auto": on the workers that have a GPU of their own; if none has, on all. "cpu": on the CPUs of all. "gpu": on
             one worker with a GPU. "multi-gpu": on all that have one.
@@ -58,7 +67,8 @@ class TrainingOptions:
         validation_frequency: Epochs between two validations. The last epoch is always followed by one.
         patience: The training ends after so many validations in a row whose loss was not below the least one before.
         output_model: "last": the result is the model as it is at the end. "best": as at the validation with the least loss.
-        shuffle: "every-epoch", "once" (before the first), "never".
+        shuffle: "every-epoch" or True, "once" (before the first), "never" or False. None: as the `DataLoader` does that is
+            trained on; without one "every-epoch".
         seed: Of the first parameters (if `model` is a function), the order of the samples, and what the model draws: from 0 on.
         checkpoint_every: Epochs between two checkpoints, to go on from. None: none but when a machine is about to go.
         strategy: "ddp": each worker has the whole model. "fsdp": each holds a part of every parameter, gradient and state of the
@@ -70,7 +80,8 @@ class TrainingOptions:
             end of an epoch. None: only that. Reported are `epoch` and `step`, from 0 on; `loss`, the mean since the last report;
             `learning_rate`, of the last step; `samples_per_s`; after an epoch `dropped_samples`, how many it has left out, and
             `validation_loss`.
-        loader_processes: Processes on each worker that load the samples of a `Dataset` ahead. 0: the worker itself does.
+        loader_processes: Processes on each worker that load the samples of a `Dataset` ahead. 0: as many as a `DataLoader` says;
+            without one the worker itself does.
 
     Raises:
         InvalidTypeError: A field is of a wrong kind.
@@ -90,13 +101,13 @@ class TrainingOptions:
     learning_rate: float = 0.01
     momentum: float = 0.9
     weight_decay: float = 0.0
-    schedule: str | Callable[..., Any] = "none"
+    schedule: str | Callable[..., Any] | None = "none"
     drop_every: int = 10
     drop_factor: float = 0.1
     warmup_steps: int | None = None
-    mini_batch_size: int = 128
-    scale_batch: str | None = None
-    scale_learning_rate: str | None = None
+    mini_batch_size: int | None = None
+    scale_batch: str | bool | None = None
+    scale_learning_rate: str | bool | None = None
     max_epochs: int = 30
     execution: str = "auto"
     worker_load: Sequence[float] | None = None
@@ -106,7 +117,7 @@ class TrainingOptions:
     validation_data: Any = field(default=None, repr=False, compare=False)
     validation_frequency: int = 1
     patience: int | None = None
-    shuffle: str = "every-epoch"
+    shuffle: str | bool | None = None
     seed: int = 0
     checkpoint_every: int | None = None
     output_model: str = "last"
@@ -117,6 +128,10 @@ class TrainingOptions:
     loader_processes: int = 0
 
     def __post_init__(self) -> None:
+        for name, words in PLAIN.items():
+            value = getattr(self, name)
+            if value is None or isinstance(value, bool):
+                object.__setattr__(self, name, words.get(value, value))
         self._check_choices()
         self._check_counts()
         self._check_numbers()
@@ -131,7 +146,8 @@ class TrainingOptions:
     def _check_choices(self) -> None:
         _check_choice("execution", self.execution, EXECUTIONS)
         _check_choice("precision", self.precision, PRECISIONS)
-        _check_choice("shuffle", self.shuffle, SHUFFLES)
+        if self.shuffle is not None:
+            _check_choice("shuffle", self.shuffle, SHUFFLES, "True or False")
         _check_choice("strategy", self.strategy, STRATEGIES)
         _check_choice("output_model", self.output_model, OUTPUT_MODELS)
         if self.output_model == "best" and self.validation_data is None:
@@ -148,12 +164,13 @@ class TrainingOptions:
             _check_choice("schedule", self.schedule, SCHEDULES, "a function that makes an LRScheduler of an optimizer")
 
     def _check_counts(self) -> None:
-        for name in ("drop_every", "mini_batch_size", "max_epochs", "accumulate_steps", "validation_frequency"):
+        for name in ("drop_every", "max_epochs", "accumulate_steps", "validation_frequency"):
             object.__setattr__(self, name, checked_count(name, getattr(self, name), least=1))
         for name in ("seed", "loader_processes"):
             object.__setattr__(self, name, checked_count(name, getattr(self, name), least=0))
-        for name, least in (("patience", 1), ("checkpoint_every", 1), ("report_every", 1), ("warmup_steps", 0)):
-            object.__setattr__(self, name, optional_count(name, getattr(self, name), least))
+        for name in ("mini_batch_size", "patience", "checkpoint_every", "report_every"):
+            object.__setattr__(self, name, optional_count(name, getattr(self, name), least=1))
+        object.__setattr__(self, "warmup_steps", optional_count("warmup_steps", self.warmup_steps, least=0))
         if self.seed >= 2**63:
             raise InvalidValueError(f"seed={self.seed} is not below 2**63.")
 

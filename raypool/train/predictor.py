@@ -18,7 +18,7 @@ from torch import nn
 from raypool.devices.kept import kept
 from raypool.errors import InvalidTypeError, InvalidValueError
 from raypool.task import notes_here
-from raypool.train.samples import Piece, batch_of
+from raypool.train.samples import Piece, batch_of, call_model, changed, mapped
 
 
 class Predictor:
@@ -75,9 +75,9 @@ class Predictor:
         """Let go of the model: this object itself is kept for as long as its worker knows the function."""
         self._model = None
 
-    def _outputs(self, model: Any, batch: Sequence[Any], count: int) -> Any:
+    def _outputs(self, model: Any, batch: Any, count: int) -> Any:
         """Return what is to be told of a mini-batch."""
-        outputs = model(*batch)
+        outputs = call_model(model, model, batch)
         if self._output is None:
             _check_rows(outputs, count)
         else:
@@ -157,18 +157,11 @@ def _floating_dtype(model: Any) -> torch.dtype | None:
 
 def _moved(values: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
     """Return values with their tensors on a device, those of floating point as this type (None: as they are)."""
-    if isinstance(values, torch.Tensor):
-        return values.to(device, dtype if values.is_floating_point() else None)
-    return _mapped(lambda value: _moved(value, device, dtype), values)
 
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(device, dtype if tensor.is_floating_point() else None)
 
-def _mapped(change: Callable[[Any], Any], values: Any) -> Any:
-    """Return a tuple, list or mapping with all its entries changed; anything else as it is."""
-    if isinstance(values, Mapping):
-        return {key: change(value) for key, value in values.items()}
-    if isinstance(values, tuple) and hasattr(values, "_fields"):
-        return type(values)(*(change(value) for value in values))
-    return type(values)(change(value) for value in values) if type(values) in (tuple, list) else values
+    return changed(move, values, torch.Tensor)
 
 
 def _check_rows(outputs: Any, count: int) -> None:
@@ -236,7 +229,7 @@ def as_arrays(outputs: Any) -> Any:
     """Return outputs with NumPy arrays in place of tensors; those of a type that NumPy lacks become float32."""
     if isinstance(outputs, torch.Tensor):
         return (outputs.float() if outputs.dtype == torch.bfloat16 else outputs).numpy()
-    return _mapped(as_arrays, outputs)
+    return mapped(as_arrays, outputs)
 
 
 class Classes:

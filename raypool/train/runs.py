@@ -58,6 +58,11 @@ class RunOptions:
         if self.run_dir is not None:
             if not isinstance(self.run_dir, (str, os.PathLike)):
                 raise InvalidTypeError(f"run_dir={self.run_dir!r} is not the path of a folder.")
+            if "://" in os.fspath(self.run_dir):
+                raise InvalidValueError(
+                    f"run_dir={self.run_dir!r} is a URL. A training is kept in a folder that all machines see: name one, and "
+                    "copy checkpoints to the URL from there, or in the loop on rank 0."
+                )
             folder = Path(self.run_dir).expanduser().absolute()
             if folder.exists() and not folder.is_dir():
                 raise InvalidValueError(f"run_dir={folder} is a file. Name a folder, which need not be there yet.")
@@ -105,6 +110,7 @@ class TrainingResult:
             was reported by `ray.train.report` is in it once, as rank 0 said it.
         checkpoint: The last checkpoint, None without one.
         best_checkpoint: The one with the best `RunOptions.best_metric`; None without one, or if no metric was named.
+        best_checkpoints: All that are kept, each with the metrics of rank 0, the best last; without a metric the newest.
         values: What the ranks have returned, by rank; empty if the training has not come to its end.
         path: The folder of the run; None if nothing was kept.
         model: The trained model, on the CPU, of a training by `pool.fit`; else None.
@@ -116,6 +122,7 @@ class TrainingResult:
     metrics_frame: pd.DataFrame = field(repr=False)
     checkpoint: Checkpoint | None = None
     best_checkpoint: Checkpoint | None = None
+    best_checkpoints: list[tuple[Checkpoint, dict[str, Any]]] = field(default_factory=list, repr=False)
     values: list[Any] = field(default_factory=list, repr=False)
     path: Path | None = None
     model: torch.nn.Module | None = field(default=None, repr=False)

@@ -13,16 +13,19 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import pyarrow.fs
 import ray
 from ray.train import Checkpoint, CheckpointUploadMode, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
 # Private: what all functions of ray.train ask in the end. Ray has no public way to say what they are to do in a process of one's
 # own; its local mode, and its own trainers, set the same. tests/integration/test_train_warm.py fails if a name is gone.
+from ray.train.v2._internal.execution.storage import StorageContext
 from ray.train.v2._internal.execution.train_fn_utils import LocalTrainFnUtils, get_train_fn_utils, set_train_fn_utils
 from ray.train.v2.api.context import LocalTrainContext
 from ray.train.v2.api.reported_checkpoint import ReportedCheckpoint, ReportedCheckpointStatus
@@ -32,13 +35,16 @@ from raypool.errors import InvalidTypeError, InvalidValueError
 from raypool.spmd import collectives
 from raypool.spmd.context import SpmdContext
 from raypool.spmd.messages import all_values, meet
+from raypool.spmd.world import environment
 from raypool.task import Running, note_here, running
 from raypool.train.checkpoints import check_name, list_kept, remove_partials
 from raypool.train.keeping import Delivery, Keeper
-from raypool.train.metrics import check_names, checked
+from raypool.train.metrics import checked, how_they_differ
 from raypool.train.plan import Plan, RankEnd
 
 __all__ = ["Plan", "RankEnd", "run_loop"]
+
+logger = logging.getLogger("raypool")
 
 BEGINNING, REPORT = "the beginning of the training", "ray.train.report"
 """What ranks meet in."""
@@ -73,7 +79,7 @@ class _Trainer(TorchTrainer):  # type: ignore[misc]  # Ray is not typed
             loop,
             train_loop_config=config,
             scaling_config=_local_mode(),
-            run_config=RunConfig(name=session.plan.name),
+            run_config=RunConfig(name=session.get_context().get_experiment_name()),
         )
 
     def _get_local_controller(self) -> _Trainer:
@@ -150,7 +156,9 @@ def _entered(session: Session) -> Iterator[None]:
             _before = _set_here()
             set_train_fn_utils(_Switch())
         _sessions.append(session)
+    variables = contextlib.ExitStack()
     try:
+        variables.enter_context(environment(session.variables()))
         if shelter is not None:
             shelter.expose()
         yield
@@ -159,6 +167,7 @@ def _entered(session: Session) -> Iterator[None]:
             if shelter is not None:
                 shelter.shield()
         finally:  # an interruption comes once only
+            variables.close()
             session.end()
             with _lock:
                 _sessions.remove(session)
@@ -189,12 +198,22 @@ class _Told(NamedTuple):
     is_leaving: bool
 
 
+class _Storage(StorageContext):  # type: ignore[misc]
+    """The folder of the run. Ray marks its own with a file, to find out whether all machines see it; here a report does."""
+
+    def _create_validation_file(self) -> None:
+        Path(self.experiment_fs_path).mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def _check_validation_file(self) -> None:
+        """Check nothing."""
+
+
 class _Context(LocalTrainContext):  # type: ignore[misc]
-    def get_storage(self) -> Any:
-        raise InvalidValueError(
-            'ray.train.get_context().get_storage() is there with lane="managed" only, where Ray Train keeps the checkpoints. '
-            "Here raypool does: report() them, and name the folder with RunOptions(run_dir=...)."
-        )
+    run_dir: Path
+
+    def get_storage(self) -> StorageContext:
+        """Return the folder of the run, which is made now if it is not there."""
+        return _Storage(self.run_dir.parent, self.run_dir.name, pyarrow.fs.LocalFileSystem())
 
 
 def _node_id() -> str:
@@ -222,6 +241,7 @@ class Session(LocalTrainFnUtils):  # type: ignore[misc]
         self._checkpoint = None if plan.start is None else Checkpoint.from_directory(plan.start)
         self._keeper = Keeper(plan, context.rank, self._tell)
         self._attempt_before = 1 if note is None else note.attempt
+        self._has_warned = False
 
     # --- its beginning and its end ---
 
@@ -234,13 +254,14 @@ class Session(LocalTrainFnUtils):  # type: ignore[misc]
         told = self._tell((platform.node(), is_seen, note is not None and note.should_stop), BEGINNING)
         hosts = list(dict.fromkeys(host for host, _, _ in told))
         self._context = _Context(
-            plan.name,
+            Path(plan.run_dir).name,  # as in Ray, where the folder of a run is called like it
             world_size=spmd.world_size,
             world_rank=spmd.rank,
             local_rank=spmd.local_rank,
             local_world_size=spmd.local_world_size,
             node_rank=hosts.index(platform.node()),
         )
+        self._context.run_dir = Path(plan.run_dir)
         blind = [rank for rank, (_, is_seen, _) in enumerate(told) if not is_seen]
         if blind:
             raise InvalidValueError(
@@ -250,6 +271,12 @@ class Session(LocalTrainFnUtils):  # type: ignore[misc]
         if note is not None:
             note.attempt = plan.attempt
             note.agreed_stop = any(should_stop for _, _, should_stop in told)
+
+    def variables(self) -> dict[str, str]:
+        """Return what Ray sets in the environment beside what the ranks of every call have; nothing where ranks share it."""
+        if not self._spmd._group.assignment.has_process:
+            return {}
+        return {"NODE_RANK": str(self._context.get_node_rank()), "ACCELERATE_TORCH_DEVICE": str(self._spmd.device)}
 
     def end(self) -> None:
         """Leave the note as it was."""
@@ -275,13 +302,16 @@ class Session(LocalTrainFnUtils):  # type: ignore[misc]
         checkpoint_upload_fn: Callable[[Any, str], Any] | None = None,
         validation: Any = False,
     ) -> None:
-        """Meet the others, keep a checkpoint with them if any has one, and pass on the metrics of rank 0."""
+        """Meet the others, keep a checkpoint with them if any has one, and pass on the metrics of rank 0.
+
+        Names that are no texts become texts in tables and checkpoints.
+        """
         if validation:
             raise InvalidValueError(
                 'ray.train.report(validation=...) needs lane="managed", where Ray Train validates checkpoints beside the '
                 "training. Here validate in the loop, and report the result as a metric."
             )
-        metrics = checked(metrics)
+        said = checked({str(name): value for name, value in metrics.items()} if isinstance(metrics, Mapping) else metrics)
         check_name(checkpoint_dir_name)
         if checkpoint is not None and not isinstance(checkpoint, Checkpoint):
             raise InvalidTypeError(
@@ -290,16 +320,18 @@ class Session(LocalTrainFnUtils):  # type: ignore[misc]
             )
         note = self.note
         should_stop, is_leaving = (False, False) if note is None else (note.should_stop, note.is_leaving)
-        told = self._tell(_Told(tuple(sorted(metrics)), checkpoint is not None, should_stop, is_leaving))
-        check_names([each.names for each in told])
-        self.metrics = metrics
+        told = self._tell(_Told(tuple(sorted(said)), checkpoint is not None, should_stop, is_leaving))
+        if self._spmd.rank == 0 and not self._has_warned and (text := how_they_differ([each.names for each in told])):
+            self._has_warned = True
+            logger.warning("%s. Only what rank 0 reports is kept; raypool.report keeps what each rank reports.", text)
+        self.metrics = {name: said[str(name)] for name in metrics}
         if note is not None:
             is_asked, is_going = any(each.should_stop for each in told), any(each.is_leaving for each in told)
             note.should_stop |= is_asked  # so that what it returns counts, on all ranks
             note.is_leaving |= is_going
             note.agreed_stop = bool(note.agreed_stop) or is_asked or is_going
-            if metrics and self._spmd.rank == 0:
-                note.say(note, "metrics", (time.time(), metrics))
+            if said and self._spmd.rank == 0:
+                note.say(note, "metrics", (time.time(), said))
         if any(each.has_checkpoint for each in told):
             is_placed = checkpoint_upload_mode is CheckpointUploadMode.NO_UPLOAD
             delivery = (
@@ -307,7 +339,7 @@ class Session(LocalTrainFnUtils):  # type: ignore[misc]
                 if checkpoint is None
                 else Delivery(checkpoint, is_placed, bool(delete_local_checkpoint_after_upload), checkpoint_upload_fn)
             )
-            path = self._keeper.keep(delivery, checkpoint_dir_name, metrics)
+            path = self._keeper.keep(delivery, checkpoint_dir_name, said)
             self._checkpoint = Checkpoint.from_directory(path)
 
     # --- the other functions ---

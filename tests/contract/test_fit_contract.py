@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import os
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
+from torch.utils.data import DataLoader, TensorDataset
 
 import raypool
 from raypool import ParallelPool, parpool
@@ -103,6 +105,76 @@ def test_the_callers_random_numbers_stay_as_they_were(pool: ParallelPool) -> Non
     fit(pool)
     assert torch.equal(torch.get_rng_state(), states[0])
     assert np.random.get_state()[1].tolist() == states[1]
+
+
+class Two(nn.Module):
+    """A model of two inputs, called as `forward` names them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 1), nn.Linear(2, 1)
+
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.first(a) + self.second(b)
+        return result
+
+
+@pytest.mark.processes
+def test_inputs_in_any_form_train_the_same_model(pool: ParallelPool) -> None:
+    """As a tuple, by name, from samples that are dicts, from a loader that pads; the trained model predicts from each."""
+    a, b = INPUTS[:, :2], INPUTS[:, 2:]
+    rows = [{"b": y, "a": x, "name": "row", "label": t} for x, y, t in zip(a, b, TARGETS, strict=True)]
+
+    class Encoding(collections.UserDict[str, Any]):
+        """What tokenizers give; a process that loads cannot pickle it, as one of a script."""
+
+    def padded(batch: Any) -> Any:
+        return Encoding({name: torch.stack([torch.tensor(row[name]).float() for row in batch]) for name in ("a", "b", "label")})
+
+    forms = [
+        ((a, b), TARGETS),
+        ({"b": b, "a": a}, TARGETS),
+        [((x, y), t) for x, y, t in zip(a, b, TARGETS, strict=True)],
+        rows,
+        DataLoader(rows, 12, shuffle=True, collate_fn=padded, num_workers=2),  # type: ignore[arg-type]
+    ]
+    models = [pool.fit(Two, data, mse_loss, options(max_epochs=1)).result(WAIT_S).model for data in forms]
+    for model in models[1:]:
+        torch.testing.assert_close(dict(model.state_dict()), dict(models[0].state_dict()))
+    only = [{"image": x, "label": t} for x, t in zip(a, TARGETS, strict=True)]
+    model = pool.fit(lambda: nn.Linear(2, 1), only, mse_loss, options(max_epochs=1)).result(WAIT_S).model
+    np.testing.assert_allclose(pool.predict(model, only), pool.predict(model, a), rtol=1e-5)
+    outputs = pool.predict(models[0], (a, b))
+    np.testing.assert_allclose(pool.predict(models[0], rows), outputs, rtol=1e-5)
+    np.testing.assert_allclose(pool.predict(models[0], {"b": b, "a": a}), outputs, rtol=1e-5)
+
+
+class Halves(torch.utils.data.Sampler[int]):
+    """One half of the samples, then the other; what it draws depends on nothing but the generators."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 24
+
+    def __iter__(self) -> Iterator[int]:
+        return iter((torch.randperm(24) + 24 * (self.epoch % 2)).tolist())
+
+
+@pytest.mark.semantics
+@pytest.mark.processes
+def test_a_sampler_orders_the_samples_the_same_on_all_ranks(pool: ParallelPool, alone: ParallelPool, tmp_path: Any) -> None:
+    """Also where a training goes on from a checkpoint."""
+    data = DataLoader(TensorDataset(torch.tensor(INPUTS), torch.tensor(TARGETS)), 12, sampler=Halves())
+    kept = RunOptions(run_dir=tmp_path / "run")
+    fit(pool, data, kept, max_epochs=1, checkpoint_every=1)
+    assert_same(fit(pool, data, kept, checkpoint_every=1).model, fit(alone, data).model)
+    seen = fit(alone, (INPUTS[:24], TARGETS[:24]), max_epochs=1, validation_data=data).metrics
+    assert seen["validation_loss"] != seen["loss"]
 
 
 @pytest.mark.semantics

@@ -391,7 +391,8 @@ def test_an_exception_is_the_users_own_and_says_at_which_samples(pool: ParallelP
 BAD_DATA: dict[str, tuple[Any, type[Exception], str]] = {
     "nothing": (None, InvalidTypeError, "data is a NoneType"),
     "a text": ("text", InvalidTypeError, "data is a str"),
-    "a mapping": ({"x": np.ones(3)}, InvalidTypeError, "data is a dict"),
+    "a mapping": ({"x": "text"}, InvalidTypeError, "data is a dict"),
+    "a mapping of two lengths": ({"x": np.ones(3), "y": np.ones(4)}, InvalidValueError, "3, 4 samples. A dict is"),
     "a number": (5, InvalidTypeError, "data is a int"),
     "a number of NumPy's": (np.float32(5), InvalidTypeError, "data is a float32"),
     "an array of no dimension": (np.array(5.0), InvalidValueError, "single number"),

@@ -9,7 +9,15 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from raypool.engine.backend import WorkerInfo
 from raypool.errors import InvalidTypeError, InvalidValueError, ResourceError
@@ -223,6 +231,71 @@ def test_data_sets() -> None:
         first_batch([torch.ones(2)] * 3)
 
 
+class Rows:
+    """As a data set of Hugging Face gives its samples: dicts of lists, or of tensors once it was asked for them."""
+
+    def __init__(self, form: str | None = None) -> None:
+        self.format = {"type": form}
+
+    def with_format(self, form: str) -> Rows:
+        return Rows(form)
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        row = {"x": [float(index)] * 2, "text": "a", "label": index % 2, "size": float(index)}
+        return {name: torch.tensor(value) if self.format["type"] and name != "text" else value for name, value in row.items()}
+
+
+def test_several_inputs_and_targets() -> None:
+    """Each is what it would be alone; a tuple of two is (inputs, targets) also where they are lists of numbers."""
+    x, y = np.arange(4.0), torch.arange(4)
+    inputs, targets = first_batch(((x, x[:, None]), {"a": y, "b": x}))
+    assert (inputs[0].tolist(), inputs[1].shape, inputs[0].dtype) == ([0, 1, 2], (3, 1), torch.float32)
+    assert (targets["a"].tolist(), targets["b"].dtype) == ([0, 1, 2], torch.float32)
+    assert first_batch(([1, 2, 3], [4, 5, 6]))[1].tolist() == [4, 5, 6]
+    frame = pd.DataFrame({"a": [1, 2, 3], "b": [4, 5, 6], "c": [0.5, 1.5, 2.5]})
+    inputs, targets = first_batch((frame, ["a", "c"]))
+    assert (inputs.tolist(), targets.tolist()) == ([[4], [5], [6]], [[1, 0.5], [2, 1.5], [3, 2.5]])
+    with pytest.raises(InvalidValueError, match="no column 'd'"):
+        take_samples((frame, ["a", "d"]))
+
+
+def test_samples_that_are_dicts() -> None:
+    inputs, targets = first_batch(Rows())
+    assert (set(inputs), inputs["x"].tolist(), targets.tolist()) == ({"x", "text", "size"}, [[0, 0], [1, 1], [2, 2]], [0, 1, 0])
+    assert first_batch((Rows(), "size"))[1].tolist() == [0, 1, 2]
+    inputs, targets = first_batch((Rows(), ["size", "label"]))
+    assert (set(inputs), targets["size"].tolist(), targets["label"].tolist()) == ({"x", "text"}, [0, 1, 2], [0, 1, 0])
+    plain = [{"x": 1.5, "y": 2.5}] * 2
+    assert first_batch((plain, "y"), 2)[0]["x"].dtype == torch.float32, "as the model has it"
+    for data, words in ((plain, "of 'x', 'y', with no 'label'"), ((plain, "z"), "no 'z'"), ((plain, ["x", "y"]), "but targets")):
+        with pytest.raises(InvalidValueError, match=f"{words}.*Name the target"):
+            first_batch(data, 2)
+
+
+def test_what_a_loader_says_counts_unless_the_options_say_others() -> None:
+    """Its batch size and order, its collate_fn and its sampler; without any of them the defaults are as they were."""
+
+    def division(data: Any, **options: Any) -> Any:
+        job = job_of(prepare_fit(torch.nn.Linear(2, 1), data, MSE, TrainingOptions(**options), on_cpus(1)))
+        return job.division.batch_size, job.options.shuffle, len(job.samples)
+
+    pairs = TensorDataset(torch.zeros(500, 2), torch.zeros(500, 1))
+    assert division(pairs) == (128, "every-epoch", 500)
+    assert division(DataLoader(pairs, 32)) == (32, "never", 500)
+    assert division(DataLoader(pairs, 32, shuffle=True)) == (32, "every-epoch", 500)
+    assert division(DataLoader(pairs, 32), mini_batch_size=64, shuffle=True) == (64, "every-epoch", 500)
+    some = DataLoader(pairs, 4, sampler=SubsetRandomSampler(range(9)))
+    assert division(some) == (4, "never", 9)
+    assert division(DataLoader(pairs, 8, sampler=WeightedRandomSampler([1.0] * 500, 900))) == (8, "never", 900)
+    with pytest.raises(InvalidValueError, match="shuffle='once' does not go with a sampler"):
+        division(some, shuffle="once")
+    inputs, targets = first_batch(DataLoader(Pairs(), collate_fn=lambda batch: {"x": torch.ones(len(batch)), "label": [1, 2, 3]}))
+    assert (inputs["x"].tolist(), targets) == ([1, 1, 1], [1, 2, 3])
+
+
 NO_DATA = [
     (lambda: (np.ones((3, 1)), np.ones(4)), InvalidValueError, "3 inputs and 4 targets"),
     (lambda: (np.ones((0, 1)), np.ones(0)), InvalidValueError, "no samples"),
@@ -231,8 +304,18 @@ NO_DATA = [
     (lambda: (torch.tensor(1.0), torch.ones(1)), InvalidValueError, "a single number"),
     (lambda: torch.ones(3), InvalidTypeError, "of type Tensor, without targets"),
     (lambda: np.ones(3), InvalidTypeError, "of type ndarray, without targets"),
-    (lambda: Endless(), InvalidTypeError, "no samples by number"),
-    (lambda: DataLoader(Pairs()), InvalidTypeError, "Give its data set, data.dataset"),
+    (lambda: pd.Series([1.0]), InvalidTypeError, "of type Series, without targets"),
+    (lambda: Endless(), InvalidTypeError, "one after the other.*list\\(data\\).*pool.train"),
+    (lambda: DataLoader(Endless()), InvalidTypeError, "of type Endless, whose samples come one after the other"),
+    (lambda: iter([(1.0, 2.0)]), InvalidTypeError, "one after the other"),
+    (lambda: DataLoader(Pairs(), batch_size=None), InvalidTypeError, "a batch_size"),
+    (lambda: DataLoader(Pairs(), batch_sampler=[[0, 1], [2]]), InvalidTypeError, "batch_sampler of its own"),
+    (lambda: DataLoader(Pairs(), sampler=DistributedSampler(Pairs(), 2, 0)), InvalidTypeError, "Leave the sampler out"),
+    (lambda: DataLoader(Pairs(), sampler=Endless()), InvalidTypeError, "Endless, has no length"),
+    (lambda: {"train": Pairs(), "test": Pairs()}, InvalidTypeError, "a dict of 'train', 'test'. Give one of its parts"),
+    (lambda: ((np.ones((3, 1)), np.ones((4, 1))), np.ones(3)), InvalidValueError, "3 and 4 inputs and 3 targets"),
+    (lambda: ([np.ones(3), np.zeros(3)], np.ones(3)), InvalidValueError, "2 inputs and 3 targets.*inputs are a tuple"),
+    (lambda: ((), np.ones(3)), InvalidValueError, "no inputs and 3 targets"),
     (lambda: None, InvalidTypeError, "of type NoneType"),
     (lambda: 7, InvalidTypeError, "of type int"),
     (list, InvalidValueError, "no samples"),

@@ -60,14 +60,14 @@ WRONG_TYPES: list[dict[str, Any]] = [
     {"schedule": 0.1},
     {"execution": None},
     {"precision": 16},
-    {"shuffle": True},
+    {"shuffle": 1},
+    {"schedule": True},
     {"strategy": None},
-    {"scale_batch": True},
+    {"scale_batch": 2},
     {"learning_rate": "0.1"},
     {"learning_rate": True},
     {"momentum": None},
     {"mini_batch_size": 32.0},
-    {"mini_batch_size": None},
     {"max_epochs": None},
     {"max_epochs": True},
     {"accumulate_steps": None},
@@ -107,7 +107,14 @@ def test_they_are_named_frozen_and_travel() -> None:
 def test_defaults_change_nothing_silently() -> None:
     options = TrainingOptions()
     assert options.scale_batch is options.scale_learning_rate is options.clip_gradient_norm is None
-    assert (options.precision, options.schedule, options.strategy, options.mini_batch_size) == ("float32", "none", "ddp", 128)
+    assert (options.precision, options.schedule, options.strategy) == ("float32", "none", "ddp")
+
+
+def test_pythons_own_words_mean_what_matlabs_mean() -> None:
+    yes = TrainingOptions(shuffle=True, scale_batch=True, scale_learning_rate=True, schedule=None)
+    assert yes == TrainingOptions(shuffle="every-epoch", scale_batch="per_worker", scale_learning_rate="linear")
+    no = TrainingOptions(shuffle=False, scale_batch=False, scale_learning_rate=False)
+    assert no == TrainingOptions(shuffle="never")
 
 
 # --- the learning rate ------------------------------------------------------------------------------------------------

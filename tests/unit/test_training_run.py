@@ -419,6 +419,7 @@ def test_folders_have_readable_names_of_their_own(tmp_path: Path, monkeypatch: p
 
 CANNOT_WORK = [
     ("run_dir", 7, InvalidTypeError, "not the path"),
+    ("run_dir", "s3://bucket/run", InvalidValueError, "is a URL"),
     ("keep_checkpoints", 0, InvalidValueError, "less than 1"),
     ("keep_checkpoints", 1.5, InvalidTypeError, "not a whole number"),
     ("min_workers", 0, InvalidValueError, "less than 1"),
