@@ -28,6 +28,7 @@ from raypool.engine.trace import TraceWriter
 from raypool.engine.traffic import Traffic
 from raypool.engine.verdicts import Tell
 from raypool.errors import InvalidValueError, PoolBrokenError, PoolClosedError, StartupError
+from raypool.generators import generators_of
 from raypool.profiles import Profile
 from raypool.shared import discard
 from raypool.store import FindWay, ValueStore
@@ -89,6 +90,7 @@ class Engine:
         self._why_closed = "The pool was shut down. Open another with parpool()."
         self.helpers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # they hand in more work of what is not done yet
         self._has_noted = False
+        self._has_warned_of: set[str] = set()  # functions with generators of their own
         self.driver.start(self.backend)
         _engines.add(self)
         if profile.setup is not None:
@@ -136,6 +138,25 @@ class Engine:
             if len(self._functions) > KEPT_FUNCTIONS:
                 self._functions.popitem(last=False)
             return function
+
+    def warn_of_generators(self, fn: Callable[..., Any]) -> None:
+        """Say, once for a function, that each worker has its own copies of the random generators that it uses.
+
+        In this process there are no copies: items draw one after the other, as in a loop without a pool.
+        """
+        name = function_name(fn)
+        if self.profile.backend != "ray" or name in self._has_warned_of:
+            return
+        found = generators_of(fn)
+        if found:
+            self._has_warned_of.add(name)
+            logger.warning(
+                "%s draws from %s, and each worker has its own copy of that: items on different workers get the same random "
+                "numbers, and the next run gives others. Use parfor with seed=0, which seeds it for each item, or make the "
+                "generator in the function, from its item.",
+                name,
+                ", ".join(dict.fromkeys(f"the generator {generator.name}".rstrip() for generator in found)),
+            )
 
     @functools.cached_property
     def store(self) -> ValueStore:
