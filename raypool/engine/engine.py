@@ -33,6 +33,7 @@ from raypool.profiles import Profile
 from raypool.shared import discard
 from raypool.store import FindWay, ValueStore
 from raypool.task import in_task
+from raypool.users_code import Project
 
 KEPT_FUNCTIONS = 128
 """So many small functions stay known on the workers between calls; larger ones only while something calls them."""
@@ -83,7 +84,8 @@ class Engine:
         self.traffic = Traffic()
         self.backend = make_backend(self.driver.post, self.hub, self.traffic)
         self.find_way: FindWay = self.backend.find_way
-        self._functions: OrderedDict[bytes, Function] = OrderedDict()
+        self._functions: OrderedDict[tuple[bytes, int], Function] = OrderedDict()
+        self._project = Project() if profile.backend == "ray" else None
         self._function_ids = itertools.count()
         self._lock = threading.Lock()
         self.is_closing = False
@@ -130,11 +132,13 @@ class Engine:
         """
         name = function_name(fn)
         packed = self.backend.pack(fn, f"the function {name}")
+        project = None if self._project is None else self._project.look()
         with self._lock:
             if not isinstance(packed, bytes):
-                return Function(next(self._function_ids), packed, name)
-            function = self._functions.pop(packed, None) or Function(next(self._function_ids), packed, name)
-            self._functions[packed] = function
+                return Function(next(self._function_ids), packed, name, project)
+            key = packed, 0 if project is None else project.number
+            function = self._functions.pop(key, None) or Function(next(self._function_ids), packed, name, project)
+            self._functions[key] = function
             if len(self._functions) > KEPT_FUNCTIONS:
                 self._functions.popitem(last=False)
             return function

@@ -24,6 +24,7 @@ class Seat:
         "is_spent",
         "known",
         "place",
+        "project",
         "pulse",
         "run",
         "stale",
@@ -43,6 +44,7 @@ class Seat:
         self.worker_id = worker_id
         self.known: set[int] = set()  # functions that the worker has
         self.stale: list[int] = []  # those of them that nobody will call again
+        self.project = -1  # the number of the newest snapshot of the driver's modules that the worker has
         self.calls: dict[int, int | None] = {}  # in flight, each with the one that it waits behind
         self.told_of = -1  # the last that lasted: what was sent behind it is refused, and runs elsewhere
         self.pulse: Pulse | None = None  # if its process is on this machine
