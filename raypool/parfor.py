@@ -136,7 +136,7 @@ class LoopVerbs:
         function = engine.function(fn)
         if seed is None:
             engine.warn_of_generators(fn)
-        label = name or self._options.name or function.name
+        fn_id, label = function.fn_id, name or self._options.name or function.name
         options, where = self._options, self._where(engine)
         home = None if options.checkpoints is None else (str(options.checkpoints), checkpoint_owner(fn))
         how = LoopOptions(
@@ -146,7 +146,7 @@ class LoopVerbs:
         def make_spec(task_id: int, size: int, is_open: bool) -> TaskSpec:
             return TaskSpec(
                 task_id,
-                function.fn_id,
+                fn_id,
                 size,
                 is_open,
                 options.priority,
@@ -163,6 +163,7 @@ class LoopVerbs:
             )
 
         work = LoopWork(function, (), how) if run_dir is None else durable_loop(fn, function, how, run_dir, rerun)
+        del function  # the traceback of an error would keep it in workers
         with contextlib.closing(work), watched(progress, label, engine) as watcher:
             results = LoopRun(engine, work, watcher).run(sequence, make_spec)
         raise_if_failed(work, results, on_error)

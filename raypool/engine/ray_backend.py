@@ -296,20 +296,19 @@ class RayBackend:
         if seat.is_dead():
             self._lose(worker_id, LossReason.EXIT, "its process ended while it was idle", was_idle=seat.is_idle)
             return
-        seat.calls[attempt_id] = behind
-        new = {}
-        for function in functions:
-            if function.fn_id not in seat.known:
-                seat.known.add(function.fn_id)
-                new[function.fn_id] = function.packed
-                weakref.finalize(function, note_stale, weakref.ref(seat), function.fn_id).atexit = False
-        stale, seat.stale = seat.stale, []
-        seat.known.difference_update(stale)
         if self._cards is not None:
             parts = self._cards.sent(seat.place, seat.claim, attempt_id, parts)
-        call = pack_call(attempt_id, parts, News(new, stale, self._news(seat, functions)), seat.is_spent, behind)
+        with seat.lock:
+            seat.calls[attempt_id] = behind
+            stale, new = seat.take_stale(), {}
+            for function in functions:
+                if function.fn_id not in seat.known:
+                    seat.known.add(function.fn_id)
+                    new[function.fn_id] = function.packed
+                    weakref.finalize(function, note_stale, weakref.ref(seat), function.fn_id).atexit = False
+            call = pack_call(attempt_id, parts, News(new, stale, self._news(seat, functions)), seat.is_spent, behind)
+            status, values = seat.run(call.header, call.refs) if call.refs else seat.run(call.header)
         self._traffic.add(seat.place, len(call.header), 0)
-        status, values = seat.run(call.header, call.refs) if call.refs else seat.run(call.header)
         self._answered(worker_id, status, functools.partial(self._on_status, worker_id, seat.place, attempt_id, values))
 
     def _news(self, seat: Seat, functions: Sequence[Function]) -> Snapshot | None:
@@ -328,7 +327,7 @@ class RayBackend:
         self._agents.signal(worker_id, attempt_id, task_id, wish, stopped)
 
     def _watch(self) -> None:
-        """Report workers that die while nothing runs in them, and an end of Ray: no call comes back to tell of these."""
+        """Look after workers in which nothing runs, and notice an end of Ray: no call comes back to tell of these."""
         while not self._left.wait(WATCH_S):
             cut_off = why_cut_off(self._nodes.silent_s(WATCH_S), self._nodes.is_adrift, self._is_outside)
             if cut_off is not None:
@@ -351,6 +350,10 @@ class RayBackend:
             self._lose(worker_id, LossReason.NODE, self._ending)
         elif not seat.calls and seat.actor is not None and seat.is_dead():
             self._lose(worker_id, LossReason.EXIT, "its process ended while it was idle", was_idle=True)
+        elif seat.stale:
+            with seat.lock:  # else it would keep what they hold until it is called again
+                if not seat.calls and seat.actor is not None and (stale := seat.take_stale()):
+                    seat.actor.forget.remote(stale)
 
     def _on_status(self, worker_id: int, place: int, attempt_id: int, values_ref: Any, answer: Any) -> None:
         seat = self._by_worker.get(worker_id)

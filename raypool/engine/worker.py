@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import gc
 import os
 import pickle
 import platform
@@ -15,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
 
+import psutil
 import ray
 
 from raypool.core.sharing import fraction_for
@@ -42,6 +44,9 @@ from raypool.left_globals import call_setup, share_left
 from raypool.shared import discard_all, is_any_here
 from raypool.task import is_retired, let_notes_travel, mark_worker_process, set_link
 from raypool.users_code import Follower, Snapshot, reload_all
+
+COLLECT_BYTES = 16 * 1024 * 1024
+"""If a process has grown by so much, it looks for garbage when it forgets a function, also if something waits to run."""
 
 DRAIN_TIMEOUT_S = 2.0
 """How long a worker that ends waits until what it has said last is sent [s]."""
@@ -121,6 +126,8 @@ class PoolWorker:
         self._outbox = Outbox(self._push)
         self._packed: dict[int, Packed] = {}  # functions that were not called yet
         self._functions: dict[int, Callable[..., Any]] = {}
+        self._process = psutil.Process()
+        self._used_bytes = self._process.memory_info().rss  # after the last collection
         self._keeper = ParcelKeeper()
         self._follower = Follower()
         self._outdated: list[ModuleType] = []  # modules that the driver has in another version
@@ -199,7 +206,7 @@ class PoolWorker:
         attempt_id, fields, functions, stale, project, is_known, behind = load(Parcel(call, [], list(refs)))
         parts = [Part(*entries) for entries in fields]
         del call, refs, fields
-        self.forget(stale)
+        self.forget(stale, is_idle=False)
         self._packed.update(functions)
         if project is not None:
             self._follower.follow(Snapshot(*project))
@@ -282,11 +289,22 @@ class PoolWorker:
             del self._packed[fn_id]
         return fn
 
-    def forget(self, fn_ids: Sequence[int]) -> None:
-        """Let go of functions that nobody will call again, and of what they hold."""
+    def forget(self, fn_ids: Sequence[int], is_idle: bool = True) -> None:
+        """Let go of functions that nobody will call again, and of what they hold.
+
+        Functions and their global variables refer to each other: only the collector frees these. It takes a tenth of a second in
+        a process with torch; so if something waits to run, only where the process has grown.
+        """
+        if not fn_ids:
+            return
         for fn_id in fn_ids:
             self._functions.pop(fn_id, None)
             self._packed.pop(fn_id, None)
+        used = self._process.memory_info().rss
+        if is_idle or used > self._used_bytes + COLLECT_BYTES:
+            gc.collect()
+            used = self._used_bytes = self._process.memory_info().rss
+        self._used_bytes = min(self._used_bytes, used)
 
     def wind_up(self, teardown: Packed | None) -> str | None:
         """Clean up constants, and call what workers end with; return what has gone wrong there, if anything."""
