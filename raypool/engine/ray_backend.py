@@ -25,7 +25,7 @@ from raypool.engine.hub import Hub
 from raypool.engine.nodes import Nodes, NodeWatch
 from raypool.engine.outside import is_outside, note_deaths
 from raypool.engine.pulse import Pulse
-from raypool.engine.ray_calls import when_done
+from raypool.engine.ray_calls import UNRECORDED, when_done
 from raypool.engine.ray_failures import loss_reason, loss_text
 from raypool.engine.ray_nodes import CutOff, look, why_cut_off
 from raypool.engine.ray_session import connection, give_up_ray, leave_ray
@@ -208,6 +208,7 @@ class RayBackend:
             "num_gpus": demand.worker_gpus,
             "scheduling_strategy": seat.claim.strategy(),
             "max_restarts": 0,
+            **UNRECORDED,
         }
         if demand.worker_memory_bytes:
             options["memory"] = demand.worker_memory_bytes

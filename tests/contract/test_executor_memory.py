@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import tracemalloc
+import uuid
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -186,6 +187,27 @@ def test_what_a_function_has_left_in_its_variables_is_freed_with_its_loop(
 
     assert eventually(lambda: marks.count("freed") == marks.count("made"))
     assert 1 <= marks.count("made") <= pool.num_workers
+
+
+@pytest.mark.processes
+@pytest.mark.quick
+def test_rays_control_store_keeps_nothing_of_a_call(pool: ParallelPool, eventually: Any) -> None:
+    """Nor of the actors that take it: a call of somebody else's, later, is recorded, and nothing of the pool's before it."""
+    import ray
+    from ray._private.state import state
+
+    def names() -> list[str]:
+        state._connect_and_get_accessor()
+        return [event.task_info.name for event in state._get_all_task_events()]
+
+    pool.parfor(abs, range(10), chunk_size=1)
+    pool.parfeval(print, "said").result(60)
+    pool.store["key"] = 1
+    later = f"later {uuid.uuid4()}"
+    ray.get(ray.remote(num_cpus=0)(lambda: 1).options(name=later).remote())
+
+    assert eventually(lambda: later in names())
+    assert not [name for name in names() if name.startswith(("PoolWorker", "NodeAgent", "Scout"))]
 
 
 @pytest.mark.concurrent
