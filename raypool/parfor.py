@@ -70,8 +70,10 @@ class LoopVerbs:
                 It takes a list of items, not a generator.
             max_workers: Use at most so many workers; 0 runs serially in this process.
             chunk_size: Send so many items in a call, whatever they take. None: by measured time.
-            seed: Give every item its own random numbers (Python's, NumPy's and torch's global generators, and
-                `current_task().seed`), which depend on the seed and the item's number only.
+            seed: Give every item its own random numbers, which depend on the seed and the item's number only: those of Python's,
+                NumPy's and torch's global generators, of all generators that `fn` finds in global variables, its closure,
+                default arguments or a partial (`rng = np.random.default_rng(0)` of a script, say), and `current_task().seed`.
+                In this process (profiles "inline" and "threads") generators are put back afterwards.
             progress: Show how the loop goes on, on standard error. None: in a notebook as a picture below the cell; on a terminal
                 as a picture there; else as lines in a log file, the first after ten seconds. True: lines from the beginning, too.
                 False: nothing. Or `tqdm`, or what else makes a progress bar: it is called as `progress(total=..., desc=...)`,
@@ -134,7 +136,9 @@ class LoopVerbs:
         else:
             engine = self._engine_here()
         function = engine.function(fn)
-        label = name or self._options.name or function.name
+        if seed is None:
+            engine.warn_of_generators(fn)
+        fn_id, label = function.fn_id, name or self._options.name or function.name
         options, where = self._options, self._where(engine)
         home = None if options.checkpoints is None else (str(options.checkpoints), checkpoint_owner(fn))
         how = LoopOptions(
@@ -144,7 +148,7 @@ class LoopVerbs:
         def make_spec(task_id: int, size: int, is_open: bool) -> TaskSpec:
             return TaskSpec(
                 task_id,
-                function.fn_id,
+                fn_id,
                 size,
                 is_open,
                 options.priority,
@@ -161,6 +165,7 @@ class LoopVerbs:
             )
 
         work = LoopWork(function, (), how) if run_dir is None else durable_loop(fn, function, how, run_dir, rerun)
+        del function  # the traceback of an error would keep it in workers
         with contextlib.closing(work), watched(progress, label, engine) as watcher:
             results = LoopRun(engine, work, watcher).run(sequence, make_spec)
         raise_if_failed(work, results, on_error)

@@ -115,6 +115,11 @@ def discard(keys: Sequence[str]) -> None:
         raise errors[0]
 
 
+def is_any_here() -> bool:
+    """Return whether a constant has been used in this process."""
+    return bool(_kept)
+
+
 def discard_all() -> None:
     """Let go of all constants in this process."""
     discard(list(_kept))

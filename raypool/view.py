@@ -224,6 +224,7 @@ class PoolView(LoopVerbs, TrainingVerbs, concurrent.futures.Executor):
         engine = self._engine_here()
         where = self._where(engine)
         function = engine.function(fn)
+        engine.warn_of_generators(fn)
 
         def submit(args: tuple[Any, ...]) -> Future[T]:
             if engine is self._engine:

@@ -25,7 +25,7 @@ from raypool.engine.hub import Hub
 from raypool.engine.node_agent import OFFERED, NodeAgent
 from raypool.engine.nodes import LOOK_S
 from raypool.engine.packing import snapshot
-from raypool.engine.ray_calls import answered, aside, ask, when_done
+from raypool.engine.ray_calls import UNRECORDED, answered, aside, ask, when_done
 from raypool.engine.ray_session import is_up
 from raypool.engine.telemetry import Usage, sum_of
 from raypool.engine.worker import Introduction
@@ -238,7 +238,7 @@ class Agents:
                 driver = outside.driver_process() if node_id == outside.home_node() else None
                 place = NodeAffinitySchedulingStrategy(node_id, soft=False)
                 options = {"num_cpus": 0, "num_gpus": 0, "scheduling_strategy": place, "max_concurrency": 100_000}
-                agent = ray.remote(NodeAgent).options(**options).remote(driver, self._inventory)
+                agent = ray.remote(NodeAgent).options(**options, **UNRECORDED).remote(driver, self._inventory)
                 self._agents[node_id] = agent
                 self._take(agent)
             return agent

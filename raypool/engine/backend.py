@@ -14,6 +14,7 @@ from raypool.core.messages import Event, Signal
 from raypool.devices.gpus import GpuDevice
 from raypool.futures import Values
 from raypool.task import Way
+from raypool.users_code import Snapshot
 
 Post = Callable[[Event, Any], None]
 """How a backend tells the driver that something has happened, from any thread.
@@ -98,14 +99,18 @@ class GpuMemory(NamedTuple):
 
 
 class Function:
-    """A user's function on its way: packed once, shipped to each worker once, known there by `fn_id`."""
+    """A user's function on its way: packed once, shipped to each worker once, known there by `fn_id`.
 
-    __slots__ = ("__weakref__", "fn_id", "name", "packed")
+    `project`: the user's modules as they were when it was packed, where it travels.
+    """
 
-    def __init__(self, fn_id: int, packed: Any, name: str) -> None:
+    __slots__ = ("__weakref__", "fn_id", "name", "packed", "project")
+
+    def __init__(self, fn_id: int, packed: Any, name: str, project: Snapshot | None = None) -> None:
         self.fn_id = fn_id
         self.packed = packed
         self.name = name
+        self.project = project
 
 
 def function_name(fn: Any) -> str:

@@ -186,6 +186,7 @@ class DurableLoop(LoopWork):
 
     def end(self, state: TaskState, error: BaseException | None) -> None:
         """Wake whoever waits, when all is written."""
+        del self.function
         self._note_cancelled(state)  # here: by then it may have come back
         self._recorder.end(partial(self._ended, state, error))
 

@@ -10,10 +10,11 @@ import os
 import sys
 import threading
 import time
+import types
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from raypool.core.messages import ResizeRequested, ShutdownRequested
 from raypool.core.model import PoolState
@@ -28,13 +29,18 @@ from raypool.engine.trace import TraceWriter
 from raypool.engine.traffic import Traffic
 from raypool.engine.verdicts import Tell
 from raypool.errors import InvalidValueError, PoolBrokenError, PoolClosedError, StartupError
+from raypool.generators import generators_of
 from raypool.profiles import Profile
 from raypool.shared import discard
 from raypool.store import FindWay, ValueStore
 from raypool.task import in_task
+from raypool.users_code import Project
 
-KEPT_FUNCTIONS = 128
-"""So many small functions stay known on the workers between calls; larger ones only while something calls them."""
+KNOWN_BYTES = 1024 * 1024
+"""So many bytes of pickled functions are remembered, to tell a function that is called again from a new one."""
+
+BY_VALUE = b"cloudpickle"
+"""What stands in the pickle of a function that has code with it: of a script, a notebook or a closure."""
 
 EXIT_GRACE_S = 5.0
 """So long what has not ended has left when the interpreter ends by itself [s]."""
@@ -49,6 +55,17 @@ logger = logging.getLogger("raypool")
 def as_is(value: Any) -> Any:
     """Return a value that does not travel."""
     return value
+
+
+Key = tuple[bytes, int]
+"""A pickled function, and the number of the snapshot of the user's modules that it was pickled with."""
+
+
+class Known(NamedTuple):
+    """The number of a function, and the function itself if workers are to keep it."""
+
+    fn_id: int
+    function: Function | None
 
 
 class Engine:
@@ -82,7 +99,10 @@ class Engine:
         self.traffic = Traffic()
         self.backend = make_backend(self.driver.post, self.hub, self.traffic)
         self.find_way: FindWay = self.backend.find_way
-        self._functions: OrderedDict[bytes, Function] = OrderedDict()
+        self._functions: weakref.WeakValueDictionary[Key, Function] = weakref.WeakValueDictionary()  # those in use
+        self._known: OrderedDict[Key, Known] = OrderedDict()
+        self._known_bytes = 0
+        self._project = Project() if profile.backend == "ray" else None
         self._function_ids = itertools.count()
         self._lock = threading.Lock()
         self.is_closing = False
@@ -90,6 +110,7 @@ class Engine:
         self._why_closed = "The pool was shut down. Open another with parpool()."
         self.helpers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # they hand in more work of what is not done yet
         self._has_noted = False
+        self._has_warned_of: set[str] = set()  # functions with generators of their own
         self.driver.start(self.backend)
         _engines.add(self)
         if profile.setup is not None:
@@ -123,20 +144,50 @@ class Engine:
             raise PoolClosedError(self._why_closed)
 
     def function(self, fn: Callable[..., Any]) -> Function:
-        """Return a function ready to be shipped; the same one for the same code and closure.
+        """Return a function ready to be shipped; the same one for the same code and closure, as long as somebody holds it.
 
-        It is pickled at every call of this, since what it refers to may have changed meanwhile.
+        It is pickled at every call of this, since what it refers to may have changed meanwhile. When nobody holds it any more,
+        workers forget it, with all that its global variables have come to hold there; not one that they find by its name, whose
+        variables are its module's. Its number stays the same, and with it what is known of how long it takes.
         """
         name = function_name(fn)
         packed = self.backend.pack(fn, f"the function {name}")
+        project = None if self._project is None else self._project.look()
         with self._lock:
             if not isinstance(packed, bytes):
-                return Function(next(self._function_ids), packed, name)
-            function = self._functions.pop(packed, None) or Function(next(self._function_ids), packed, name)
-            self._functions[packed] = function
-            if len(self._functions) > KEPT_FUNCTIONS:
-                self._functions.popitem(last=False)
+                return Function(next(self._function_ids), packed, name, project)
+            key = packed, 0 if project is None else project.number
+            known = self._known.pop(key, None)
+            function = self._functions.get(key)
+            if function is None:
+                fn_id = next(self._function_ids) if known is None else known.fn_id
+                function = self._functions[key] = Function(fn_id, packed, name, project)
+            is_by_name = isinstance(fn, (types.FunctionType, types.BuiltinFunctionType, type)) and BY_VALUE not in packed
+            self._known[key] = Known(function.fn_id, function if is_by_name else None)
+            self._known_bytes += len(packed) if known is None else 0
+            while self._known_bytes > KNOWN_BYTES:
+                (oldest, _), _ = self._known.popitem(last=False)
+                self._known_bytes -= len(oldest)
             return function
+
+    def warn_of_generators(self, fn: Callable[..., Any]) -> None:
+        """Say, once for a function, that each worker has its own copies of the random generators that it uses.
+
+        In this process there are no copies: items draw one after the other, as in a loop without a pool.
+        """
+        name = function_name(fn)
+        if self.profile.backend != "ray" or name in self._has_warned_of:
+            return
+        found = generators_of(fn)
+        if found:
+            self._has_warned_of.add(name)
+            logger.warning(
+                "%s draws from %s, and each worker has its own copy of that: items on different workers get the same random "
+                "numbers, and the next run gives others. Use parfor with seed=0, which seeds it for each item, or make the "
+                "generator in the function, from its item.",
+                name,
+                ", ".join(dict.fromkeys(f"the generator {generator.name}".rstrip() for generator in found)),
+            )
 
     @functools.cached_property
     def store(self) -> ValueStore:

@@ -18,6 +18,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raypool.engine.demands import Demand, Node, living_nodes
+from raypool.engine.ray_calls import UNRECORDED
 
 IS_NEW, IN_KUBERNETES = "RAY_enable_autoscaler_v2", "RAY_CLUSTER_NAME"
 """Variables of a head that KubeRay's operator has made, for a cluster that it grows."""
@@ -68,7 +69,8 @@ def growth() -> Growth:
     heads = [node["NodeID"] for node in living_nodes() if HEAD in node["Resources"]]
     if not heads:
         return NONE
-    ask = ray.remote(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(heads[0], soft=False))(_settings_here)
+    there = NodeAffinitySchedulingStrategy(heads[0], soft=False)
+    ask = ray.remote(num_cpus=0, scheduling_strategy=there, **UNRECORDED)(_settings_here)
     try:
         settings = ray.get(ask.remote(), timeout=ASK_TIMEOUT_S)
     except (ray.exceptions.RayError, TimeoutError):

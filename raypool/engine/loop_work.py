@@ -279,6 +279,7 @@ class LoopWork:
 
     def end(self, state: TaskState, error: BaseException | None) -> None:
         """Wake whoever waits; what still runs then runs for nobody."""
+        del self.function  # whoever holds the loop, as the traceback of its error does, need not keep it in workers
         self._note_cancelled(state)
         self._wake(state, error)
 

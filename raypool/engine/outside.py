@@ -24,6 +24,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import raypool
 from raypool.engine.exchange import POOL_ENDED
+from raypool.engine.ray_calls import UNRECORDED
 from raypool.engine.ray_failures import loss_text
 from raypool.errors import PoolClosedError, StartupError
 
@@ -153,6 +154,7 @@ def _settled() -> Outpost:
                 "max_restarts": -1,
                 "max_task_retries": -1,
                 "max_concurrency": AT_ONCE,
+                **UNRECORDED,
                 "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False),
             }
             _outpost = Outpost(connection, node_id, ray.remote(Scout).options(**options).remote())

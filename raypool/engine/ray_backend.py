@@ -25,7 +25,7 @@ from raypool.engine.hub import Hub
 from raypool.engine.nodes import Nodes, NodeWatch
 from raypool.engine.outside import is_outside, note_deaths
 from raypool.engine.pulse import Pulse
-from raypool.engine.ray_calls import aside, when_done
+from raypool.engine.ray_calls import UNRECORDED, aside, when_done
 from raypool.engine.ray_failures import loss_reason, loss_text
 from raypool.engine.ray_nodes import CutOff, look, why_cut_off
 from raypool.engine.ray_session import connection, give_up_ray, is_up, leave_ray
@@ -35,12 +35,14 @@ from raypool.engine.seating import Seating
 from raypool.engine.sharing import Sharing
 from raypool.engine.traffic import Traffic
 from raypool.engine.upkeep import Leftover
-from raypool.engine.worker import Introduction, PoolWorker, pack_call
+from raypool.engine.verdicts import different_module
+from raypool.engine.worker import Introduction, News, PoolWorker, pack_call
 from raypool.errors import LossReason
 from raypool.futures import Values
 from raypool.profiles import Profile
 from raypool.queues import add_source, drop_source
 from raypool.task import Way
+from raypool.users_code import Snapshot
 
 CLOSE_TIMEOUT_S = 5.0
 
@@ -85,6 +87,8 @@ class RayBackend:
             self._cards = Cards(self._seating, self.take_in, post, None if profile.mps else self._ask_usage)
         self._teardown = packing.pack(profile.teardown, "the teardown") if profile.teardown is not None else None
         self._leaky: set[str] = set()  # functions of which it was said that they leave too much on a GPU
+        self._project: Snapshot | None = None  # the newest of the driver's modules that a function came with
+        self._different: set[tuple[str, str]] = set()  # modules, and machines of which it was said that they have other versions
         self._retiring: dict[int, tuple[Any, Chore]] = {}  # workers that have not quite ended, and what is to be done then
         self._retired = threading.Condition()
         self._nodes.start()
@@ -217,6 +221,7 @@ class RayBackend:
             "num_gpus": demand.worker_gpus,
             "scheduling_strategy": seat.claim.strategy(),
             "max_restarts": 0,
+            **UNRECORDED,
         }
         if demand.worker_memory_bytes:
             options["memory"] = demand.worker_memory_bytes
@@ -230,7 +235,10 @@ class RayBackend:
         self._by_worker[worker_id] = seat
         packed = tuple(packing.dump([setup.packed for setup in setups]))
         agent = self._agents.for_mps(seat.claim) if self._profile.mps else None
-        introduction = seat.actor.introduce.remote(packed, agent)
+        project = self._news(seat, setups)
+        if self._project is not None:  # a setup was packed long ago: a worker that replaces an outdated one would be so itself
+            project, seat.project = self._project, self._project.number
+        introduction = seat.actor.introduce.remote(packed, agent, project)
         self._answered(worker_id, introduction, functools.partial(self._on_introduced, worker_id))
 
     def _sharing(self, seat: Seat) -> Sharing | None:
@@ -302,21 +310,30 @@ class RayBackend:
         if seat.is_dead():
             self._lose(worker_id, LossReason.EXIT, "its process ended while it was idle", was_idle=seat.is_idle)
             return
-        seat.calls[attempt_id] = behind
-        new = {}
-        for function in functions:
-            if function.fn_id not in seat.known:
-                seat.known.add(function.fn_id)
-                new[function.fn_id] = function.packed
-                weakref.finalize(function, note_stale, weakref.ref(seat), function.fn_id).atexit = False
-        stale, seat.stale = seat.stale, []
-        seat.known.difference_update(stale)
         if self._cards is not None:
             parts = self._cards.sent(seat.place, seat.claim, attempt_id, parts)
-        call = pack_call(attempt_id, parts, new, stale, seat.is_spent, behind)
+        with seat.lock:
+            seat.calls[attempt_id] = behind
+            stale, new = seat.take_stale(), {}
+            for function in functions:
+                if function.fn_id not in seat.known:
+                    seat.known.add(function.fn_id)
+                    new[function.fn_id] = function.packed
+                    weakref.finalize(function, note_stale, weakref.ref(seat), function.fn_id).atexit = False
+            call = pack_call(attempt_id, parts, News(new, stale, self._news(seat, functions)), seat.is_spent, behind)
+            status, values = seat.run(call.header, call.refs) if call.refs else seat.run(call.header)
         self._traffic.add(seat.place, len(call.header), 0)
-        status, values = seat.run(call.header, call.refs) if call.refs else seat.run(call.header)
         self._answered(worker_id, status, functools.partial(self._on_status, worker_id, seat.place, attempt_id, values))
+
+    def _news(self, seat: Seat, functions: Sequence[Function]) -> Snapshot | None:
+        """Return the newest snapshot among those of functions, if the worker in a place does not have it yet."""
+        newest = None
+        for function in functions:
+            if function.project is not None and function.project.number > seat.project:
+                newest, seat.project = function.project, function.project.number
+        if newest is not None and (self._project is None or newest.number > self._project.number):
+            self._project = newest
+        return newest
 
     def signal(self, worker_id: int, attempt_id: int, task_id: int, wish: Signal) -> None:
         """Let the agent of the worker's node interrupt it; if that has not helped in time, the worker is killed."""
@@ -324,7 +341,7 @@ class RayBackend:
         self._agents.signal(worker_id, attempt_id, task_id, wish, stopped)
 
     def _watch(self) -> None:
-        """Report workers that die while nothing runs in them, and an end of Ray: no call comes back to tell of these."""
+        """Look after workers in which nothing runs, and notice an end of Ray: no call comes back to tell of these."""
         while not self._left.wait(WATCH_S):
             cut_off = why_cut_off(self._nodes.silent_s(WATCH_S), self._nodes.is_adrift, self._is_outside)
             if cut_off is not None:
@@ -348,6 +365,10 @@ class RayBackend:
             self._lose(worker_id, LossReason.NODE, self._ending)
         elif not seat.calls and seat.actor is not None and seat.is_dead():
             self._lose(worker_id, LossReason.EXIT, "its process ended while it was idle", was_idle=True)
+        elif seat.stale:
+            with seat.lock:  # else it would keep what they hold until it is called again
+                if not seat.calls and seat.actor is not None and (stale := seat.take_stale()):
+                    seat.actor.forget.remote(stale)
 
     def _on_status(self, worker_id: int, place: int, attempt_id: int, values_ref: Any, answer: Any) -> None:
         seat = self._by_worker.get(worker_id)
@@ -356,7 +377,7 @@ class RayBackend:
         if not isinstance(answer, bytes):
             self._lose(worker_id, loss_reason(answer), loss_text(answer))
             return
-        sendables, (number, batch), fetched_bytes, weight, header, leftover = pickle.loads(answer)
+        sendables, (number, batch), fetched_bytes, weight, header, leftover, others = pickle.loads(answer)
         self._traffic.add(place, fetched_bytes, len(answer))
         catch_up = None
         if number:  # it has said something, now or before
@@ -372,6 +393,8 @@ class RayBackend:
             seat.is_spent = is_spent
         if leftover is not None:
             self._note_leftover(leftover)
+        if others:
+            self._note_others(others)
         self._post(AttemptFinished(worker_id, attempt_id, (), is_spent), results)
 
     def _on_early(self, worker_id: int, message: bytes) -> None:
@@ -386,6 +409,13 @@ class RayBackend:
         if leftover.words is not None and leftover.name not in self._leaky:
             self._leaky.add(leftover.name)
             logger.warning("%s", leftover.words)
+
+    def _note_others(self, others: Sequence[tuple[str, str, str]]) -> None:
+        """Say, once for each machine, that its workers have another version of a module than this process."""
+        for name, file, host in others:
+            if (name, host) not in self._different:
+                self._different.add((name, host))
+                logger.warning("%s", different_module(name, file, host))
 
     def close(self) -> None:
         """End all workers, give back all claims, and end Ray if it was started for this pool; values stay within reach.

@@ -13,6 +13,9 @@ from ray import exceptions as rx
 from raypool.engine.exchange import POOL_ENDED
 from raypool.errors import PoolClosedError
 
+UNRECORDED = {"enable_task_events": False}
+"""An option of actors (it holds for their methods, too) and tasks: Ray's control store would keep about 5 KB of each call."""
+
 LOOK_AGAIN_S = 1.0
 """How soon whoever waits for an answer notices that Ray has ended [s]."""
 

@@ -22,6 +22,7 @@ from raypool.engine.sharing import Turns
 from raypool.engine.torch_modes import torch_modes
 from raypool.engine.upkeep import Upkeep, note_shortage
 from raypool.errors import TaskCancelled, TaskError
+from raypool.generators import Generator, generators_of
 from raypool.task import Folders, Running, Say, is_retired, item_seed, running, unbroken
 
 UNCHANGEABLE = frozenset({int, float, bool, str, bytes, type(None)})
@@ -137,6 +138,7 @@ def _run_part(part: Part, here: Surroundings, result: RawResult) -> None:
     note = Running(part.start, part.attempt, part.seed, worker.index, worker.gpu, part.name, part.task_id, part.should_stop)
     note.say, note.find_way, note.outer = here.say, here.find_way, running.get()
     note.shelter, note.folders = here.guard, here.folders
+    own = generators_of(fn) if part.seed is not None else []
     if part.is_call:
         fn = _as_calls(fn)
     if part.checkpoints is not None and here.folders is not None:
@@ -146,12 +148,12 @@ def _run_part(part: Part, here: Surroundings, result: RawResult) -> None:
     token, modes = running.set(note), torch_modes()
     streams = diary.streams()
     try:
-        with _generators_kept() if part.seed is not None else contextlib.nullcontext():
+        with _generators_kept(own) if part.seed is not None else contextlib.nullcontext():
             try:
                 here.guard.begin(note, result)
                 if here.turns is not None:
                     here.turns.begin(part)
-                _run_items(fn, items, part, here, result)
+                _run_items(fn, items, own, part, here, result)
             finally:
                 here.guard.end()
                 if here.turns is not None:
@@ -193,8 +195,12 @@ def _with_folders(fn: Callable[[Any], Any], note: Running, folders: Folders) -> 
     return call
 
 
-def _run_items(fn: Callable[[Any], Any], items: list[Any], part: Part, here: Surroundings, result: RawResult) -> None:
+def _run_items(
+    fn: Callable[[Any], Any], items: list[Any], own: Sequence[Generator], part: Part, here: Surroundings, result: RawResult
+) -> None:
     """Run the items until the deadline has passed, or one has failed in a loop that stops then.
+
+    `own`: the generators that the function uses besides the global ones.
 
     The loop in here is the cost of an item: it holds nothing that it need not.
 
@@ -214,7 +220,7 @@ def _run_items(fn: Callable[[Any], Any], items: list[Any], part: Part, here: Sur
             break
         note.index = index
         if seed is not None:
-            seed_everything(item_seed(seed, index))
+            seed_everything(item_seed(seed, index), own)
         try:
             value = fn(item)
             values.append(value if keeper is None or type(value) in UNCHANGEABLE else keeper.keep(value))
@@ -266,8 +272,11 @@ def set_up(setups: Iterable[Callable[[], Any]], worker: WorkerInfo) -> None:
         running.reset(token)
 
 
-def seed_everything(seed: int) -> None:
-    """Seed Python's, NumPy's and torch's global generators (torch only where it is installed)."""
+def seed_everything(seed: int, own: Sequence[Generator]) -> None:
+    """Seed Python's, NumPy's and torch's global generators (torch only where it is installed), and those of a function.
+
+    Each of these gets other numbers than the rest.
+    """
     random.seed(seed)
     import numpy as np
 
@@ -275,6 +284,8 @@ def seed_everything(seed: int) -> None:
     torch = _torch()
     if torch is not None:
         torch.manual_seed(seed % 2**63)
+    for number, generator in enumerate(own):
+        generator.reseed(np.random.SeedSequence(seed, spawn_key=(number,)))
 
 
 @functools.cache
@@ -287,13 +298,14 @@ def _torch() -> Any:
 
 
 @contextlib.contextmanager
-def _generators_kept() -> Iterator[None]:
-    """Give the global generators back as they were: in this process they are the user's own."""
+def _generators_kept(own: Sequence[Generator]) -> Iterator[None]:
+    """Give the global generators, and those of a function, back as they were: in this process they are the user's own."""
     import numpy as np
 
     python_state, numpy_state = random.getstate(), np.random.get_state()
     torch = _torch()
     torch_state = torch.get_rng_state() if torch is not None else None
+    own_states = [generator.get_state() for generator in own]
     try:
         yield
     finally:
@@ -301,3 +313,5 @@ def _generators_kept() -> Iterator[None]:
         np.random.set_state(numpy_state)
         if torch is not None:
             torch.set_rng_state(torch_state)
+        for generator, state in zip(own, own_states, strict=True):
+            generator.set_state(state)

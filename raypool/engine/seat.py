@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
+from collections import deque
 from typing import Any
 
 from raypool.engine import outside
@@ -22,7 +24,9 @@ class Seat:
         "is_ending",
         "is_spent",
         "known",
+        "lock",
         "place",
+        "project",
         "pulse",
         "run",
         "stale",
@@ -35,18 +39,26 @@ class Seat:
         self.claim = claim
         self.actor: Any = None
         self.run: Any = None  # its method, ready to be called
+        self.lock = threading.Lock()  # held by whoever tells the worker which functions to forget, or calls it
         self.take_in(-1)
 
     def take_in(self, worker_id: int) -> None:
         """Begin anew, with another worker."""
         self.worker_id = worker_id
         self.known: set[int] = set()  # functions that the worker has
-        self.stale: list[int] = []  # those of them that nobody will call again
+        self.stale: deque[int] = deque()  # those of them that nobody will call again
+        self.project = -1  # the number of the newest snapshot of the driver's modules that the worker has
         self.calls: dict[int, int | None] = {}  # in flight, each with the one that it waits behind
         self.told_of = -1  # the last that lasted: what was sent behind it is refused, and runs elsewhere
         self.pulse: Pulse | None = None  # if its process is on this machine
         self.is_ending = False  # the worker is lost, or about to be killed
         self.is_spent = False  # the worker is to be replaced, and has said so
+
+    def take_stale(self) -> list[int]:
+        """Return the functions that the worker is to forget now; whoever asks tells it."""
+        stale = [self.stale.popleft() for _ in range(len(self.stale))]
+        self.known.difference_update(stale)
+        return stale
 
     @property
     def is_idle(self) -> bool:

@@ -17,6 +17,7 @@ from raypool.devices.gpus import GpuDevice, Inventory, index_of
 from raypool.engine import shortages
 from raypool.engine.claims import Claim
 from raypool.engine.demands import Demand
+from raypool.engine.ray_calls import UNRECORDED
 
 PROBE_TIMEOUT_S = 10.0
 """How long a task that only looks may take on a machine that is very busy [s]; after that, nothing is known of its GPUs."""
@@ -39,7 +40,7 @@ class Survey:
         self.min_free_bytes = min_free_bytes
         self._inventory = inventory
         self._told: set[tuple[str, int]] = set()
-        self._ask = ray.remote(num_cpus=0, max_retries=0)(_look_inside)  # its claim may be given back meanwhile
+        self._ask = ray.remote(num_cpus=0, max_retries=0, **UNRECORDED)(_look_inside)  # its claim may be given back meanwhile
         self._asked: WeakKeyDictionary[Claim, tuple[float, Any]] = (
             WeakKeyDictionary()
         )  # when, and what will be the answer; None when it has come
@@ -128,7 +129,7 @@ class Survey:
     def known_on(self, node_id: str) -> list[int] | None:
         """Return which GPUs a node has, whoever holds them; None if that cannot be found out."""
         there = NodeAffinitySchedulingStrategy(node_id, soft=False)
-        ref = ray.remote(num_cpus=0, scheduling_strategy=there)(_list_all).remote(self._inventory)
+        ref = ray.remote(num_cpus=0, scheduling_strategy=there, **UNRECORDED)(_list_all).remote(self._inventory)
         try:
             indices: Sequence[int] = ray.get(ref, timeout=PROBE_TIMEOUT_S)
         except (ray.exceptions.RayError, TimeoutError):

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from raypool.engine.backend import Refusal, WorkerInfo
 from raypool.errors import LossReason, PoolBrokenError, SerializationError, TaskError, TaskTimeoutError, WorkerLostError
+from raypool.users_code import folder_of, is_installed
 
 HINTS = {
     LossReason.OUT_OF_MEMORY: "Use smaller batches, fewer workers on this machine, or a larger memory_bytes if one is set.",
@@ -122,3 +123,25 @@ def driver_failed(cause: BaseException | None) -> PoolBrokenError:
     broken = PoolBrokenError("The pool's driver has failed. This is a mistake in raypool; report it with the cause below.")
     broken.__cause__ = cause
     return broken
+
+
+def missing_module(name: str, host: str) -> str | None:
+    """Return what to do about a module that a worker did not find; None if this process does not have it either."""
+    folder = folder_of(name)
+    if folder is None:
+        return None
+    if is_installed(str(folder)):
+        return f"raypool: {name} is installed here, but not on {host}. Install the same version there, or name it in packages=."
+    return (
+        f"raypool: this process finds {name} in {folder}, workers on {host} do not. parpool(..., working_dir={str(folder)!r}) "
+        "sends that folder to all machines."
+    )
+
+
+def different_module(name: str, file: str, host: str) -> str:
+    """Return what to say of a module of which workers on a machine run another version than this process has loaded."""
+    return (
+        f"Workers on {host} run another version of the module {name} than this process: {file} there is not what was imported "
+        f"here. If it was edited since, call importlib.reload({name}) here. If that machine has its own copy, update it, or let "
+        "working_dir= send it."
+    )

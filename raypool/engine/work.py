@@ -12,7 +12,7 @@ from raypool.core.model import Slice, TaskState
 from raypool.engine.backend import Failure, Function, Part, SliceResult, WorkerInfo
 from raypool.engine.diary import add_last_lines
 from raypool.engine.in_flight import Call
-from raypool.engine.verdicts import where
+from raypool.engine.verdicts import missing_module, where
 from raypool.errors import RemoteTraceback, TaskError
 from raypool.futures import Deferred, Future
 
@@ -68,6 +68,10 @@ def described(failure: Failure, label: str, piece: Slice, worker: WorkerInfo) ->
     with contextlib.suppress(Exception):  # it is the user's class, and may refuse attributes
         if note not in getattr(error, "__notes__", ()):
             error.add_note(note)
+            if isinstance(error, ModuleNotFoundError) and remote_traceback is not None:
+                step = missing_module(str(error.name), worker.host)
+                if step is not None:
+                    error.add_note(step)
         if remote_traceback is not None and error.__cause__ is None:
             error.__cause__ = RemoteTraceback(remote_traceback)
     return error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import gc
 import os
 import pickle
 import platform
@@ -12,8 +13,10 @@ import sys
 import traceback
 from collections.abc import Callable, MutableMapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
 
+import psutil
 import ray
 
 from raypool.core.sharing import fraction_for
@@ -38,8 +41,12 @@ from raypool.engine.upkeep import Leftover, Upkeep
 from raypool.errors import InvalidValueError, TaskError
 from raypool.folders import hold
 from raypool.left_globals import call_setup, share_left
-from raypool.shared import discard_all
+from raypool.shared import discard_all, is_any_here
 from raypool.task import is_retired, let_notes_travel, mark_worker_process, set_link
+from raypool.users_code import Follower, Snapshot, reload_all
+
+COLLECT_BYTES = 16 * 1024 * 1024
+"""If a process has grown by so much, it looks for garbage when it forgets a function, also if something waits to run."""
 
 DRAIN_TIMEOUT_S = 2.0
 """How long a worker that ends waits until what it has said last is sent [s]."""
@@ -47,21 +54,23 @@ DRAIN_TIMEOUT_S = 2.0
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
-def pack_call(
-    attempt_id: int,
-    parts: Sequence[Part],
-    functions: dict[int, Packed],
-    stale: Sequence[int],
-    is_spent: bool,
-    behind: int | None,
-) -> Parcel:
-    """Pack what a worker is to run, the functions that it does not have yet, and those that it may forget.
+class News(NamedTuple):
+    """What a worker does not know yet: functions, those that it may forget, and the driver's modules if these have changed."""
+
+    functions: dict[int, Packed]
+    stale: Sequence[int]
+    project: Snapshot | None
+
+
+def pack_call(attempt_id: int, parts: Sequence[Part], news: News, is_spent: bool, behind: int | None) -> Parcel:
+    """Pack what a worker is to run, and what it has to know before.
 
     `is_spent`: it has said that it is to be replaced, and is to run this all the same. `behind`: the call that this waits for.
 
     One pickle of plain tuples: Ray would take each argument, and each tuple with a name, by itself.
     """
-    call = (attempt_id, [tuple(part) for part in parts], functions, stale, is_spent, behind)
+    functions, stale, project = news
+    call = (attempt_id, [tuple(part) for part in parts], functions, stale, project and tuple(project), is_spent, behind)
     if all(isinstance(part.items, bytes) for part in parts) and all(isinstance(fn, bytes) for fn in functions.values()):
         return Parcel(pickle.dumps(call, protocol=5), [], [])
     return dump(call)
@@ -117,22 +126,30 @@ class PoolWorker:
         self._outbox = Outbox(self._push)
         self._packed: dict[int, Packed] = {}  # functions that were not called yet
         self._functions: dict[int, Callable[..., Any]] = {}
+        self._process = psutil.Process()
+        self._used_bytes = self._process.memory_info().rss  # after the last collection
         self._keeper = ParcelKeeper()
+        self._follower = Follower()
+        self._outdated: list[ModuleType] = []  # modules that the driver has in another version
+        self._is_set_up = False  # what a setup has made may be in modules
         # Where workers share a GPU, the driver weighs each call as a whole.
         self._early = Early(Watch(), self._tell_early) if sharing is None else None
         self._info = WorkerInfo(index, platform.node(), os.getpid())
 
-    def introduce(self, setups: Sequence[Any], agent: Any = None) -> Introduction | str:
+    def introduce(self, setups: Sequence[Any], agent: Any = None, project: Snapshot | None = None) -> Introduction | str:
         """Check that this process sees the GPUs that it was given, and no other, and set it up.
 
         Args:
             setups: What it begins with.
             agent: Starts MPS on this node; None if it is not wanted.
+            project: The driver's modules.
 
         Returns:
             Who it is, or what is wrong.
         """
         prefer_fast_links(os.environ)
+        if project is not None:
+            self._follower.follow(project)
         context = ray.get_runtime_context()
         given = [str(device) for device in context.get_accelerator_ids().get("GPU", [])]
         problem = pin(given, os.environ)
@@ -155,7 +172,9 @@ class PoolWorker:
             if self._sharing.takes_turns:
                 self._turns = Turns(self._inventory, given[0], self._rooms.temporary)
         try:
-            set_up([functools.partial(call_setup, unpack(setup)) for setup in load(Parcel(*setups))], self._info)
+            calls = [functools.partial(call_setup, unpack(setup)) for setup in load(Parcel(*setups))]
+            self._is_set_up = bool(calls)
+            set_up(calls, self._info)
         except (Exception, SystemExit) as error:
             return Refusal(f"its setup failed, {''.join(traceback.format_exception_only(error)).strip()}")
         if self._upkeep is not None:
@@ -184,12 +203,19 @@ class PoolWorker:
             objects, so that the driver reads the status only and a large value stays in the object store until somebody asks.
         """
         fetched_before = Fetched.num_bytes
-        attempt_id, fields, functions, stale, is_known, behind = load(Parcel(call, [], list(refs)))
+        attempt_id, fields, functions, stale, project, is_known, behind = load(Parcel(call, [], list(refs)))
         parts = [Part(*entries) for entries in fields]
         del call, refs, fields
-        self.forget(stale)
+        self._guard.begin_call(attempt_id)
+        self.forget(stale, is_idle=False)
         self._packed.update(functions)
-        is_too_late = self._is_spent and not is_known and not parts[0].is_rank  # it was sent before anybody knew
+        if project is not None:
+            self._follower.follow(Snapshot(*project))
+            self._outdated = self._follower.outdated()
+        must_run = is_known or parts[0].is_rank
+        if self._outdated and not self._renew_modules(must_run or bool(kept.treasures)):
+            self._is_spent = True
+        is_too_late = self._is_spent and not must_run  # it was sent before anybody knew
         if is_too_late or (self._early is not None and self._early.is_behind(behind)):
             results = [RawResult(part.start) for part in parts]
         else:
@@ -204,8 +230,24 @@ class PoolWorker:
         said, fetched = self._outbox.flush(), Fetched.num_bytes - fetched_before
         weight = None if self._turns is None else self._turns.weigh()
         header, large = (parcel.header, None) if parcel.is_small else (None, parcel.for_ray())
+        others = [] if self._outdated else [(*other, self._info.host) for other in self._follower.others()]
         self._guard.end_call()
-        return pickle.dumps((sendables, said, fetched, weight, header, leftover), protocol=5), large
+        return pickle.dumps((sendables, said, fetched, weight, header, leftover, others), protocol=5), large
+
+    def _renew_modules(self, must_run: bool) -> bool:
+        """Reload modules that the driver has in another version; False if this process is to be replaced instead.
+
+        What a setup has left in modules, or a constant has made of their classes, a reload would lose or mix up.
+        """
+        if (self._is_set_up or is_any_here()) and not must_run:
+            return False
+        try:
+            reload_all(self._outdated)
+        except Exception:
+            if not must_run:
+                return False  # a new process imports it, and each item fails if that does
+        self._outdated = []
+        return True
 
     def _run_parts(self, attempt_id: int, parts: Sequence[Part]) -> list[RawResult]:
         here = Surroundings(
@@ -228,7 +270,7 @@ class PoolWorker:
 
     def _settle(self, parts: Sequence[Part]) -> Leftover | None:
         """See to what a call has left on the GPU, now that nothing of it is needed any more; say if that is too much."""
-        if is_retired():
+        if is_retired() or self._outdated:
             self._is_spent = True
             return Leftover("", None, is_spent=True)
         if self._upkeep is None:
@@ -250,11 +292,22 @@ class PoolWorker:
             del self._packed[fn_id]
         return fn
 
-    def forget(self, fn_ids: Sequence[int]) -> None:
-        """Let go of functions that nobody will call again, and of what they hold."""
+    def forget(self, fn_ids: Sequence[int], is_idle: bool = True) -> None:
+        """Let go of functions that nobody will call again, and of what they hold.
+
+        Functions and their global variables refer to each other: only the collector frees these. It takes a tenth of a second in
+        a process with torch; so if something waits to run, only where the process has grown.
+        """
+        if not fn_ids:
+            return
         for fn_id in fn_ids:
             self._functions.pop(fn_id, None)
             self._packed.pop(fn_id, None)
+        used = self._process.memory_info().rss
+        if is_idle or used > self._used_bytes + COLLECT_BYTES:
+            gc.collect()
+            used = self._used_bytes = self._process.memory_info().rss
+        self._used_bytes = min(self._used_bytes, used)
 
     def wind_up(self, teardown: Packed | None) -> str | None:
         """Clean up constants, and call what workers end with; return what has gone wrong there, if anything."""

@@ -141,6 +141,7 @@ def ready_for_many(view: PoolView, work: Work) -> Callable[..., Future[Any]]:
     """Do as `ready` does, for the calls of a map: where they run while they are handed in, Ctrl-C in one of them ends that."""
     engine = view._engine_here()
     submit = _ready(view, engine, work)
+    engine.warn_of_generators(work.func)
     return unless_interrupted(submit) if is_serial(engine) else submit
 
 

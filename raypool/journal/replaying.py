@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from raypool.engine.runner import seed_everything
 from raypool.errors import JournalError
+from raypool.generators import generators_of
 from raypool.journal.files import Damaged, check_owner, check_run, load, read_file
 from raypool.journal.opening import Contents
 from raypool.journal.outcomes import get_back
@@ -52,7 +53,7 @@ class Replay(NamedTuple):
         with tempfile.TemporaryDirectory(prefix="raypool-replay-") as folder:
             note.folders = _Copies(self.run_dir / "items" / self.key / "checkpoint", Path(folder) / "checkpoint")
             if self.seed is not None:
-                seed_everything(item_seed(self.seed, self.number))
+                seed_everything(item_seed(self.seed, self.number), generators_of(self.fn))
             token = running.set(note)
             try:
                 return call(self.fn, self.item)

@@ -31,7 +31,7 @@ from raypool.engine import packing
 from raypool.engine.backend import WorkerInfo
 from raypool.engine.engine import Engine
 from raypool.engine.hub import Hub
-from raypool.engine.ray_calls import when_done
+from raypool.engine.ray_calls import UNRECORDED, when_done
 from raypool.errors import InternalError, PoolClosedError, TaskError
 from raypool.futures import Future
 from raypool.options import Options
@@ -175,7 +175,7 @@ class Visit:
     def _train(self) -> None:
         if not ray.is_initialized():  # asking anything of it would start a new one
             raise PoolClosedError("Ray was shut down before the training began.")
-        self._letterbox = ray.remote(Letterbox).options(num_cpus=0, max_concurrency=1000).remote()
+        self._letterbox = ray.remote(Letterbox).options(num_cpus=0, max_concurrency=1000, **UNRECORDED).remote()
         self._listen()
         self._tell_stop()
         with contextlib.suppress(FileNotFoundError):

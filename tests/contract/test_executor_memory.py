@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 import threading
 import tracemalloc
+import uuid
 import weakref
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from raypool import ParallelPool
@@ -154,6 +156,58 @@ def test_an_error_that_is_false_is_an_error(pool: ParallelPool) -> None:
         pool.parfor(lambda _: hollow(), range(2))
     results = pool.parfor(lambda _: hollow(), range(2), on_error="collect")
     assert [type(error) for error in results.errors.values()] == [Hollow, Hollow]
+
+
+@pytest.mark.processes
+@pytest.mark.quick
+@pytest.mark.parametrize("way", ["loop", "loop that fails", "map", "call"])
+def test_what_a_function_has_left_in_its_variables_is_freed_with_its_loop(
+    pool: ParallelPool, way: str, marks: Any, eventually: Any
+) -> None:
+    """In workers, without another call; until then it is there for all items. The error of a loop that failed keeps nothing."""
+    cache: dict[str, Any] = {}
+
+    def train(item: int) -> int:
+        if "table" not in cache:
+            cache.update(table=np.ones(32_000_000, np.uint8), train=train)  # they refer to each other
+            weakref.finalize(cache["table"], marks.add, "freed").atexit = False
+            marks.add("made")
+        return 1 // (5 - item)
+
+    if way == "call":
+        pool.parfeval(train, 1).result(60)
+    elif way == "map":
+        list(pool.map(train, range(5), timeout=60))
+    elif way == "loop":
+        pool.parfor(train, 5, chunk_size=1)
+    else:
+        with pytest.raises(ZeroDivisionError) as caught:
+            pool.parfor(train, 6, chunk_size=1)
+        assert caught
+
+    assert eventually(lambda: marks.count("freed") == marks.count("made"))
+    assert 1 <= marks.count("made") <= pool.num_workers
+
+
+@pytest.mark.processes
+@pytest.mark.quick
+def test_rays_control_store_keeps_nothing_of_a_call(pool: ParallelPool, eventually: Any) -> None:
+    """Nor of the actors that take it: a call of somebody else's, later, is recorded, and nothing of the pool's before it."""
+    import ray
+    from ray._private.state import state
+
+    def names() -> list[str]:
+        state._connect_and_get_accessor()
+        return [event.task_info.name for event in state._get_all_task_events()]
+
+    pool.parfor(abs, range(10), chunk_size=1)
+    pool.parfeval(print, "said").result(60)
+    pool.store["key"] = 1
+    later = f"later {uuid.uuid4()}"
+    ray.get(ray.remote(num_cpus=0)(lambda: 1).options(name=later).remote())
+
+    assert eventually(lambda: later in names())
+    assert not [name for name in names() if name.startswith(("PoolWorker", "NodeAgent", "Scout"))]
 
 
 @pytest.mark.concurrent

@@ -441,6 +441,65 @@ def test_the_same_seed_gives_the_same_numbers_on_any_number_of_workers(pool: Par
     assert list(pool.parfor(draw, range(3), seed=42)) == runs[0][:3]
 
 
+RNG = np.random.default_rng(0)
+
+
+def noise() -> float:
+    return float(RNG.normal())
+
+
+class Sampler:
+    """Draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        self.rng = random.Random(0)
+
+    def draw(self, old: np.random.RandomState, _: Any, torchs: Any) -> tuple[Any, ...]:
+        import torch
+
+        child = RNG.spawn(1)[0].random()
+        return noise(), old.normal(), self.rng.random(), torch.rand(1, generator=torchs).item(), child
+
+
+@pytest.mark.everywhere
+def test_a_seed_reaches_the_generators_that_a_function_brings(pool: ParallelPool) -> None:
+    """Global, in an object, in a partial and in a default argument; in this process they are put back."""
+    import torch
+
+    sampler, old, torchs = Sampler(), np.random.RandomState(0), torch.Generator()
+
+    def train(item: int, torchs: torch.Generator = torchs) -> tuple[Any, ...]:
+        return functools.partial(sampler.draw, old)(item, torchs)
+
+    before = RNG.bit_generator.state, sampler.rng.getstate(), old.get_state(legacy=False), torchs.get_state().tolist()
+
+    runs = [list(pool.parfor(train, range(6), seed=42, max_workers=n)) for n in (None, None, 1, 0)]
+
+    assert runs[0] == runs[1] == runs[2] == runs[3]
+    for kind in range(5):
+        assert len({run[kind] for run in runs[0]}) == 6, "two items have drawn the same numbers"
+    after = RNG.bit_generator.state, sampler.rng.getstate(), old.get_state(legacy=False), torchs.get_state().tolist()
+    assert str(after) == str(before)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("verb", ["parfor", "map"])
+def test_a_generator_that_is_copied_to_each_worker_is_warned_of_once(
+    pool: ParallelPool, verb: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def train(_: int) -> float:
+        return noise() + random.random()  # the global ones differ from worker to worker
+
+    train.__name__ = f"train_by_{verb}"
+    list(pool.parfor(train, range(2), seed=0))
+    assert not caplog.records
+
+    for _ in range(2):
+        list(getattr(pool, verb)(train, range(2)))
+
+    assert [record.message.partition(",")[0] for record in caplog.records] == [f"train_by_{verb} draws from the generator RNG"]
+
+
 def test_without_a_seed_there_is_none(pool: ParallelPool) -> None:
     assert list(pool.parfor(lambda _: current_task().seed, range(3))) == [None] * 3
     numbers = list(pool.parfor(lambda _: random.random(), range(30)))

@@ -1,0 +1,206 @@
+"""Finds the random generators that a function uses besides the global ones, and gives them other numbers.
+
+A function that travels takes a copy of each generator along, in the state of that moment: all workers would draw the same.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import random
+import sys
+import types
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from raypool.users_code import is_users
+
+if TYPE_CHECKING:
+    import numpy as np
+
+MOST_VALUES = 5_000
+"""So many values are looked at for a function, no more."""
+
+MOST_ENTRIES = 1_000
+"""A list or dict with more entries is data, and not looked into."""
+
+INSIDE: Sequence[tuple[type, Sequence[str]]] = (
+    (staticmethod, ["__func__"]),
+    (classmethod, ["__func__"]),
+    (types.MethodType, ["__func__", "__self__"]),
+    (types.BuiltinMethodType, ["__self__"]),  # of a module's function the module, which leads nowhere
+    (property, ["fget"]),
+)
+"""The attributes in which such values hold others."""
+
+
+class Generator(NamedTuple):
+    """A generator, and the variable that leads to it."""
+
+    name: str
+    value: Any
+
+    def reseed(self, seeds: np.random.SeedSequence) -> None:
+        """Let it draw the numbers that belong to these seeds."""
+        if isinstance(self.value, random.Random):
+            self.value.seed(seeds.generate_state(4).tobytes())
+        elif _is_torchs(self.value):
+            self.value.manual_seed(int(seeds.generate_state(2).view("u8")[0] >> 1))
+        else:
+            _set_numpys(self.value, seeds)
+
+    def get_state(self) -> Any:
+        """Return all that its next numbers depend on."""
+        if isinstance(self.value, random.Random):
+            return self.value.getstate()
+        if _is_torchs(self.value):
+            return self.value.get_state()
+        return self.value.get_state(legacy=False) if hasattr(self.value, "get_state") else self.value.__getstate__()
+
+    def set_state(self, state: Any) -> None:
+        """Let it draw those numbers again."""
+        if isinstance(self.value, random.Random):
+            self.value.setstate(state)
+        elif _is_torchs(self.value) or hasattr(self.value, "set_state"):
+            self.value.set_state(state)
+        else:
+            self.value.__setstate__(state)
+
+
+def _set_numpys(value: Any, seeds: np.random.SeedSequence) -> None:
+    import numpy as np
+
+    if isinstance(value, np.random.RandomState):
+        bits = getattr(np.random, value.get_state(legacy=False)["bit_generator"])
+        value.set_state(np.random.RandomState(bits(seeds)).get_state(legacy=False))
+    else:
+        value.__setstate__(type(value)(seeds).__getstate__())  # not only its state: `spawn` goes by the seeds
+
+
+def _is_torchs(value: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Generator)
+
+
+def generators_of(fn: Any) -> list[Generator]:
+    """Return the generators that a function uses, always in the same order: NumPy's, torch's and `random.Random`.
+
+    They are found in its global variables, closure, default arguments and partial arguments, in the object of a method, and in
+    what is found there: other functions and classes of the user's, lists, tuples and dicts. Global generators
+    (`np.random.normal`) do not count, nor do those that a function makes or imports while it runs.
+    """
+    found: list[Generator] = []
+    seen: dict[int, Any] = {}  # by identity; what is in here stays, so that nothing else has its identity
+    others = _global_ones()
+    left = deque([("", fn)])
+    while left and len(seen) < MOST_VALUES:
+        name, value = left.popleft()
+        if id(value) in seen:
+            continue
+        seen[id(value)] = value
+        try:
+            generator = _generator_in(value)
+            parts = [] if generator is not None else list(_parts(value))
+        except Exception:  # a proxy of something that is not there yet, say
+            continue
+        left.extend((inner or name, part) for inner, part in parts)
+        if generator is not None and all(generator is not other for other in (*others, *(each.value for each in found))):
+            found.append(Generator(name, generator))
+    return found
+
+
+def _generator_in(value: Any) -> Any:
+    """Return the generator that a value is, if it is one; of NumPy's `Generator` what the numbers come from."""
+    if isinstance(value, random.Random):
+        return None if isinstance(value, random.SystemRandom) else value
+    numpys = sys.modules.get("numpy.random")
+    if numpys is not None:
+        if isinstance(value, numpys.Generator):
+            return value.bit_generator
+        if isinstance(value, (numpys.RandomState, numpys.BitGenerator)):
+            return value
+    return value if _is_torchs(value) else None
+
+
+def _global_ones() -> list[Any]:
+    """Return the generators behind the functions of modules, which are seeded by these."""
+    found: list[Any] = [random._inst]
+    if (numpys := sys.modules.get("numpy.random")) is not None:
+        found += [numpys.mtrand._rand, numpys.mtrand._rand._bit_generator]
+    if (torch := sys.modules.get("torch")) is not None:
+        found.append(torch.default_generator)
+    return found
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what a value consists of, with the names of variables."""
+    for kind, attributes in INSIDE:
+        if isinstance(value, kind):
+            yield from (("", getattr(value, attribute)) for attribute in attributes)
+            return
+    if isinstance(value, types.FunctionType):
+        yield from _parts_of_function(value)
+    elif isinstance(value, functools.partial):
+        yield "", value.func
+        yield from ((f"argument {number}", part) for number, part in enumerate(value.args))
+        yield from value.keywords.items()
+    elif isinstance(value, (dict, list, tuple)):
+        parts = value.values() if isinstance(value, dict) else value
+        yield from (("", part) for part in parts if len(value) <= MOST_ENTRIES)
+    elif isinstance(value, type):
+        kinds = value.__mro__ if is_users(value.__module__) else ()
+        yield from (entry for kind in kinds if is_users(kind.__module__) for entry in vars(kind).items())
+    elif not isinstance(value, types.ModuleType):
+        yield from _parts_of_object(value)
+
+
+def _parts_of_function(fn: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    yield "", vars(fn).get("__wrapped__")
+    yield from zip(reversed(fn.__code__.co_varnames[: fn.__code__.co_argcount]), reversed(fn.__defaults__ or ()), strict=False)
+    yield from (fn.__kwdefaults__ or {}).items()
+    for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=False):
+        try:
+            yield name, cell.cell_contents
+        except ValueError:  # a variable that has no value yet
+            continue
+    if not is_users(fn.__module__):
+        return
+    for names in _variables(fn.__code__):
+        value: Any = fn.__globals__.get(names[0])
+        for name in names[1:]:
+            value = vars(value).get(name) if isinstance(value, types.ModuleType) else value
+        yield names[-1] if isinstance(fn.__globals__.get(names[0]), types.ModuleType) else names[0], value
+
+
+def _parts_of_object(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what an object holds: one of a class of the user's all, any other the generators in its own attributes."""
+    kind, own = type(value), getattr(value, "__dict__", {})
+    if is_users(kind.__module__):
+        slots = [name for base in kind.__mro__ for name in getattr(base, "__slots__", ()) if isinstance(name, str)]
+        yield from own.items()
+        yield from ((name, getattr(value, name, None)) for name in slots)
+        yield "", kind
+    else:
+        yield from ((name, part) for name, part in own.items() if _generator_in(part) is not None or name == "__wrapped__")
+
+
+@functools.lru_cache(1024)
+def _variables(code: types.CodeType) -> Sequence[tuple[str, ...]]:
+    """Return the global variables that code and the functions in it read, each with the attributes that are read of it there."""
+    found: dict[tuple[str, ...], None] = {}
+    chain: tuple[str, ...] = ()
+    for step in dis.get_instructions(code):
+        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            chain = (step.argval,)
+        elif step.opname in ("LOAD_ATTR", "LOAD_METHOD") and chain:
+            found.pop(chain, None)
+            chain = (*chain, step.argval)
+        elif step.opname != "EXTENDED_ARG":
+            chain = ()
+        if chain:
+            found[chain] = None
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            found.update(dict.fromkeys(_variables(constant)))
+    return tuple(found)

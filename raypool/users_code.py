@@ -1,0 +1,343 @@
+"""The user's own modules, as opposed to installed packages and the standard library: where they are, and in which version.
+
+A worker imports what travels by name from files, once. The driver's process, which may have folders of its own on `sys.path`, and
+which may have reloaded a module since, says with the functions that it sends what it has itself (`Snapshot`); the worker follows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib
+import importlib.machinery
+import importlib.util
+import marshal
+import os
+import platform
+import sys
+import sysconfig
+import threading
+import types
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+INSTALLED = frozenset({"site-packages", "dist-packages"})
+"""Folders of installed packages, wherever they are."""
+
+PATCHERS = frozenset({"IPython.extensions.deduperreload.deduperreload", "jurigged"})
+"""Modules that change functions in place, without a reload, when a file has changed: `%autoreload 2`."""
+
+CONSTANTS = (int, float, complex, str, bytes)
+
+PYC_HEADER_BYTES = 16
+
+
+def is_users(module: str | None) -> bool:
+    """Return whether a module, by name, is of the user's project; a script, a notebook and what is not imported here are."""
+    if module is None or module in ("__main__", "__mp_main__") or module not in sys.modules:
+        return True
+    file = getattr(sys.modules[module], "__file__", None)
+    return isinstance(file, str) and not is_installed(file)
+
+
+@functools.lru_cache(4096)
+def is_installed(file: str) -> bool:
+    """Return whether a file or folder is of an installed package or the standard library."""
+    path = Path(file).resolve()
+    return not INSTALLED.isdisjoint(path.parts) or not _libraries().isdisjoint([path, *path.parents])
+
+
+@functools.cache
+def _libraries() -> frozenset[Path]:
+    """Return the folders of the standard library, of installed packages and of raypool itself."""
+    folders: list[str | Path] = [sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")]
+    zipped = Path(sysconfig.get_path("stdlib")).parent / f"python{sys.version_info.major}{sys.version_info.minor}.zip"
+    return frozenset(Path(folder).resolve() for folder in [*folders, zipped, Path(__file__).parent])
+
+
+def folder_of(module: str) -> Path | None:
+    """Return the folder on the path in which this process finds a module, or its package; None if it does not find it."""
+    package = module.partition(".")[0]
+    try:
+        spec = importlib.util.find_spec(package)
+        if spec is None or (package in sys.modules and importlib.util.find_spec(module) is None):
+            return None
+    except (ImportError, ValueError):
+        return None
+    places = list(spec.submodule_search_locations or ()) or [spec.origin or ""]
+    return Path(places[0]).parent
+
+
+# --- the driver's side --------------------------------------------------------------------------------------------------
+
+
+class Version(NamedTuple):
+    """Which source of a module is loaded, and how often it was loaded again: it imports from others what these have then."""
+
+    digest: bytes  # empty: nobody knows, since the file was changed after that
+    reloads: int
+
+
+class Snapshot(NamedTuple):
+    """Which of the user's modules a process has loaded, by name, and where it would find others.
+
+    `before`, `after`: the user's folders on its `sys.path`, before those of the standard library and after them.
+    """
+
+    number: int
+    host: str
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+    versions: Mapping[str, Version]
+
+
+class Project:
+    """Takes snapshots of this process; a new one only when something has changed. From any thread."""
+
+    def __init__(self) -> None:
+        self._modules = Modules()
+        self._lock = threading.Lock()
+        self._newest = Snapshot(0, platform.node(), (), (), {})
+
+    def look(self) -> Snapshot:
+        """Return the newest snapshot."""
+        with self._lock:
+            before, after = _folders()
+            versions = self._modules.versions()
+            newest = self._newest
+            if (before, after) != (newest.before, newest.after) or versions is not newest.versions:
+                self._newest = newest._replace(number=newest.number + 1, before=before, after=after, versions=versions)
+            return self._newest
+
+
+def _folders() -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the user's folders on the path."""
+    return _sorted_folders(tuple(sys.path), os.getcwd() if "" in sys.path else "")  # noqa: PTH109
+
+
+@functools.lru_cache(8)
+def _sorted_folders(path: tuple[Any, ...], here: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    found: tuple[list[str], list[str]] = ([], [])
+    is_after = False
+    for entry in path:
+        folder = here if entry == "" else entry
+        if not isinstance(folder, str) or folder.startswith("__editable__"):  # not a folder: a name for a finder
+            continue
+        if is_installed(folder):
+            is_after = True
+        else:
+            found[is_after].append(os.path.abspath(folder))  # noqa: PTH100 - where links lead is not known to whoever wrote it
+    return tuple(found[0]), tuple(found[1])
+
+
+# --- what is loaded in this process --------------------------------------------------------------------------------------
+
+
+def _newest_import() -> tuple[int, str]:
+    """Return what is other when a module has been imported: it is the last one then."""
+    return len(sys.modules), next(reversed(sys.modules))
+
+
+class Loaded(NamedTuple):
+    """A module as it was loaded. A reload gives it another `spec`; what changes it in place, other functions."""
+
+    module: types.ModuleType
+    spec: Any
+    stat: tuple[int, int]  # of its file: time [ns] and size
+    contents: list[Any]
+    version: Version
+
+
+class Modules:
+    """Knows the versions of the user's modules that this process has loaded. It reads a file once for each version."""
+
+    def __init__(self) -> None:
+        self._loaded: dict[str, Loaded] = {}
+        self._versions: dict[str, Version] = {}
+        self._newest: Any = None
+
+    def versions(self) -> Mapping[str, Version]:
+        """Return them by name, those first that others import; the same object if nothing has changed."""
+        is_patched = not PATCHERS.isdisjoint(sys.modules)
+        for name, known in list(self._loaded.items()):
+            module = sys.modules.get(name)
+            if module is not known.module or module.__spec__ is not known.spec or (is_patched and _is_edited(known)):
+                self._look_again(name, known, module)
+        if (newest := _newest_import()) != self._newest:
+            self._newest = newest
+            for name, module in list(sys.modules.items()):
+                if name not in self._loaded and is_users(name):
+                    self._take(name, module, 0)
+        return self._versions
+
+    def _take(self, name: str, module: types.ModuleType, reloads: int) -> None:
+        loaded = _loaded(module, reloads)
+        if loaded is not None:
+            self._loaded[name] = loaded
+            self._versions = {**self._versions, name: loaded.version}
+
+    def _look_again(self, name: str, known: Loaded, module: types.ModuleType | None) -> None:
+        """See what has become of a module; of one whose reload has failed, nothing."""
+        if module is None:
+            del self._loaded[name]
+            self._versions = {key: version for key, version in self._versions.items() if key != name}
+        elif module is not known.module or _differ(_contents(module), known.contents):
+            self._take(name, module, known.version.reloads + 1)
+        else:
+            self._loaded[name] = known._replace(spec=module.__spec__)
+
+
+def _loaded(module: types.ModuleType, reloads: int) -> Loaded | None:
+    """Return what is known of a module that was loaded just now; None if it comes from no file of Python code."""
+    spec = getattr(module, "__spec__", None)
+    file = getattr(module, "__file__", None)
+    if spec is None or not file or not file.endswith(".py") or getattr(spec, "_initializing", False):
+        return None
+    try:
+        with Path(file).open("rb") as opened:
+            about, source = os.fstat(opened.fileno()), opened.read()
+    except OSError:
+        return None
+    digest = _digest(source) if _is_as_loaded(module, about, source) else b""
+    return Loaded(module, spec, (about.st_mtime_ns, about.st_size), _contents(module), Version(digest, reloads))
+
+
+def _digest(source: bytes) -> bytes:
+    return hashlib.blake2b(source, digest_size=8).digest()
+
+
+def _is_as_loaded(module: types.ModuleType, about: os.stat_result, source: bytes) -> bool:
+    """Return whether a file is as it was when a module was loaded, by what Python has noted in the compiled file then.
+
+    True where it notes nothing.
+    """
+    cached = getattr(module, "__cached__", None)
+    if type(module.__loader__) is not importlib.machinery.SourceFileLoader or sys.dont_write_bytecode or not cached:
+        return True
+    try:
+        compiled = Path(cached).read_bytes()
+    except OSError:
+        return True
+    flags, seconds, size = (int.from_bytes(compiled[start : start + 4], "little") for start in (4, 8, 12))
+    if (
+        flags
+        or (seconds, size) == (int(about.st_mtime) & 0xFFFFFFFF, about.st_size & 0xFFFFFFFF)
+        or not os.access(cached, os.W_OK)
+    ):
+        return True
+    try:  # a checkout may have put the same file there once more
+        return bool(
+            marshal.loads(compiled[PYC_HEADER_BYTES:]) == compile(source, str(module.__file__), "exec", dont_inherit=True)
+        )
+    except Exception:
+        return False
+
+
+def _contents(module: types.ModuleType) -> list[Any]:
+    """Return what is other after a change: the objects themselves, so that no later one is taken for one of them."""
+    found: list[Any] = []
+    for name, value in list(vars(module).items()):
+        if name.startswith("__"):  # the import system's own, which a reload that fails changes too
+            continue
+        if isinstance(value, type) and value.__module__ == module.__name__:
+            found += [_code_in(part) for part in list(vars(value).values())]
+        if isinstance(value, (types.FunctionType, type, *CONSTANTS)):  # a model would stay in memory
+            found.append(_code_in(value))
+    return found
+
+
+def _code_in(value: Any) -> Any:
+    if isinstance(value, (staticmethod, classmethod)):
+        value = value.__func__
+    elif isinstance(value, property):
+        value = value.fget
+    return value.__code__ if isinstance(value, types.FunctionType) else value
+
+
+def _differ(some: list[Any], others: list[Any]) -> bool:
+    return len(some) != len(others) or any(one is not other for one, other in zip(some, others, strict=True))
+
+
+def _is_edited(known: Loaded) -> bool:
+    """Return whether the file of a module was changed since it was loaded."""
+    try:
+        about = os.stat(str(known.module.__file__))  # noqa: PTH116 - for each call
+    except OSError:
+        return False
+    return (about.st_mtime_ns, about.st_size) != known.stat
+
+
+# --- a worker's side -----------------------------------------------------------------------------------------------------
+
+
+class Follower:
+    """Lets this process find and run what another one does, as far as their files are the same."""
+
+    def __init__(self) -> None:
+        self._modules = Modules()
+        self._snapshot: Snapshot | None = None
+        self._reloads: dict[str, int] = {}  # of the other process, when a module was loaded here
+        self._newest: Any = None
+        self._added: set[str] = set()  # to the path
+
+    def follow(self, snapshot: Snapshot) -> None:
+        """Take the path, if this is the same machine."""
+        if self._snapshot is not None:
+            for name, version in self._snapshot.versions.items():
+                if name in sys.modules:
+                    self._reloads.setdefault(name, version.reloads)
+        self._snapshot, self._newest = snapshot, None
+        if snapshot.host == platform.node():
+            own = [entry for entry in sys.path if entry not in self._added]
+            folders = (*snapshot.before, *snapshot.after)
+            self._added = set(folders).difference(own)
+            others = [entry for entry in own if entry not in snapshot.before]
+            sys.path[:] = [*snapshot.before, *others, *(entry for entry in snapshot.after if entry not in own)]
+        importlib.invalidate_caches()
+
+    def outdated(self) -> list[types.ModuleType]:
+        """Return the modules that the other process has loaded anew, and whose files are what it has; what others need first."""
+        found, different = [], self._different()
+        for name, wanted in ({} if self._snapshot is None else self._snapshot.versions).items():
+            is_older = self._reloads.get(name, wanted.reloads) < wanted.reloads
+            if (is_older or name in different) and _digest_of_file(sys.modules.get(name)) == wanted.digest:
+                found.append(sys.modules[name])
+                self._reloads[name] = wanted.reloads
+        return found
+
+    def others(self) -> list[tuple[str, str]]:
+        """Return the modules of other versions that were loaded since this was asked last, and their files."""
+        if (newest := _newest_import()) == self._newest:
+            return []
+        self._newest = newest
+        return [(name, str(sys.modules[name].__file__)) for name in self._different()]
+
+    def _different(self) -> list[str]:
+        """Return the modules that come from another source than in the other process."""
+        wanted, here = {} if self._snapshot is None else self._snapshot.versions, self._modules.versions()
+        return [name for name, version in wanted.items() if name in here and here[name].digest != version.digest]
+
+
+def _digest_of_file(module: types.ModuleType | None) -> bytes | None:
+    try:
+        return None if module is None else _digest(Path(str(module.__file__)).read_bytes())
+    except OSError:
+        return None
+
+
+def reload_all(modules: Iterable[types.ModuleType]) -> None:
+    """Reload modules; other modules of the user's that have imported something from them get that anew.
+
+    Raises:
+        Exception: What one of them has raised.
+    """
+    for module in modules:
+        before = {name: value for name, value in vars(module).items() if isinstance(value, (types.FunctionType, type))}
+        importlib.reload(module)
+        new = {id(value): vars(module).get(name, value) for name, value in before.items()}
+        for name, other in list(sys.modules.items()):
+            if other is not module and is_users(name):
+                with contextlib.suppress(Exception):  # what stands in the place of a module may refuse
+                    vars(other).update({key: new[id(value)] for key, value in list(vars(other).items()) if id(value) in new})

@@ -1,0 +1,108 @@
+"""Which of the user's modules are loaded, and in which version: what this process runs, not what its files say."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from raypool.core.model import Slice
+from raypool.engine.backend import Failure, WorkerInfo
+from raypool.engine.work import described
+from raypool.users_code import PATCHERS, Project
+
+NAME = "lab_of_users_code"
+
+
+@pytest.fixture
+def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """Give a module of the user's, as it was imported from a file."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)  # Python notes there what it has loaded
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / f"{NAME}.py").write_text("RATE = 0.1\ndef train():\n    return 'old'\n")
+    yield importlib.import_module(NAME)
+    del sys.modules[NAME]
+
+
+def edit(module: ModuleType, source: str) -> None:
+    path = Path(str(module.__file__))
+    at = path.stat().st_mtime + 2  # Python compares whole seconds
+    path.write_text(source)
+    os.utime(path, (at, at))
+
+
+def reload_it(module: ModuleType) -> None:
+    importlib.reload(module)
+
+
+def reload_by_autoreload(module: ModuleType) -> None:
+    """As `%autoreload 2` does it, which patches functions and constants in place."""
+    autoreload = pytest.importorskip("IPython.extensions.autoreload")
+    assert PATCHERS & sys.modules.keys()
+    reloader = _reloaders.setdefault(module.__name__, autoreload.ModuleReloader())
+    reloader.check(check_all=True)
+
+
+_reloaders: dict[str, object] = {}
+
+
+@pytest.mark.parametrize("reload", [reload_it, reload_by_autoreload])
+@pytest.mark.parametrize(
+    "change", ["RATE = 0.1\ndef train():\n    return 'new'\n", "RATE = 0.2\ndef train():\n    return 'old'\n"]
+)
+def test_a_version_is_what_is_loaded(lab: ModuleType, reload: Callable[[ModuleType], None], change: str) -> None:
+    """Not what stands in the file, which may have been edited only, or in which the reload has found a mistake."""
+    reload(lab)  # autoreload takes note of what there is
+    project = Project()
+    first = project.look()
+    assert first.versions[NAME].digest
+    assert project.look() is first
+
+    edit(lab, change)
+    assert project.look() is first
+    reload(lab)
+    second = project.look()
+    assert second.number > first.number
+    assert second.versions[NAME].digest != first.versions[NAME].digest
+
+    edit(lab, "def train(:\n")
+    with contextlib.suppress(SyntaxError):
+        reload(lab)
+    assert project.look() is second
+    _reloaders.clear()
+
+
+def test_of_a_module_that_was_edited_before_anybody_looked_the_version_is_not_known(lab: ModuleType) -> None:
+    """It is no version that a worker could have."""
+    edit(lab, "RATE = 0.3\ndef train():\n    return 'edited'\n")
+    assert Project().look().versions[NAME].digest == b""
+
+    edit(lab, "RATE = 0.1\ndef train():\n    return 'old'\n")
+    assert Project().look().versions[NAME].digest
+
+
+def test_packages_are_not_looked_into() -> None:
+    versions = Project().look().versions
+    assert __name__ in versions
+    assert not {"pytest", "numpy", "os", "raypool", "raypool.pool"} & versions.keys()
+
+
+def test_the_error_for_a_module_that_is_only_here_says_what_to_do(lab: ModuleType) -> None:
+    def note(name: str) -> list[str]:
+        error = ModuleNotFoundError(f"No module named {name!r}", name=name)
+        described(Failure(error, "Traceback ..."), "item 0", Slice(0, 0, 1, 1), WorkerInfo(0, "lab-3", 1))
+        return error.__notes__[1:]
+
+    (words,) = note(NAME)
+    assert f"{NAME} in {Path(str(lab.__file__)).parent}, workers on lab-3 do not" in words
+    assert "working_dir=" in words
+    assert note("numpy") == [
+        "raypool: numpy is installed here, but not on lab-3. Install the same version there, or name it in packages=."
+    ]
+    assert note("no_such_module") == []
