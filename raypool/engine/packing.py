@@ -19,8 +19,8 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import ray
 from ray import cloudpickle
-from ray.util import inspect_serializability
 
+from raypool.engine.culprits import find_culprit, kind_of
 from raypool.errors import RaypoolError, SerializationError
 
 PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
@@ -351,50 +351,11 @@ def unpicklable(value: Any, what: str, error: BaseException) -> SerializationErr
     if isinstance(error, RaypoolError):  # something of raypool's own, which says what to do instead
         return SerializationError(f"Cannot send {what}: {error}", what=type(value).__name__)
     try:
-        named = ", ".join(_culprits(value, ""))
-    except Exception:  # the inspection pickles things too
-        named = ""
-    named = named or f"a {type(value).__name__}"
+        named = str(find_culprit(value, _Pickler(_Nowhere(), [], lambda _: False), error))
+    except Exception:  # it runs code of the user's
+        named = kind_of(value)
     reason = f"{type(error).__name__}: {error}".splitlines()[0]
     return SerializationError(
         f"Cannot send {what}: {named} cannot be pickled ({reason}). Make it inside the function, or pass what it is made from.",
         what=named,
     )
-
-
-def _culprits(value: Any, path: str) -> list[str]:
-    """Return the names of the variables in a value that can't be pickled, with their types."""
-    if isinstance(value, dict):
-        entries = [(f"{path}[{key!r}]", entry) for key, entry in value.items()]
-    elif isinstance(value, (list, tuple)):
-        names = getattr(value, "_fields", None) or [f"[{index}]" for index in range(len(value))]
-        entries = [
-            (f"{path}.{name}".lstrip(".") if name.isidentifier() else path + name, entry)
-            for name, entry in zip(names, value, strict=True)
-        ]
-    elif callable(inner := getattr(value, "func", None)) and not _can_travel(inner):  # raypool's own around a user's function
-        return _culprits(inner, path)
-    else:
-        name = getattr(value, "__name__", path)
-        _, failures = inspect_serializability(value, name=name, print_file=io.StringIO())
-        return sorted({_named(_variable(failure) or path, failure.obj) for failure in failures})
-    return [culprit for name, entry in entries if not _can_travel(entry) for culprit in _culprits(entry, name)]
-
-
-def _variable(failure: Any) -> str:
-    """Return the name of the variable that Ray's inspection blames (`path` since Ray 2.60, `name` before)."""
-    path = [str(part) for part in getattr(failure, "path", (getattr(failure, "name", ""),)) if part]
-    return path[-1] if path else ""
-
-
-def _named(variable: str, value: Any) -> str:
-    kind = type(value).__name__
-    return f"{variable!r} (a {kind})" if variable.isidentifier() else f"{variable} (a {kind})" if variable else f"a {kind}"
-
-
-def _can_travel(value: Any) -> bool:
-    try:
-        _try(value)
-    except Exception:
-        return False
-    return True
