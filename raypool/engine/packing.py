@@ -20,6 +20,7 @@ import numpy as np
 import ray
 from ray import cloudpickle
 
+from raypool.by_value import reduced
 from raypool.engine.culprits import find_culprit, kind_of
 from raypool.errors import RaypoolError, SerializationError
 
@@ -91,7 +92,8 @@ class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
         if torch is not None and type(value) is torch.Tensor and _is_plain(value, torch):
             memory = value.detach().reshape(-1).view(torch.uint8).numpy()
             return _arrived_tensor, (memory, value.dtype, tuple(value.shape), value.requires_grad)
-        return super().reducer_override(value)
+        by_value = reduced(value)
+        return super().reducer_override(value) if by_value is NotImplemented else by_value
 
 
 def _is_plain(tensor: Any, torch: Any) -> bool:

@@ -9,11 +9,12 @@ import math
 import operator
 import pickle
 import threading
+import tokenize
 import tracemalloc
 import types
 from collections.abc import Callable
 from os.path import basename
-from typing import Any
+from typing import Any, NewType, ParamSpec
 
 import numpy as np
 import pytest
@@ -201,6 +202,52 @@ def test_the_culprit_is_named(make: Callable[[dict[str, Any]], object], name: st
 
 def test_a_builtin_travels_by_its_name() -> None:
     assert unpack(pack(open, "it")) is open
+
+
+def test_what_a_script_decorates_travels() -> None:
+    """Cached functions and properties, functions that dispatch by type and typed decorators travel with what uses them."""
+    parameters, user_id = ParamSpec("parameters"), NewType("user_id", int)
+
+    @functools.lru_cache(maxsize=7)
+    def fibonacci(n: int) -> int:
+        return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)
+
+    @functools.singledispatch
+    def kind(value: object) -> str:
+        return "object"
+
+    @kind.register
+    def _(value: int) -> str:
+        return "int"
+
+    def typed(fn: Callable[parameters, Any]) -> Callable[parameters, Any]:
+        def inner(*args: parameters.args, **kwargs: parameters.kwargs) -> Any:
+            return fn(*args, **kwargs)
+
+        return inner
+
+    class Setup:
+        @functools.cached_property
+        def made(self) -> object:
+            return object()
+
+        @functools.cache  # noqa: B019 - as users write them
+        def name(self) -> str:
+            return "setup"
+
+    @typed
+    def train() -> tuple[object, ...]:
+        setup = Setup()
+        return fibonacci(20), kind(1), kind("1"), setup.made is setup.made, setup.name(), user_id(3)
+
+    fibonacci(10), kind(1)
+    for annotated in (typed, typed(train)):
+        annotated.__annotations__ = {"args": parameters.args, "fn": user_id}  # not a string, as in a script without the import
+    again, cached = unpack(pack((train, fibonacci), "it"))
+    assert again() == train() == (6765, "int", "object", True, "setup", 3)
+    assert cached.cache_info() == (18, 21, 7, 7), "it is the very function that the other calls, with a cache of its own"
+    assert cached.cache_parameters() == {"maxsize": 7, "typed": False}
+    assert unpack(pack(tokenize._compile, "it")) is tokenize._compile, "that of a module travels by its name"  # type: ignore[attr-defined]
 
 
 # --- the values of a call ---------------------------------------------------------------------------------------------
