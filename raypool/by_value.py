@@ -1,15 +1,20 @@
-"""What cloudpickle leaves out of what a script defines: it would travel by a name that no other process finds, or not at all."""
+"""What a script defines is made again in other processes: what cloudpickle leaves out of that, and what multiprocessing does."""
 
 from __future__ import annotations
 
 import copyreg
 import functools
+import io
 import sys
 import threading
+import types
 import typing
 import weakref
 from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
+
+from raypool.left_globals import function_in
 
 NAMED: dict[type, Callable[[Any], tuple[Any, ...]]] = {
     functools._lru_cache_wrapper: lambda value: (_cached, (value.__wrapped__, value.cache_parameters()), vars(value)),
@@ -30,6 +35,61 @@ def reduced(value: Any) -> Any:
     if sys.version_info < (3, 12) and isinstance(value, functools.cached_property):  # it has a lock
         return copyreg.__newobj__, (kind,), vars(value) | {"lock": None}, None, None, _set_with_lock  # type: ignore[attr-defined]
     return NotImplemented
+
+
+_globals: dict[str, dict[str, Any]] = {}
+"""By module, the global variables that functions of a script share in this process where multiprocessing has brought them."""
+
+
+def teach_multiprocessing() -> None:
+    """Let what a script defines travel to processes that this one starts by `multiprocessing`, and back.
+
+    In a worker the script is not `__main__`, so its functions and classes are found under no name there.
+    """
+    ForkingPickler.reducer_override = _reduced_for_child  # type: ignore[method-assign]
+
+
+def note_globals(fn: Callable[..., Any]) -> None:
+    """Let functions that come to forked children of this process join the global variables of the one that is about to run."""
+    function = function_in(fn)
+    if function is not None:
+        _globals[function.__module__] = function.__globals__
+
+
+def _reduced_for_child(pickler: Any, value: Any) -> Any:
+    import cloudpickle  # only who starts processes needs it
+
+    by_value = reduced(value)
+    if by_value is NotImplemented and isinstance(value, (type, types.FunctionType)):
+        # One for all that this pickler has: it knows which functions share their global variables.
+        own = vars(pickler).setdefault("by_value", cloudpickle.CloudPickler(io.BytesIO()))
+        by_value = own.reducer_override(value)
+        if by_value is not NotImplemented and len(by_value) == 6:  # not one of Python's own
+            make, args, *state, set_state = by_value
+            if isinstance(value, type):
+                return _class_in_child, (make, *args), *state, set_state
+            return _function_in_child, (value.__module__, make, *args), *state, functools.partial(_set_in_child, set_state)
+    elif by_value is NotImplemented and type(value) not in pickler.dispatch_table:
+        reduce = cloudpickle.CloudPickler.dispatch_table.get(type(value))
+        return NotImplemented if reduce is None else reduce(value)
+    return by_value
+
+
+def _class_in_child(make: Callable[..., Any], *args: Any) -> Any:
+    teach_multiprocessing()
+    return make(*args)
+
+
+def _function_in_child(module: str, make: Callable[..., Any], code: Any, variables: dict[str, Any], *args: Any) -> Any:
+    teach_multiprocessing()
+    return make(code, _globals.setdefault(module, variables), *args)
+
+
+def _set_in_child(set_state: Callable[..., None], function: Any, state: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    """Let a function have what it brings, but for global variables that are there: what an initializer has set stays."""
+    there = function.__globals__
+    state[1]["__globals__"] = {name: value for name, value in state[1]["__globals__"].items() if name not in there}
+    set_state(function, state)
 
 
 def _cached(function: Callable[..., Any], parameters: dict[str, Any]) -> Any:
