@@ -5,6 +5,7 @@ from __future__ import annotations
 import copyreg
 import functools
 import io
+import multiprocessing
 import sys
 import threading
 import types
@@ -15,6 +16,7 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from raypool.left_globals import function_in
+from raypool.task import in_worker_process
 
 NAMED: dict[type, Callable[[Any], tuple[Any, ...]]] = {
     functools._lru_cache_wrapper: lambda value: (_cached, (value.__wrapped__, value.cache_parameters()), vars(value)),
@@ -34,7 +36,24 @@ def reduced(value: Any) -> Any:
         return weakref.WeakKeyDictionary, (dict(value),)
     if sys.version_info < (3, 12) and isinstance(value, functools.cached_property):  # it has a lock
         return copyreg.__newobj__, (kind,), vars(value) | {"lock": None}, None, None, _set_with_lock  # type: ignore[attr-defined]
+    if "multiprocessing.managers" in sys.modules and isinstance(value, multiprocessing.managers.BaseProxy):
+        make, arguments = value.__reduce__()
+        return _proxy, (make, *arguments[:-1], arguments[-1] | {"authkey": bytes(value._authkey)})  # type: ignore[attr-defined]
     return NotImplemented
+
+
+def _proxy(make: Callable[..., Any], *arguments: Any) -> Any:
+    """Return a proxy of a manager, with its key: other proxies that are got from it have none, and use that of the process."""
+    if in_worker_process():
+        multiprocessing.current_process().authkey = arguments[-1]["authkey"]
+    try:
+        return make(*arguments)
+    except OSError as error:
+        error.add_note(
+            "raypool: this worker cannot reach the multiprocessing.Manager() whose proxy was sent. One without an address= is "
+            "reached on its own machine only. Use a raypool.DataQueue or pool.store, which reach all machines."
+        )
+        raise
 
 
 _globals: dict[str, dict[str, Any]] = {}

@@ -10,6 +10,7 @@ import io
 import pickle
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 from contextvars import ContextVar
 from itertools import islice
@@ -69,6 +70,10 @@ def _beside(header: bytes) -> bytes | pickle.PickleBuffer:
     return header if len(header) < BESIDE_BYTES else pickle.PickleBuffer(header)
 
 
+INHERITANCE = "only be shared between processes through inheritance"
+"""What multiprocessing says of its locks, queues and values."""
+
+
 class _Nowhere:
     """A file for pickles that nobody reads."""
 
@@ -92,8 +97,23 @@ class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
         if torch is not None and type(value) is torch.Tensor and _is_plain(value, torch):
             memory = value.detach().reshape(-1).view(torch.uint8).numpy()
             return _arrived_tensor, (memory, value.dtype, tuple(value.shape), value.requires_grad)
+        if torch is not None and isinstance(value, torch.nn.Module):
+            _warn_if_shared(value)
+        if type(value).__module__ == "multiprocessing.connection":  # it would arrive with the number of a file of this process
+            raise RuntimeError(f"{type(value).__name__} objects should {INHERITANCE}")
         by_value = reduced(value)
         return super().reducer_override(value) if by_value is NotImplemented else by_value
+
+
+def _warn_if_shared(module: Any) -> None:
+    parameter = next(module.parameters(recurse=False), None)
+    if parameter is not None and parameter.device.type == "cpu" and parameter.is_shared():
+        warnings.warn(
+            "A model under share_memory() is sent to another process, which gets a copy: what one changes in it, the other does "
+            "not see. Return what was trained, or train one model on all workers with pool.train, pool.fit or pool.spmd.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def _is_plain(tensor: Any, torch: Any) -> bool:
@@ -357,7 +377,10 @@ def unpicklable(value: Any, what: str, error: BaseException) -> SerializationErr
     except Exception:  # it runs code of the user's
         named = kind_of(value)
     reason = f"{type(error).__name__}: {error}".splitlines()[0]
-    return SerializationError(
-        f"Cannot send {what}: {named} cannot be pickled ({reason}). Make it inside the function, or pass what it is made from.",
-        what=named,
-    )
+    advice = "Make it inside the function, or pass what it is made from."
+    if INHERITANCE in reason:
+        advice = (
+            "Ray starts the workers, so they inherit nothing. Pass a raypool.DataQueue for values that come and go, and keep "
+            "what all share in pool.store; or take it from a multiprocessing.Manager(), which workers of its own machine reach."
+        )
+    return SerializationError(f"Cannot send {what}: {named} cannot be pickled ({reason}). {advice}", what=named)

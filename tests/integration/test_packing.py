@@ -6,6 +6,7 @@ import abc
 import functools
 import logging
 import math
+import multiprocessing
 import operator
 import pickle
 import threading
@@ -198,6 +199,20 @@ def test_the_culprit_is_named(make: Callable[[dict[str, Any]], object], name: st
     assert str(caught.value).startswith(f"Cannot send the thing to a worker: {name} cannot be pickled (")
     assert caught.value.what == name
     assert isinstance(caught.value.__cause__, TypeError)
+
+
+@pytest.mark.parametrize(
+    "make", [multiprocessing.Lock, multiprocessing.Queue, lambda: multiprocessing.Value("i"), multiprocessing.Pipe]
+)
+def test_what_only_children_inherit_is_refused_with_what_to_use_instead(make: Callable[[], object]) -> None:
+    with pytest.raises(SerializationError, match=r"raypool\.DataQueue .* pool\.store"):
+        pack(functools.partial(print, make()), "the initializer")
+
+
+def test_a_model_in_shared_memory_arrives_as_a_copy_with_a_warning() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1)).share_memory()
+    with pytest.warns(RuntimeWarning, match=r"share_memory\(\) .* gets a copy"):
+        pack(model, "it")
 
 
 def test_a_builtin_travels_by_its_name() -> None:
