@@ -13,6 +13,7 @@ from time import perf_counter, time
 from typing import Any, NamedTuple, Protocol
 
 from raypool.engine.backend import Part, WorkerInfo
+from raypool.engine.coroutines import finished
 from raypool.engine.diary import note_last_lines
 from raypool.engine.early import Early
 from raypool.engine.guard import NOW, Guard
@@ -160,7 +161,7 @@ def _run_part(part: Part, here: Surroundings, result: RawResult) -> None:
 
 
 def _as_calls(fn: Callable[..., Any]) -> Callable[[Any], Any]:
-    return lambda call: fn(*call[0], **call[1])
+    return lambda call: finished(fn(*call[0], **call[1]))
 
 
 def _numbers(part: Part) -> Sequence[int]:
@@ -172,7 +173,7 @@ def _with_folders(fn: Callable[[Any], Any], note: Running, folders: Folders) -> 
 
     def call(item: Any) -> Any:
         try:
-            value = fn(item)
+            value = finished(fn(item))
         except BaseException as error:
             try:
                 with unbroken(note):
@@ -208,7 +209,7 @@ def _run_items(fn: Callable[[Any], Any], items: list[Any], part: Part, here: Sur
         if seed is not None:
             seed_everything(item_seed(seed, index))
         try:
-            value = fn(item)
+            value = finished(fn(item))
             values.append(value if keeper is None or type(value) in UNCHANGEABLE else keeper.keep(value))
         except SystemExit:
             raise
