@@ -15,6 +15,7 @@ from typing import Any
 from raypool.batches import Call
 from raypool.cloud.sealed import check_versions, make_outcome_path, seal, unseal
 from raypool.engine.answers import pack_error
+from raypool.engine.coroutines import finished
 from raypool.engine.homes import filesystem
 from raypool.engine.packing import snapshot
 from raypool.engine.ray_session import join_ray
@@ -60,9 +61,9 @@ def _call(key: str) -> Call:
 
 def _value(call: Call) -> Any:
     if call.pool is None:
-        return call.fn(*call.args)
+        return finished(call.fn(*call.args))
     with parpool(call.pool, profile=call.profile):
-        return call.fn(*call.args)
+        return finished(call.fn(*call.args))
 
 
 def _try_out(place: str, key: str) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures._base import CANCELLED as IS_CANCELLED  # the states have no public names
 from concurrent.futures._base import CANCELLED_AND_NOTIFIED, FINISHED, PENDING, RUNNING
 from datetime import UTC, datetime
@@ -79,10 +80,11 @@ class Owner(Protocol):
 class Future(LeanFuture[T], Generic[T]):
     """The handle of one task: a `concurrent.futures.Future` with the task's own story beside its result.
 
-    `concurrent.futures.wait` and `as_completed`, `asyncio.wrap_future` and `add_done_callback` take it as it is. Its callbacks
-    run in the pool's own thread, in which nothing else runs meanwhile: keep them short. Futures of the same pool that have not
-    ended cannot be waited for there: `result`, `fetch_next` and the like raise an error, but `concurrent.futures.wait` and
-    `as_completed` would wait for ever. The functions of `after_each` and `after_all` may wait for them.
+    `concurrent.futures.wait` and `as_completed`, `asyncio.wrap_future` and `add_done_callback` take it as it is, and a coroutine
+    may `await` it. Its callbacks run in the pool's own thread, in which nothing else runs meanwhile: keep them short. Futures of
+    the same pool that have not ended cannot be waited for there: `result`, `fetch_next` and the like raise an error, but
+    `concurrent.futures.wait` and `as_completed` would wait for ever. The functions of `after_each` and `after_all` may wait for
+    them.
 
     Attributes:
         name: What the caller named the work, or the function's name.
@@ -242,6 +244,46 @@ class Future(LeanFuture[T], Generic[T]):
             return value.fetch() if type(value) is Deferred else value  # type: ignore[no-any-return]
         finally:
             del self, error  # which the error, by its traceback, would hold, and they it
+
+    def __await__(self) -> Generator[Any, None, T]:
+        """Wait for the result in an asyncio program, whose event loop goes on meanwhile.
+
+        As with `asyncio.wrap_future`: if the coroutine that waits is cancelled, so is this. A value that is still elsewhere is
+        fetched and opened in another thread.
+
+        Example:
+            >>> import asyncio
+            >>> from raypool import parpool
+            >>> async def main():
+            ...     with parpool(2, profile="threads", quiet=True) as pool:
+            ...         job = pool.parfeval(pow, 2, 10)
+            ...         return await job
+            >>> asyncio.run(main())
+            1024
+        """
+        return self._awaited().__await__()
+
+    async def _awaited(self) -> T:
+        import asyncio  # which most need not wait for
+
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[None] = loop.create_future()
+
+        def wake(_: Any) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(lambda: None if ended.done() else ended.set_result(None))
+
+        self.add_done_callback(wake)
+        try:
+            await ended
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+        if self.cancelled():
+            raise asyncio.CancelledError
+        if type(self._result) is Deferred:
+            return await loop.run_in_executor(None, self.result)
+        return self.result()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Return the exception that the task ended with, None if it ended well, waiting at most `timeout` seconds.

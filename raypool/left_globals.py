@@ -41,7 +41,7 @@ _left: dict[str, dict[str, Left]] = {}  # by the name of the module
 
 def call_setup(fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     """Call a function, and note what it leaves in global variables, if this process is a worker."""
-    function = _function_in(fn) if in_worker_process() else None
+    function = function_in(fn) if in_worker_process() else None
     if function is None:
         return fn(*args, **kwargs)
     before = {name: Seen(value, _picture(value, name, function)) for name, value in _variables(function)}
@@ -62,14 +62,14 @@ def _note(function: types.FunctionType, name: str, value: Any, began_with: bytes
 
 def share_left(fn: Callable[..., Any]) -> None:
     """Let a function that came by value see what setups of the same module have left, where it brings what they began with."""
-    function = _function_in(fn) if _left else None
+    function = function_in(fn) if _left else None
     if function is not None and _is_by_value(function):
         own = function.__globals__
         left = _left.get(function.__module__, {}).items()
         own.update({name: value for name, (value, began_with) in left if name not in own or _digest(own[name]) == began_with})
 
 
-def _function_in(fn: Any) -> types.FunctionType | None:
+def function_in(fn: Any) -> types.FunctionType | None:
     """Return the function in a partial, a bound method, a decorated function or an object that can be called."""
     for _ in range(sys.getrecursionlimit()):  # as `inspect.unwrap` has it: one may wrap itself, or answer every name
         inner = _inner(fn)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 from raypool.core.policy import LONGEST_RETRY_DELAY_S
@@ -82,6 +84,12 @@ def check_callable(fn: Any) -> None:
     """Raise the error for something that is to be called and cannot be."""
     if not callable(fn):
         raise InvalidTypeError(f"{fn!r} is not callable. Give the function itself, and its arguments after it.")
+    for code in (fn,) if type(fn) is FunctionType else (fn, type(fn).__call__):
+        if inspect.isgeneratorfunction(code) or inspect.isasyncgenfunction(code):
+            raise InvalidTypeError(
+                f"{getattr(fn, '__qualname__', fn)!r} has a yield in it: a call runs nothing and returns a generator, which "
+                "cannot leave the worker. Return a list, or hand on values while it runs with raypool.report or a DataQueue."
+            )
 
 
 def check_name(name: Any) -> None:

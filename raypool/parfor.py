@@ -54,9 +54,9 @@ class LoopVerbs:
         once. Inside a task the loop runs serially, in the task.
 
         Args:
-            fn: Any function of one argument. It is shipped to each worker once, with what it closes over, which the items of a
-                worker share: copy a model or an array from outside before changing it (`copy.deepcopy(model)`), or later items on
-                that worker see the change, and nobody else does.
+            fn: Any function of one argument, also with `async def`. It is shipped to each worker once, with what it closes over,
+                which the items of a worker share: copy a model or an array from outside before changing it
+                (`copy.deepcopy(model)`), or later items on that worker see the change, and nobody else does.
             items: A list or other iterable, also a generator without end (of which only a few items per worker are drawn
                 ahead), a DataFrame of pandas or polars (each row a dict), or a number `n` for `range(n)`.
             on_error: "stop": the first failure ends the loop and is raised. "raise": all items run, then the first is raised.

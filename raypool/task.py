@@ -210,6 +210,10 @@ class Shelter(Protocol):
     def expose(self) -> None:
         """Interrupt it again; at once, if that was wanted meanwhile."""
 
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether what is running was cancelled."""
+
 
 @contextlib.contextmanager
 def unbroken(note: Running | None) -> Iterator[None]:

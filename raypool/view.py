@@ -158,9 +158,11 @@ class PoolView(LoopVerbs, TrainingVerbs, concurrent.futures.Executor):
     def parfeval(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
         """Call `fn(*args, **kwargs)` on the next free worker; return a future at once.
 
-        What is sent is what the arguments are now: changing them later changes nothing. Inside a task the call runs at once.
+        What is sent is what the arguments are now: changing them later changes nothing. Inside a task the call runs at once. A
+        coroutine that `fn` returns, as functions with `async def` do, is run there, in an event loop of its own.
 
         Raises:
+            InvalidTypeError: `fn` cannot be called, or is a generator function.
             SerializationError: The function or an argument cannot be sent; it names the variable.
             PoolClosedError: The pool was shut down.
 

@@ -133,6 +133,11 @@ class Guard:
             _heed(wish, self._note, self._limit)
         self._is_armed = True
 
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether what is at hand was cancelled."""
+        return self._limit is not None and self._limit.is_cancelled
+
     def end(self) -> None:
         """Note that code of the user's has ended."""
         self._is_armed = False

@@ -10,6 +10,7 @@ import io
 import pickle
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 from contextvars import ContextVar
 from itertools import islice
@@ -19,8 +20,9 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import ray
 from ray import cloudpickle
-from ray.util import inspect_serializability
 
+from raypool.by_value import reduced
+from raypool.engine.culprits import find_culprit, kind_of
 from raypool.engine.own_memory import own
 from raypool.errors import RaypoolError, SerializationError
 
@@ -69,6 +71,10 @@ def _beside(header: bytes) -> bytes | pickle.PickleBuffer:
     return header if len(header) < BESIDE_BYTES else pickle.PickleBuffer(header)
 
 
+INHERITANCE = "only be shared between processes through inheritance"
+"""What multiprocessing says of its locks, queues and values."""
+
+
 class _Nowhere:
     """A file for pickles that nobody reads."""
 
@@ -92,7 +98,23 @@ class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
         if torch is not None and type(value) is torch.Tensor and _is_plain(value, torch):
             memory = value.detach().reshape(-1).view(torch.uint8).numpy()
             return _arrived_tensor, (memory, value.dtype, tuple(value.shape), value.requires_grad)
-        return super().reducer_override(value)
+        if torch is not None and isinstance(value, torch.nn.Module):
+            _warn_if_shared(value)
+        if type(value).__module__ == "multiprocessing.connection":  # it would arrive with the number of a file of this process
+            raise RuntimeError(f"{type(value).__name__} objects should {INHERITANCE}")
+        by_value = reduced(value)
+        return super().reducer_override(value) if by_value is NotImplemented else by_value
+
+
+def _warn_if_shared(module: Any) -> None:
+    parameter = next(module.parameters(recurse=False), None)
+    if parameter is not None and parameter.device.type == "cpu" and parameter.is_shared():
+        warnings.warn(
+            "A model under share_memory() is sent to another process, which gets a copy: what one changes in it, the other does "
+            "not see. Return what was trained, or train one model on all workers with pool.train, pool.fit or pool.spmd.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def _is_plain(tensor: Any, torch: Any) -> bool:
@@ -352,50 +374,14 @@ def unpicklable(value: Any, what: str, error: BaseException) -> SerializationErr
     if isinstance(error, RaypoolError):  # something of raypool's own, which says what to do instead
         return SerializationError(f"Cannot send {what}: {error}", what=type(value).__name__)
     try:
-        named = ", ".join(_culprits(value, ""))
-    except Exception:  # the inspection pickles things too
-        named = ""
-    named = named or f"a {type(value).__name__}"
+        named = str(find_culprit(value, _Pickler(_Nowhere(), [], lambda _: False), error))
+    except Exception:  # it runs code of the user's
+        named = kind_of(value)
     reason = f"{type(error).__name__}: {error}".splitlines()[0]
-    return SerializationError(
-        f"Cannot send {what}: {named} cannot be pickled ({reason}). Make it inside the function, or pass what it is made from.",
-        what=named,
-    )
-
-
-def _culprits(value: Any, path: str) -> list[str]:
-    """Return the names of the variables in a value that can't be pickled, with their types."""
-    if isinstance(value, dict):
-        entries = [(f"{path}[{key!r}]", entry) for key, entry in value.items()]
-    elif isinstance(value, (list, tuple)):
-        names = getattr(value, "_fields", None) or [f"[{index}]" for index in range(len(value))]
-        entries = [
-            (f"{path}.{name}".lstrip(".") if name.isidentifier() else path + name, entry)
-            for name, entry in zip(names, value, strict=True)
-        ]
-    elif callable(inner := getattr(value, "func", None)) and not _can_travel(inner):  # raypool's own around a user's function
-        return _culprits(inner, path)
-    else:
-        name = getattr(value, "__name__", path)
-        _, failures = inspect_serializability(value, name=name, print_file=io.StringIO())
-        return sorted({_named(_variable(failure) or path, failure.obj) for failure in failures})
-    return [culprit for name, entry in entries if not _can_travel(entry) for culprit in _culprits(entry, name)]
-
-
-def _variable(failure: Any) -> str:
-    """Return the name of the variable that Ray's inspection blames (`path` since Ray 2.60, `name` before)."""
-    path = [str(part) for part in getattr(failure, "path", (getattr(failure, "name", ""),)) if part]
-    return path[-1] if path else ""
-
-
-def _named(variable: str, value: Any) -> str:
-    kind = type(value).__name__
-    return f"{variable!r} (a {kind})" if variable.isidentifier() else f"{variable} (a {kind})" if variable else f"a {kind}"
-
-
-def _can_travel(value: Any) -> bool:
-    try:
-        _try(value)
-    except Exception:
-        return False
-    return True
+    advice = "Make it inside the function, or pass what it is made from."
+    if INHERITANCE in reason:
+        advice = (
+            "Ray starts the workers, so they inherit nothing. Pass a raypool.DataQueue for values that come and go, and keep "
+            "what all share in pool.store; or take it from a multiprocessing.Manager(), which workers of its own machine reach."
+        )
+    return SerializationError(f"Cannot send {what}: {named} cannot be pickled ({reason}). {advice}", what=named)

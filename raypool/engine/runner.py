@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 from raypool.engine import diary
 from raypool.engine.backend import Part, WorkerInfo
+from raypool.engine.coroutines import finished
 from raypool.engine.early import Early
 from raypool.engine.guard import NOW, Guard
 from raypool.engine.open_call import OpenCall, RawResult
@@ -168,7 +169,7 @@ def _run_part(part: Part, here: Surroundings, result: RawResult) -> None:
 
 
 def _as_calls(fn: Callable[..., Any]) -> Callable[[Any], Any]:
-    return lambda call: fn(*call[0], **call[1])
+    return lambda call: finished(fn(*call[0], **call[1]))
 
 
 def _numbers(part: Part) -> Sequence[int]:
@@ -180,7 +181,7 @@ def _with_folders(fn: Callable[[Any], Any], note: Running, folders: Folders) -> 
 
     def call(item: Any) -> Any:
         try:
-            value = fn(item)
+            value = finished(fn(item))
         except BaseException as error:
             try:
                 with unbroken(note):
@@ -222,7 +223,7 @@ def _run_items(
         if seed is not None:
             seed_everything(item_seed(seed, index), own)
         try:
-            value = fn(item)
+            value = finished(fn(item))
             values.append(value if keeper is None or type(value) in UNCHANGEABLE else keeper.keep(value))
         except BaseException as error:
             if isinstance(error, TaskCancelled) and result.is_cancelled:

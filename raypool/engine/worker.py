@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, NoReturn
 import psutil
 import ray
 
+from raypool.by_value import note_globals, teach_multiprocessing
 from raypool.core.sharing import fraction_for
 from raypool.devices.gpus import Inventory, index_of
 from raypool.devices.kept import kept
@@ -105,6 +106,7 @@ class PoolWorker:
         max_leftover_bytes: int | None = None,
     ) -> None:
         mark_worker_process()
+        teach_multiprocessing()
         let_notes_travel()
         with contextlib.suppress(PermissionError):  # it is the head of a group already
             os.setpgid(0, 0)  # so that its children can be ended with it
@@ -290,6 +292,7 @@ class PoolWorker:
                 fn = self._functions[fn_id] = unpack(self._packed[fn_id])
                 share_left(fn)
             del self._packed[fn_id]
+        note_globals(fn)
         return fn
 
     def forget(self, fn_ids: Sequence[int], is_idle: bool = True) -> None:

@@ -12,6 +12,7 @@ from typing import Any, NoReturn, TypeVar
 
 from raypool.counts import whole_number
 from raypool.engine.calls import submit_function
+from raypool.engine.coroutines import finished
 from raypool.engine.engine import Engine
 from raypool.errors import InvalidTypeError, InvalidValueError, SerializationError
 from raypool.futures import Future
@@ -67,12 +68,12 @@ def call(func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
 
 def call_each(func: Callable[..., Any], chunk: Iterable[Any]) -> list[Any]:
     """Call the function with each item of a chunk."""
-    return [func(item) for item in chunk]
+    return [finished(func(item)) for item in chunk]
 
 
 def call_each_starred(func: Callable[..., Any], chunk: Iterable[Iterable[Any]]) -> list[Any]:
     """Call the function with the arguments in each item of a chunk."""
-    return [func(*arguments) for arguments in chunk]
+    return [finished(func(*arguments)) for arguments in chunk]
 
 
 @dataclass(frozen=True)

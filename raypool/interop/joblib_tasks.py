@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 from joblib.parallel import ParallelBackendBase, parallel_config
 
 from raypool.engine.backend import function_name
+from raypool.engine.coroutines import finished
 from raypool.engine.engine import Engine
 from raypool.interop.joblib import register_joblib
 from raypool.left_globals import share_left
@@ -44,7 +45,7 @@ def run_tasks(tasks: list[Task], manner: Manner, limit_s: float) -> list[Any]:
     own = copy.copy(backend)  # one serves a single Parallel at a time, and with threads all workers have the same
     with parallel_config(backend=own, n_jobs=n_jobs), _threads_limited(manner.max_threads):
         for fn, args, kwargs in tasks:
-            values.append(fn(*args, **kwargs))
+            values.append(finished(fn(*args, **kwargs)))
             if perf_counter() > until:
                 break
     return values

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from raypool.engine.coroutines import finished
 from raypool.errors import RankInterrupted, TaskCancelled
 from raypool.spmd import parts
 from raypool.spmd.context import SpmdContext
@@ -46,7 +47,7 @@ class RankFunction:
                 args = [self._arrived(arg, assignment.rank) for arg in open_args()]
                 context = SpmdContext(group)
                 try:
-                    value = self.func(context, *args)
+                    value = finished(self.func(context, *args))
                     del args
                     has_returned = True
                     group.end()

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import abc
+import functools
+import logging
 import math
+import multiprocessing
 import operator
 import pickle
 import threading
+import tokenize
 import tracemalloc
+import types
+from collections.abc import Callable
 from os.path import basename
-from typing import Any
+from typing import Any, NewType, ParamSpec
 
 import numpy as np
 import pytest
@@ -117,34 +124,139 @@ def test_a_call_with_plain_arguments_is_a_plain_pickle() -> None:
     assert unpack(pack([((1,), {"x": [2]})], "call")) == [((1,), {"x": [2]})]
 
 
-def uses_a_lock() -> object:
-    return helper()
+def local_things() -> dict[str, Any]:
+    """Return what travels by value, as all of a script does."""
+    event = threading.Event()
 
+    class Splitter(abc.ABC):  # noqa: B024 - as users write them
+        def __init__(self) -> None:
+            self.rows = (i for i in range(3))
 
-def helper() -> object:
-    return lock
+        def run(self) -> int:
+            return sum(self.rows)
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.Sequential(torch.nn.ReLU(), Gated())
+
+    class Gated(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate = threading.Lock()
+
+    class LeavesItsLock:
+        def __init__(self) -> None:
+            self.lock, self.parts = threading.Lock(), {"a": [Splitter()]}
+
+        def __getstate__(self) -> dict[str, Any]:
+            return {"parts": self.parts}
+
+    def waits() -> None:
+        event.wait()
+
+    def calls_one_that_waits() -> None:
+        waits()
+
+    def has_a_default(x: int, gate: Any = event) -> None: ...
+
+    return {key: value for key, value in locals().items() if key != "event"}
 
 
 @pytest.mark.parametrize(
-    ("value", "name"),
+    ("make", "name"),
     [
-        (lambda: lock, "'lock' (a lock)"),
-        ({"a": [1, {"b": lock}]}, "['a'][1]['b'] (a lock)"),
-        ((1, lock), "[1] (a lock)"),
-        (lock, "a lock"),
-        (open, None),
+        (lambda _: lambda: lock, "'lock' (a lock) used by <lambda>"),
+        (lambda _: {"a": [1, {"b": lock}]}, "['a'][1]['b'] (a lock)"),
+        (lambda _: (1, lock), "[1] (a lock)"),
+        (lambda _: lock, "a lock"),
+        (lambda _: {lock}, "a lock"),
+        (lambda _: threading.Event(), "a threading.Event"),
+        (lambda _: {"log": logging.StreamHandler()}, "['log'] (a logging.StreamHandler)"),
+        (lambda _: types.SimpleNamespace(gate=lock), "'gate' (a lock) of SimpleNamespace"),
+        (lambda has: has["waits"], "'event' (a threading.Event) used by waits"),
+        (lambda has: has["calls_one_that_waits"], "'event' (a threading.Event) used by waits"),
+        (lambda has: has["has_a_default"], "'gate' (a threading.Event) used by has_a_default"),
+        (lambda has: has["Splitter"](), "'rows' (a generator) of Splitter"),
+        (lambda has: has["Splitter"]().run, "'rows' (a generator) of Splitter"),
+        (lambda has: has["LeavesItsLock"](), "parts['a'][0].rows (a generator) of LeavesItsLock"),
+        (lambda has: has["Net"](), "layers.1.gate (a lock) of Net"),
+        (lambda _: functools.partial(print, 1, lock, sep=""), "args[1] (a lock) of a partial of print"),
+        (lambda _: functools.partial(print, sep=lock), "'sep' (a lock) of a partial of print"),
+        (lambda has: functools.partial(has["waits"], 1), "'event' (a threading.Event) used by waits"),
     ],
 )
-def test_the_culprit_is_named(value: object, name: str | None) -> None:
-    if name is None:
-        assert unpack(pack(value, "it")) is value
-        return
+def test_the_culprit_is_named(make: Callable[[dict[str, Any]], object], name: str) -> None:
+    """The error names the innermost variable that the user knows, and no private part of somebody else's object."""
     with pytest.raises(SerializationError) as caught:
-        pack(value, "the thing")
-    assert name in str(caught.value)
-    assert str(caught.value).startswith("Cannot send the thing to a worker: ")
-    assert caught.value.what in str(caught.value)
+        pack(make(local_things()), "the thing")
+    assert str(caught.value).startswith(f"Cannot send the thing to a worker: {name} cannot be pickled (")
+    assert caught.value.what == name
     assert isinstance(caught.value.__cause__, TypeError)
+
+
+@pytest.mark.parametrize(
+    "make", [multiprocessing.Lock, multiprocessing.Queue, lambda: multiprocessing.Value("i"), multiprocessing.Pipe]
+)
+def test_what_only_children_inherit_is_refused_with_what_to_use_instead(make: Callable[[], object]) -> None:
+    with pytest.raises(SerializationError, match=r"raypool\.DataQueue .* pool\.store"):
+        pack(functools.partial(print, make()), "the initializer")
+
+
+def test_a_model_in_shared_memory_arrives_as_a_copy_with_a_warning() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1)).share_memory()
+    with pytest.warns(RuntimeWarning, match=r"share_memory\(\) .* gets a copy"):
+        pack(model, "it")
+
+
+def test_a_builtin_travels_by_its_name() -> None:
+    assert unpack(pack(open, "it")) is open
+
+
+def test_what_a_script_decorates_travels() -> None:
+    """Cached functions and properties, functions that dispatch by type and typed decorators travel with what uses them."""
+    parameters, user_id = ParamSpec("parameters"), NewType("user_id", int)
+
+    @functools.lru_cache(maxsize=7)
+    def fibonacci(n: int) -> int:
+        return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)
+
+    @functools.singledispatch
+    def kind(value: object) -> str:
+        return "object"
+
+    @kind.register
+    def _(value: int) -> str:
+        return "int"
+
+    def typed(fn: Callable[parameters, Any]) -> Callable[parameters, Any]:
+        def inner(*args: parameters.args, **kwargs: parameters.kwargs) -> Any:
+            return fn(*args, **kwargs)
+
+        return inner
+
+    class Setup:
+        @functools.cached_property
+        def made(self) -> object:
+            return object()
+
+        @functools.cache  # noqa: B019 - as users write them
+        def name(self) -> str:
+            return "setup"
+
+    @typed
+    def train() -> tuple[object, ...]:
+        setup = Setup()
+        return fibonacci(20), kind(1), kind("1"), setup.made is setup.made, setup.name(), user_id(3)
+
+    fibonacci(10), kind(1)
+    for annotated in (typed, typed(train)):
+        annotated.__annotations__ = {"args": parameters.args, "fn": user_id}  # not a string, as in a script without the import
+    again, cached = unpack(pack((train, fibonacci), "it"))
+    assert again() == train() == (6765, "int", "object", True, "setup", 3)
+    assert cached.cache_info() == (18, 21, 7, 7), "it is the very function that the other calls, with a cache of its own"
+    assert cached.cache_parameters() == {"maxsize": 7, "typed": False}
+    assert unpack(pack(tokenize._compile, "it")) is tokenize._compile, "that of a module travels by its name"  # type: ignore[attr-defined]
 
 
 # --- the values of a call ---------------------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ LAYERS = [
     ["profiles"],
     ["profile_checks"],
     ["resources", "labels", "tls"],
-    ["left_globals"],
+    ["left_globals", "by_value"],
     ["reports", "feed", "futures", "task", "queues", "queue_away", "queue_home", "store", "engine.exchange", "folders"],
     ["core", "reasons", "lean_future"],
     ["devices"],

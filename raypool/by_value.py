@@ -1,0 +1,137 @@
+"""What a script defines is made again in other processes: what cloudpickle leaves out of that, and what multiprocessing does."""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+import io
+import multiprocessing
+import sys
+import threading
+import types
+import typing
+import weakref
+from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+from raypool.left_globals import function_in
+from raypool.task import in_worker_process
+
+NAMED: dict[type, Callable[[Any], tuple[Any, ...]]] = {
+    functools._lru_cache_wrapper: lambda value: (_cached, (value.__wrapped__, value.cache_parameters()), vars(value)),
+    typing.NewType: lambda value: (typing.NewType, (value.__name__, value.__supertype__), vars(value)),
+    typing.ParamSpec: lambda value: (typing.ParamSpec, (value.__name__,)),
+    typing.TypeVarTuple: lambda value: (typing.TypeVarTuple, (value.__name__,)),
+}
+"""What travels by its name only, and how it is made where nothing has that name."""
+
+
+def reduced(value: Any) -> Any:
+    """Return how to make a value elsewhere, as a pickler's `reducer_override` does; `NotImplemented` if it needs no help."""
+    kind = type(value)
+    if kind in NAMED and not _is_importable(value):
+        return NAMED[kind](value)
+    if kind is weakref.WeakKeyDictionary:  # `functools.singledispatch` has one
+        return weakref.WeakKeyDictionary, (dict(value),)
+    if sys.version_info < (3, 12) and isinstance(value, functools.cached_property):  # it has a lock
+        return copyreg.__newobj__, (kind,), vars(value) | {"lock": None}, None, None, _set_with_lock  # type: ignore[attr-defined]
+    if "multiprocessing.managers" in sys.modules and isinstance(value, multiprocessing.managers.BaseProxy):
+        make, arguments = value.__reduce__()
+        return _proxy, (make, *arguments[:-1], arguments[-1] | {"authkey": bytes(value._authkey)})  # type: ignore[attr-defined]
+    return NotImplemented
+
+
+def _proxy(make: Callable[..., Any], *arguments: Any) -> Any:
+    """Return a proxy of a manager, with its key: other proxies that are got from it have none, and use that of the process."""
+    if in_worker_process():
+        multiprocessing.current_process().authkey = arguments[-1]["authkey"]
+    try:
+        return make(*arguments)
+    except OSError as error:
+        error.add_note(
+            "raypool: this worker cannot reach the multiprocessing.Manager() whose proxy was sent. One without an address= is "
+            "reached on its own machine only. Use a raypool.DataQueue or pool.store, which reach all machines."
+        )
+        raise
+
+
+_globals: dict[str, dict[str, Any]] = {}
+"""By module, the global variables that functions of a script share in this process where multiprocessing has brought them."""
+
+
+def teach_multiprocessing() -> None:
+    """Let what a script defines travel to processes that this one starts by `multiprocessing`, and back.
+
+    In a worker the script is not `__main__`, so its functions and classes are found under no name there.
+    """
+    ForkingPickler.reducer_override = _reduced_for_child  # type: ignore[method-assign]
+
+
+def note_globals(fn: Callable[..., Any]) -> None:
+    """Let functions that come to forked children of this process join the global variables of the one that is about to run."""
+    function = function_in(fn)
+    if function is not None:
+        _globals[function.__module__] = function.__globals__
+
+
+def _reduced_for_child(pickler: Any, value: Any) -> Any:
+    import cloudpickle  # only who starts processes needs it
+
+    by_value = reduced(value)
+    if by_value is NotImplemented and isinstance(value, (type, types.FunctionType)):
+        # One for all that this pickler has: it knows which functions share their global variables.
+        own = vars(pickler).setdefault("by_value", cloudpickle.CloudPickler(io.BytesIO()))
+        by_value = own.reducer_override(value)
+        if by_value is not NotImplemented and len(by_value) == 6:  # not one of Python's own
+            make, args, *state, set_state = by_value
+            if isinstance(value, type):
+                return _class_in_child, (make, *args), *state, set_state
+            return _function_in_child, (value.__module__, make, *args), *state, functools.partial(_set_in_child, set_state)
+    elif by_value is NotImplemented and type(value) not in pickler.dispatch_table:
+        reduce = cloudpickle.CloudPickler.dispatch_table.get(type(value))
+        return NotImplemented if reduce is None else reduce(value)
+    return by_value
+
+
+def _class_in_child(make: Callable[..., Any], *args: Any) -> Any:
+    teach_multiprocessing()
+    return make(*args)
+
+
+def _function_in_child(module: str, make: Callable[..., Any], code: Any, variables: dict[str, Any], *args: Any) -> Any:
+    teach_multiprocessing()
+    return make(code, _globals.setdefault(module, variables), *args)
+
+
+def _set_in_child(set_state: Callable[..., None], function: Any, state: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    """Let a function have what it brings, but for global variables that are there: what an initializer has set stays."""
+    there = function.__globals__
+    state[1]["__globals__"] = {name: value for name, value in state[1]["__globals__"].items() if name not in there}
+    set_state(function, state)
+
+
+def _cached(function: Callable[..., Any], parameters: dict[str, Any]) -> Any:
+    """Return a function with a cache of its own."""
+    return functools.lru_cache(**parameters)(function)
+
+
+def _set_with_lock(value: Any, state: dict[str, Any]) -> None:
+    vars(value).update(state, lock=threading.RLock())
+
+
+def _is_importable(value: Any) -> bool:
+    """Whether other processes find a value in its module, as cloudpickle judges of functions."""
+    name = value.__module__
+    if name == "__main__" or any(f"{name}.".startswith(f"{by_value}.") for by_value in _registered()):
+        return False
+    found: Any = sys.modules.get(name)
+    for part in getattr(value, "__qualname__", value.__name__).split("."):
+        found = getattr(found, part, None)
+    return found is value
+
+
+def _registered() -> set[str]:
+    """Return the modules whose contents the user wants to travel by value."""
+    cloudpickles = filter(None, map(sys.modules.get, ("cloudpickle", "ray.cloudpickle")))
+    return set().union(*(cloudpickle.list_registry_pickle_by_value() for cloudpickle in cloudpickles))
