@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from raypool import queues
 from raypool.errors import InternalError
-from raypool.feed import Feed
+from raypool.feed import Feed, LoopFeed
 from raypool.task import Running
 
 CATCH_UP_S = 5.0
@@ -53,16 +53,17 @@ class Hub:
         """Note who wants to have what a task says."""
         self._holders[task_id] = holder
 
-    def say(self, note: Running, kind: str, payload: Any) -> None:
-        """Take what a task in this process says: its reports ("metrics") or what it prints ("text")."""
+    def say(self, note: Running, kind: str, payload: Any) -> bool:
+        """Take what a task in this process says: its reports ("metrics") or what it prints ("text"). See `Running`."""
         feed = self._feed_of(note.task_id)
         if feed is None:
-            return
+            return False
         if kind == "metrics":
             time_, values = payload
             feed.add_row((time_, note.index, note.attempt, values))
-        else:
-            feed.add_text(payload, 0, ((note.index, note.attempt, len(payload)),))
+            return False
+        feed.add_text(payload, 0, note.index, note.attempt)
+        return isinstance(feed, LoopFeed) and feed.on_text is not None
 
     def deliver(self, worker_id: int, number: int, batch: bytes) -> None:
         """Take a batch of an `Outbox` elsewhere; b"" is none."""
