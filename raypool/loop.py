@@ -145,6 +145,7 @@ class LoopRun:
     def __init__(self, engine: Engine, work: LoopWork, watchers: Sequence[Watcher]) -> None:
         self._driver = engine.driver
         self._backend = engine.backend
+        self._records = engine.hub.records
         self._work = work
         self._watchers = watchers
         if watchers and is_serial(engine):
@@ -173,6 +174,8 @@ class LoopRun:
                 self._total = len(items)
                 self._task_id = self._driver.submit(work, lambda task_id: make_spec(task_id, size, False))
             self._wait(lambda: work.is_done)
+            work.catch_up()
+            self._records.wait()  # what items have logged stands before what the caller logs next
             self._show()
             if work.interrupt is not None:
                 raise work.interrupt

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from raypool import queues
+from raypool.engine.logs import Records
 from raypool.errors import InternalError
 from raypool.feed import Feed, LoopFeed
 from raypool.task import Running
@@ -48,6 +49,7 @@ class Hub:
         self._awaited: dict[int, int] = {}  # by worker: the newest batch that somebody may wait for
         self._gone: set[int] = set()  # workers of which nothing is worth waiting for
         self._is_closed = False
+        self.records = Records()
 
     def watch(self, task_id: int, holder: Holder) -> None:
         """Note who wants to have what a task says."""
@@ -104,6 +106,7 @@ class Hub:
                 self._skip(worker_id)
                 self._take_in_order(worker_id)
             self._changed.notify_all()
+        self.records.wait()
 
     def _has_come(self, worker_id: int, number: int) -> bool:
         return self._arrived.get(worker_id, 0) >= number or worker_id in self._gone or self._is_closed
@@ -138,6 +141,9 @@ class Hub:
     def _take(self, worker_id: int, kind: str, key: Any, *rest: Any) -> None:
         if kind == "queue":
             queues.deliver(key, *rest)
+            return
+        if kind == "log":
+            self.records.put(rest[-1])
             return
         if kind == "early":
             if self.on_early is not None:

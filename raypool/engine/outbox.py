@@ -191,9 +191,9 @@ class Outbox:
             try:
                 self._send(number, batch)
             except Exception as error:
-                if self._gets_through:
+                is_new, self._gets_through = self._gets_through, False  # first: what is logged here goes through here too
+                if is_new:
                     logger.warning("What tasks say does not get through: %r. It is tried again.", error)
-                self._gets_through = False
                 self._closed.wait(RETRY_S)
             else:
                 self._gets_through = True

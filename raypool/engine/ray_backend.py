@@ -22,6 +22,7 @@ from raypool.engine.backend import Function, NodeDevices, Part, Post, WorkerInfo
 from raypool.engine.cards import Cards
 from raypool.engine.claims import Claim, locate
 from raypool.engine.hub import Hub
+from raypool.engine.logs import levels_here
 from raypool.engine.nodes import Nodes, NodeWatch
 from raypool.engine.outside import is_outside, note_deaths
 from raypool.engine.pulse import Pulse
@@ -309,7 +310,9 @@ class RayBackend:
         seat.known.difference_update(stale)
         if self._cards is not None:
             parts = self._cards.sent(seat.place, seat.claim, attempt_id, parts)
-        call = pack_call(attempt_id, parts, new, stale, seat.is_spent, behind)
+        levels = levels_here()
+        call = pack_call(attempt_id, parts, new, stale, seat.is_spent, behind, None if levels is seat.levels else levels)
+        seat.levels = levels
         self._traffic.add(seat.place, len(call.header), 0)
         status, values = seat.run(call.header, call.refs) if call.refs else seat.run(call.header)
         self._answered(worker_id, status, functools.partial(self._on_status, worker_id, seat.place, attempt_id, values))

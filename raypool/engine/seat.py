@@ -9,6 +9,7 @@ import ray
 
 from raypool.engine import outside
 from raypool.engine.claims import Claim
+from raypool.engine.logs import Levels
 from raypool.engine.pulse import Pulse
 
 
@@ -23,6 +24,7 @@ class Seat:
         "is_ending",
         "is_spent",
         "known",
+        "levels",
         "place",
         "pulse",
         "run",
@@ -42,6 +44,7 @@ class Seat:
         """Begin anew, with another worker."""
         self.worker_id = worker_id
         self.known: set[int] = set()  # functions that the worker has
+        self.levels: Levels | None = None  # of the driver's loggers, as the worker knows them
         self.stale: list[int] = []  # those of them that nobody will call again
         self.calls: dict[int, int | None] = {}  # in flight, each with the one that it waits behind
         self.told_of = -1  # the last that lasted: what was sent behind it is refused, and runs elsewhere

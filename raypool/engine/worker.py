@@ -26,6 +26,7 @@ from raypool.engine.backend import Part, Refusal, WorkerInfo, function_name
 from raypool.engine.early import Early, Watch
 from raypool.engine.guard import ProcessGuard
 from raypool.engine.homes import FarHome, Home, sees
+from raypool.engine.logs import Forwarder, Levels
 from raypool.engine.mirrors import ItemFolders, home_here
 from raypool.engine.node_agent import WorkerProcess
 from raypool.engine.open_call import Narrowed, OpenCall, RawResult
@@ -47,21 +48,31 @@ DRAIN_TIMEOUT_S = 2.0
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
-def pack_call(
+def pack_call(  # noqa: PLR0913, PLR0917 - the fields of a call
     attempt_id: int,
     parts: Sequence[Part],
     functions: dict[int, Packed],
     stale: Sequence[int],
     is_spent: bool,
     behind: int | None,
+    levels: Levels | None,
 ) -> Parcel:
     """Pack what a worker is to run, the functions that it does not have yet, and those that it may forget.
 
     `is_spent`: it has said that it is to be replaced, and is to run this all the same. `behind`: the call that this waits for.
+    `levels`: of the driver's loggers, if the worker does not have them yet.
 
     One pickle of plain tuples: Ray would take each argument, and each tuple with a name, by itself.
     """
-    call = (attempt_id, [tuple(part) for part in parts], functions, stale, is_spent, behind)
+    call = (
+        attempt_id,
+        [tuple(part) for part in parts],
+        functions,
+        stale,
+        is_spent,
+        behind,
+        None if levels is None else tuple(levels),
+    )
     if all(isinstance(part.items, bytes) for part in parts) and all(isinstance(fn, bytes) for fn in functions.values()):
         return Parcel(pickle.dumps(call, protocol=5), [], [])
     return dump(call)
@@ -101,6 +112,7 @@ class PoolWorker:
             os.setpgid(0, 0)  # so that its children can be ended with it
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # and those of its children, which would be init's otherwise
         diary.install()
+        self._forwarder = Forwarder()
         sys.breakpointhook = refuse_breakpoint
         os.environ.pop("PYTHONBREAKPOINT", None)  # Ray's, for children of this process
         self._worker_id = worker_id
@@ -184,9 +196,11 @@ class PoolWorker:
             objects, so that the driver reads the status only and a large value stays in the object store until somebody asks.
         """
         fetched_before = Fetched.num_bytes
-        attempt_id, fields, functions, stale, is_known, behind = load(Parcel(call, [], list(refs)))
+        attempt_id, fields, functions, stale, is_known, behind, levels = load(Parcel(call, [], list(refs)))
         parts = [Part(*entries) for entries in fields]
         del call, refs, fields
+        if levels is not None:
+            self._forwarder.heed(Levels(*levels))
         self.forget(stale)
         self._packed.update(functions)
         is_too_late = self._is_spent and not is_known and not parts[0].is_rank  # it was sent before anybody knew
