@@ -11,6 +11,7 @@ import logging
 import os
 import pickle
 import queue
+import sys
 import threading
 import traceback
 from typing import Any, NamedTuple
@@ -73,18 +74,26 @@ class Forwarder:
         self._levels: Levels | None = None  # not before the first call
         self._changed: dict[str, tuple[int, int]] = {}  # by logger: the level that it had, and the one that it got here
         self._call_handlers = call_handlers = logging.Logger.callHandlers
+        self._basic_config = basic_config = logging.basicConfig
 
         def send_or_call(logger: logging.Logger, record: logging.LogRecord) -> None:
             is_sent = self._send(record)
             if not is_sent or logger.hasHandlers():  # else it would be printed too, by the handler of last resort
                 call_handlers(logger, record)
 
+        def unless_by_itself(**options: Any) -> None:
+            # `logging.info` and the like call it where the root has no handler: what is sent would be printed here too.
+            if sys._getframe(1).f_globals is not vars(logging):
+                basic_config(**options)
+
         logging.Logger.callHandlers = send_or_call  # type: ignore[method-assign, assignment]
+        logging.basicConfig = unless_by_itself
         os.register_at_fork(after_in_child=self.remove)
 
     def remove(self) -> None:
         """Send nothing more: this is a forked child."""
         logging.Logger.callHandlers = self._call_handlers  # type: ignore[method-assign]
+        logging.basicConfig = self._basic_config
 
     def heed(self, levels: Levels) -> None:
         """Let loggers make what the driver's take: a level that was set in this process is lowered for that, and never raised."""

@@ -25,6 +25,7 @@ def test_records_reach_the_loggers_here_before_the_loop_returns(
         logger.debug("dropped")
         logger.info("item %d", x)
         logger.warning("warned")
+        logging.warning("by the root")  # which would give it a handler where it has none
         return current_task().worker, logger.isEnabledFor(logging.DEBUG)
 
     results = pool.parfor(work, 4, progress=False)
@@ -32,6 +33,7 @@ def test_records_reach_the_loggers_here_before_the_loop_returns(
     assert sorted((record.item, record.worker, record.getMessage()) for record in records) == sorted(  # type: ignore[attr-defined]
         (item, worker, text) for item, (worker, _) in enumerate(results) for text in (f"item {item}", "warned")
     )
+    assert [record.name for record in caplog.records if record.getMessage() == "by the root"] == ["root"] * 4
     assert not any(is_enabled for _, is_enabled in results)
     assert list(results.diary) == [""] * 4
 
