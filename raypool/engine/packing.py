@@ -22,7 +22,7 @@ from ray import cloudpickle
 from ray.util import inspect_serializability
 
 from raypool.engine.own_memory import own
-from raypool.errors import RaypoolError, SerializationError
+from raypool.errors import RaypoolError, SerializationError, reduced
 
 PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
 """Types whose pickles need nothing from the module that they are in."""
@@ -88,6 +88,9 @@ class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
         if isinstance(value, ray.ObjectRef):
             self._refs.append(value)
             return _arrived_ref, (len(self._refs) - 1,)
+        if isinstance(value, BaseException):
+            way = reduced(value)
+            return super().reducer_override(value) if way is NotImplemented else way
         torch = sys.modules.get("torch")
         if torch is not None and type(value) is torch.Tensor and _is_plain(value, torch):
             memory = value.detach().reshape(-1).view(torch.uint8).numpy()
