@@ -284,6 +284,21 @@ class ThreadGuard(Guard):
             if self.take(wish, attempt_id, task_id):
                 self._is_coming = self._interrupt()
 
+    def interrupt_here(self, attempt_id: int, task_id: int, frame: FrameType | None) -> None:
+        """Cancel a slice that runs in this thread, from a signal's handler, which may find it where it must not be interrupted.
+
+        Raises:
+            TaskCancelled: It is interrupted, for the first time.
+        """
+        if _is_delicate(frame) or not self._lock.acquire(blocking=False):
+            return  # it is signalled again
+        try:
+            is_due = self.take(Signal.CANCEL, attempt_id, task_id)
+        finally:
+            self._lock.release()
+        if is_due:
+            raise TaskCancelled
+
     def _interrupt(self) -> bool:
         """Raise TaskCancelled in the thread as soon as it is not making another; return whether that was possible in time."""
         give_up = time.monotonic() + THREAD_START_S
@@ -291,6 +306,11 @@ class ThreadGuard(Guard):
             if not made._started.wait(give_up - time.monotonic()):
                 return False
         return True
+
+    @property
+    def is_delicate(self) -> bool:
+        """Whether its thread is where nothing should be raised, such as in an import: half of torch would end the process."""
+        return not self.is_free and _is_delicate(sys._current_frames().get(self._thread_id))
 
     @property
     def is_free(self) -> bool:

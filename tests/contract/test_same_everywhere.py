@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+import signal
 import sys
-from collections.abc import Iterator
-from concurrent.futures import CancelledError
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from raypool import ParallelPool, TaskError, current_task, load_results, parpool, report
+from raypool import ParallelPool, TaskCancelled, TaskError, TaskTimeoutError, current_task, load_results, parpool, report
+from raypool.engine.guard import STOP_SIGNAL
+from tests.conftest import Gate
+from tests.contract.conftest import PoolMaker
 
 pytestmark = pytest.mark.everywhere
 
@@ -179,3 +185,53 @@ def test_exceptions_keep_their_type_and_what_they_hold(pool: ParallelPool, tmp_p
 def test_an_exit_is_a_failure(pool: ParallelPool) -> None:
     future = pool.parfeval(sys.exit, "enough")
     assert (type(future.exception(300)), str(future.error)) == (TaskError, "The task called sys.exit('enough').")
+
+
+# --- time limits ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.arguments
+@pytest.mark.concurrent
+def test_an_item_that_takes_too_long_fails(pool: ParallelPool, gate: Gate, eventually: Callable[..., bool]) -> None:
+    """Once, whatever `retry_on` names; what was beside it and comes after it runs."""
+
+    def wait(x: int) -> int:
+        if x == 1:
+            print("waiting")
+            gate.wait()
+        return x
+
+    limited = pool.options(timeout_s=0.5, retries=2, retry_on=Exception)
+    results = limited.parfor(wait, 3, on_error="collect", progress=False)
+    assert list(results) == [0, None, 2]
+    assert {index: type(error) for index, error in results.errors.items()} == {1: TaskTimeoutError}
+    assert eventually(lambda: results.diary[1] == "waiting\n")  # its end is known before all that it had said has come
+    assert results.to_frame()["reason"].tolist()[1] == "timeout"
+    assert type(limited.parfeval(wait, 1).exception(300)) is TaskTimeoutError
+    assert limited.parfeval(wait, 2).result(300) == 2
+
+
+@pytest.mark.arguments
+def test_also_in_a_thread_that_calls_inline(pool: ParallelPool, gate: Gate) -> None:
+    with ThreadPoolExecutor(1) as threads:
+        call = threads.submit(lambda: pool.options(timeout_s=0.1).parfeval(gate.wait).exception())
+        assert type(call.result(300)) is TaskTimeoutError
+
+
+@pytest.mark.arguments
+def test_what_does_not_stop_inline_has_failed_and_a_warning_says_so_once(
+    make_pool: PoolMaker, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It goes on after `TaskCancelled`, until the warning is there."""
+
+    def go_on(_: int) -> str:
+        while "does not stop" not in caplog.text:
+            with contextlib.suppress(TaskCancelled):
+                threading.Event().wait(0.01)
+        return "came back"
+
+    with make_pool(1, cancel_grace_s=0.1) as pool:
+        errors = pool.options(timeout_s=0.1).parfor(go_on, 1, on_error="collect", progress=False).errors
+    assert type(errors[0]) is TaskTimeoutError
+    assert caplog.text.count("go_on has run longer than its timeout_s=0.1 and does not stop") == 1
+    assert signal.getsignal(STOP_SIGNAL) is signal.SIG_DFL
