@@ -40,6 +40,9 @@ LOOP_TEXT_BYTES = 64 * TEXT_BYTES
 PIECE_BYTES = 4096
 """What an item prints is put together in pieces of about this size: a line that is an object takes twice its size."""
 
+AGAIN = b"\n[raypool: it runs again]\n"
+"""Stands between what a task printed in one run and in the next one."""
+
 LAST_ITEMS = 1024
 """The last values of so many items are known, those that have reported last."""
 
@@ -177,7 +180,7 @@ class Feed:
     What is printed inside it, by a finalizer that happens to run then, is added too: its lock may be taken twice.
     """
 
-    __slots__ = ("__weakref__", "_last", "_lock", "_missing", "_new_rows", "_rows", "_text")
+    __slots__ = ("__weakref__", "_calls", "_last", "_lock", "_missing", "_new_rows", "_rows", "_text")
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -185,6 +188,7 @@ class Feed:
         self._new_rows: list[Row] = []
         self._text = Record()
         self._missing = 0  # bytes of text that are not kept
+        self._calls: dict[int, int] = {}  # by item (or rank): the call that it printed in last
         self._last: Last = {}
 
     def add_row(self, row: Row) -> None:
@@ -218,9 +222,15 @@ class Feed:
         while len(self._last) > LAST_ITEMS:
             del self._last[next(iter(self._last))]
 
-    def add_text(self, text: str, num_missing: int = 0, item: int = 0, attempt: int = 1) -> None:
-        """Take what was printed; `num_missing` characters before it were not sent. Here it does not matter which item it was."""
+    def add_text(self, text: str, num_missing: int = 0, item: int = 0, call_id: int = 0) -> None:
+        """Take what was printed; `num_missing` characters before it were not sent.
+
+        A line says where an item began again: without it, what it has printed twice would look like a mistake.
+        """
         with self._lock:
+            if self._calls.setdefault(item, call_id) < call_id:
+                self._calls[item] = call_id
+                self._text.add(AGAIN)
             self._missing += num_missing
             self._text.add(text.encode("utf-8", "backslashreplace"))
             self._missing += self._text.forget(TEXT_BYTES)
@@ -297,12 +307,12 @@ def _as_text(data: bytes, missing: int) -> str:
 
 
 class Printed:
-    """The newest text that an item printed in one attempt."""
+    """The newest text that an item printed in one call."""
 
-    __slots__ = ("attempt", "missing", "pieces", "size")
+    __slots__ = ("call_id", "missing", "pieces", "size")
 
-    def __init__(self, attempt: int, missing: int = 0) -> None:
-        self.attempt = attempt
+    def __init__(self, call_id: int, missing: int = 0) -> None:
+        self.call_id = call_id
         self.missing = missing  # bytes before the first piece
         self.pieces: list[bytes] = []
         self.size = 0
@@ -321,7 +331,7 @@ class Printed:
 
 
 class LoopFeed(Feed):
-    """What the items of a loop have said. What they printed is kept apart for each item, of its last attempt.
+    """What the items of a loop have said. What they printed is kept apart for each item, of its last run.
 
     `on_text` is called with the number of an item and what it has just printed.
     """
@@ -335,14 +345,14 @@ class LoopFeed(Feed):
         self._forgotten: dict[int, Printed] = {}  # items whose text had to go, without a piece
         self._num_bytes = 0
 
-    def add_text(self, text: str, num_missing: int = 0, item: int = 0, attempt: int = 1) -> None:
-        """Take what an item printed in an attempt."""
+    def add_text(self, text: str, num_missing: int = 0, item: int = 0, call_id: int = 0) -> None:
+        """Take what an item printed in a call."""
         data = text.encode("utf-8", "backslashreplace")
         with self._lock:
             known = self._printed.get(item) or self._forgotten.pop(item, None)
-            printed = known if known is not None and known.attempt >= attempt else Printed(attempt)
+            printed = known if known is not None and known.call_id >= call_id else Printed(call_id)
             before = 0 if known is None else known.size
-            if printed.attempt == attempt:  # else it comes late, of an attempt that was lost
+            if printed.call_id == call_id:  # else it comes late, of a worker that was lost
                 printed.missing += num_missing
                 printed.add(data)
             self._printed.pop(item, None)
@@ -352,12 +362,12 @@ class LoopFeed(Feed):
                 oldest = next(iter(self._printed))
                 gone = self._printed.pop(oldest)
                 self._num_bytes -= gone.size
-                self._forgotten[oldest] = Printed(gone.attempt, gone.missing + gone.size)
+                self._forgotten[oldest] = Printed(gone.call_id, gone.missing + gone.size)
         if self.on_text is not None:
             self.on_text(item, text)
 
     def diary(self, item: int) -> str:
-        """Return what an item printed in its last attempt, as far as it is kept."""
+        """Return what an item printed when it ran last, as far as it is kept."""
         with self._lock:
             printed = self._printed.get(item) or self._forgotten.get(item)
             if printed is None:

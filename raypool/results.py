@@ -168,11 +168,10 @@ class Results(Sequence[Any]):
     def diary(self) -> Sequence[str]:
         r"""What each item has printed, to `sys.stdout` and `sys.stderr` alike: `results.diary[i]` is that of item `i`.
 
-        It is that of the item's last attempt; an attempt that was not charged (its machine was taken back, say) and the next one
-        are the same attempt. The newest MiB of each item is kept, and the newest 64 MiB of the whole loop: beyond that, the items
-        that printed longest ago lose theirs. A first line says how much is missing. With `run_dir`, an item that ran in an
-        earlier call has what is in its `diary.txt`, the text of all its attempts; so has every item in `load_results`. As in
-        `Future.diary`, what native code prints by itself is missing.
+        It is what the item printed when it ran last: the last attempt, if it ran more than once. The newest MiB of each item is
+        kept, and the newest 64 MiB of the whole loop: beyond that, the items that printed longest ago lose theirs. A first line
+        says how much is missing. With `run_dir`, an item that ran in an earlier call has what is in its `diary.txt`, the text of
+        all its attempts; so has every item in `load_results`. As in `Future.diary`, what native code prints by itself is missing.
 
         Source:
             MATLAB R2025b, Diary of a parallel.Future.

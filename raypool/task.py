@@ -173,6 +173,7 @@ class Running:
     is_leaving: bool = False  # its machine is about to go
     has_heard: bool = False  # of that, so that it may end early
     on_leave: Sequence[tuple[int, Callable[[], object]]] = ()  # what to call then, and for which item
+    call_id: int = 0  # of the call to the worker: an item that runs again, charged an attempt or not, is in a later one
 
     def leave(self) -> None:
         """Note that its machine is about to go, and call what wants to be called for the item at hand."""

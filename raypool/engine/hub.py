@@ -64,7 +64,7 @@ class Hub:
             time_, values = payload
             feed.add_row((time_, note.index, note.attempt, values))
             return False
-        feed.add_text(payload, 0, note.index, note.attempt)
+        feed.add_text(payload, 0, note.index, note.call_id)
         return isinstance(feed, LoopFeed) and feed.on_text is not None
 
     def deliver(self, worker_id: int, number: int, batch: bytes) -> None:

@@ -209,7 +209,7 @@ class InlineBackend:
         """Run the call now. The first rank of a gang has to come last: the others have ended when it returns."""
         part = parts[0]
         limit: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-        if part.timeout_s is not None and part.start * part.is_rank == 0 and self._limits_time:
+        if part.timeout_s is not None and self._limits_time and not (part.is_rank and part.start > 0):
             limit = self._limit(worker_id, attempt_id, part, part.timeout_s)
         call = (worker_id, attempt_id, parts, functions, contextlib.nullcontext())
         if not part.is_rank:

@@ -128,7 +128,7 @@ class LoopWork:
         return self.feed
 
     def diary(self, index: int) -> str:
-        """Return what an item printed in its last attempt. From any thread."""
+        """Return what an item printed when it ran last. From any thread."""
         self.catch_up()
         return self.feed.diary(index)
 

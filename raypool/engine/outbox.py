@@ -72,7 +72,7 @@ class Outbox:
         if kind == "metrics":
             self._put((kind, note.task_id, note.index, note.attempt, *payload), 0)
         else:
-            self._put((kind, note.task_id, note.index, note.attempt, payload), len(payload))
+            self._put((kind, note.task_id, note.index, note.call_id, payload), len(payload))
 
     def send(self, kind: str, key: Any, payload: Any) -> None:
         """Say something else, which arrives as it is, in order.
@@ -239,10 +239,10 @@ def packed(entries: list[Entry]) -> bytes:
             batch.append(entry)
     for task_id, its_rows in rows.items():
         batch.append(("metrics", task_id, pickle.dumps(its_rows, protocol=5), last_of(its_rows)))
-    for (task_id, item, attempt), pieces in texts.items():
+    for (task_id, item, call_id), pieces in texts.items():
         text = "".join(pieces)
         num_missing = max(len(text) - TEXT_BYTES, 0)
-        batch.append(("text", task_id, text[num_missing:], num_missing, item, attempt))
+        batch.append(("text", task_id, text[num_missing:], num_missing, item, call_id))
     return pickle.dumps(batch, protocol=5)
 
 

@@ -36,13 +36,13 @@ class SayingFeed(LoopFeed):
         super().add_rows(rows, last)
         self._new.append(rows)
 
-    def add_text(self, text: str, num_missing: int = 0, item: int = 0, attempt: int = 1) -> None:
+    def add_text(self, text: str, num_missing: int = 0, item: int = 0, call_id: int = 0) -> None:
         """Take what an item printed."""
-        super().add_text(text, num_missing, item, attempt)
-        self._new.append((item, attempt, text))
+        super().add_text(text, num_missing, item, call_id)
+        self._new.append((item, call_id, text))
 
     def hand_on(self) -> Iterator[Row | tuple[int, int, str]]:
-        """Yield what is new: rows of metrics, and texts with their item and attempt."""
+        """Yield what is new: rows of metrics, and texts with their item and call."""
         while self._new:
             new = self._new.popleft()
             if isinstance(new, bytes):

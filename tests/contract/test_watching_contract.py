@@ -7,12 +7,14 @@ import math
 import pickle
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from raypool import ParallelPool, TaskError, current_task, parpool, report
+from raypool.testing import FaultPlan, sim_pool
 from tests.conftest import Gate, Marks
 from tests.contract.conftest import PoolMaker
 
@@ -476,8 +478,27 @@ def test_what_a_lost_worker_had_said_is_kept(pool: ParallelPool, gate: Gate, eve
     assert eventually(lambda: future.diary == "attempt 1\n")
     gate.open()
     assert future.result(60) == "done"
-    assert future.diary == "attempt 1\nattempt 2\n"
+    assert future.diary == "attempt 1\n\n[raypool: it runs again]\nattempt 2\n"
     assert future.metrics[["attempt", "attempt_was"]].values.tolist() == [[1, 1], [2, 2]]
+
+
+def test_the_diary_says_where_a_task_ran_again() -> None:
+    """It had ended, and its outcome was lost with its worker. Of an item of a loop there is only what it printed last."""
+    num_runs: Counter[int] = Counter()
+
+    def work(x: int) -> None:
+        num_runs[x] += 1
+        sys.stdout.write("out")
+
+    with sim_pool(2, FaultPlan(seed=3, p_loss=0.5)) as pool:
+        view = pool.options(retries=20)
+        for x in range(20):
+            assert view.parfeval(work, x).diary == "\n[raypool: it runs again]\n".join(["out"] * num_runs[x])
+        assert max(num_runs.values()) > 1
+        num_runs.clear()
+        results = view.parfor(work, 20, progress=False)
+        assert list(results.diary) == ["out"] * 20
+        assert max(num_runs.values()) > 1
 
 
 @pytest.mark.processes
