@@ -114,8 +114,9 @@ class Hub:
     def _wait(self, worker_id: int, number: int) -> None:
         with self._changed:
             if not self._changed.wait_for(lambda: self._has_come(worker_id, number), CATCH_UP_S):
-                self._skip(worker_id)
-                self._take_in_order(worker_id)
+                while any(early <= number for early in self._early.get(worker_id, ())):  # else they would come after later ones
+                    self._skip(worker_id)
+                    self._take_in_order(worker_id)
                 self._arrived[worker_id] = max(self._arrived.get(worker_id, 0), number)
             if self._awaited.get(worker_id, 0) <= number:
                 self._awaited.pop(worker_id, None)
