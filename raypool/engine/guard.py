@@ -278,12 +278,6 @@ class ThreadGuard(Guard):
         if is_coming:
             _let_arrive()
 
-    def request(self, wish: Signal, attempt_id: int, task_id: int) -> None:
-        """Pass on a wish, from any thread."""
-        with self._lock:
-            if self.take(wish, attempt_id, task_id):
-                self._is_coming = self._interrupt()
-
     def interrupt_here(self, attempt_id: int, task_id: int, frame: FrameType | None) -> None:
         """Cancel a slice that runs in this thread, from a signal's handler, which may find it where it must not be interrupted.
 
@@ -299,6 +293,12 @@ class ThreadGuard(Guard):
         if is_due:
             raise TaskCancelled
 
+    def request(self, wish: Signal, attempt_id: int, task_id: int) -> None:
+        """Pass on a wish, from any thread."""
+        with self._lock:
+            if self.take(wish, attempt_id, task_id):
+                self._is_coming = self._interrupt()
+
     def _interrupt(self) -> bool:
         """Raise TaskCancelled in the thread as soon as it is not making another; return whether that was possible in time."""
         give_up = time.monotonic() + THREAD_START_S
@@ -308,14 +308,14 @@ class ThreadGuard(Guard):
         return True
 
     @property
-    def is_delicate(self) -> bool:
-        """Whether its thread is where nothing should be raised, such as in an import: half of torch would end the process."""
-        return not self.is_free and _is_delicate(sys._current_frames().get(self._thread_id))
-
-    @property
     def is_free(self) -> bool:
         """Whether no code of the user's is running."""
         return self._at_hand == NOTHING
+
+    @property
+    def is_delicate(self) -> bool:
+        """Whether its thread is where nothing should be raised, such as in an import: half of torch would end the process."""
+        return not self.is_free and _is_delicate(sys._current_frames().get(self._thread_id))
 
     def is_at_hand(self, attempt_id: int, task_id: int) -> bool:
         """Whether this slice is running, interrupted or not."""
