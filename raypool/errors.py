@@ -35,6 +35,7 @@ pickling.
 
 from __future__ import annotations
 
+import copyreg
 from concurrent.futures import BrokenExecutor
 from enum import Enum
 from pickle import PicklingError
@@ -228,3 +229,59 @@ class RemoteTraceback(Exception):
 
     def __str__(self) -> str:
         return f'\n"""\n{self.text}"""'
+
+
+# --- exceptions that travel -------------------------------------------------------------------------------------------
+
+IS_HEAP_TYPE = 1 << 9
+"""Set in `__flags__` of classes that are not built into Python (Py_TPFLAGS_HEAPTYPE)."""
+
+
+def reduced(error: BaseException) -> Any:
+    """Return what to pickle of an exception (see `object.__reduce__`), so that its class need not take back what it holds.
+
+    Python would call the class with `error.args`: a constructor with other arguments fails then, or makes another text of the one
+    that is there. `NotImplemented` where Python's way is right: for its own classes, and for those that say how they are pickled.
+    """
+    kind = type(error)
+    if not kind.__flags__ & IS_HEAP_TYPE or kind in copyreg.dispatch_table:
+        return NotImplemented
+    for name in ("__reduce__", "__reduce_ex__"):
+        if next(each for each in kind.__mro__ if name in vars(each)).__flags__ & IS_HEAP_TYPE:
+            return NotImplemented
+    way: Any = error.__reduce__()  # class, arguments and, if there are any, fields
+    args, fields = way[1], dict(way[2] or {}) if len(way) > 2 else {}
+    slots = copyreg._slotnames(kind)  # type: ignore[attr-defined]  # as pickle does it
+    fields |= {name: getattr(error, name) for name in slots if hasattr(error, name)}
+    return (remade, (kind, args), fields) if fields else (remade, (kind, args))
+
+
+def remade(kind: type[BaseException], args: tuple[Any, ...]) -> BaseException:
+    """Make an exception of a class without calling the class."""
+    base: Any = kind
+    while base.__flags__ & IS_HEAP_TYPE:
+        base = base.__base__
+    error: BaseException = base.__new__(kind, *args)
+    base.__init__(error, *args)  # which fills what Python's own class has beside `args`
+    return error
+
+
+class Portable:
+    """Is pickled as the exception that it is made of, so that this can be opened; see `reduced`."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def __reduce__(self) -> Any:
+        way = reduced(self._error)
+        if way is NotImplemented:
+            return self._error.__reduce_ex__(5)
+        (kind, args), fields = way[1], way[2:]
+        return remade, (kind, _portable(args)), *({name: _portable(value) for name, value in each.items()} for each in fields)
+
+
+def _portable(value: Any) -> Any:
+    """Return a value with the exceptions in it, such as those of a group, as what can be opened."""
+    if isinstance(value, BaseException):
+        return Portable(value)
+    return type(value)(map(_portable, value)) if type(value) in (list, tuple) else value

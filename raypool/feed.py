@@ -13,7 +13,8 @@ import tempfile
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from raypool.tables import column_name, table
@@ -33,14 +34,20 @@ ROWS_AT_ONCE = 256
 TEXT_BYTES = 1024 * 1024
 """So much of what was printed is kept, the newest."""
 
+LOOP_TEXT_BYTES = 64 * TEXT_BYTES
+"""So much of what all items of a loop have printed is kept: beyond that, those that printed longest ago lose theirs."""
+
+PIECE_BYTES = 4096
+"""What an item prints is put together in pieces of about this size: a line that is an object takes twice its size."""
+
+AGAIN = b"\n[raypool: it runs again]\n"
+"""Stands between what a task printed in one run and in the next one."""
+
 LAST_ITEMS = 1024
 """The last values of so many items are known, those that have reported last."""
 
 Row: TypeAlias = "tuple[float, int, int, dict[str, Any]]"
 """What was reported at once: Unix time [s], item, attempt, values by name."""
-
-Said: TypeAlias = "Sequence[tuple[int, int, int]]"
-"""Who has printed a text, piece by piece: item, attempt, number of characters."""
 
 Last: TypeAlias = "dict[int, tuple[int, dict[str, Any]]]"
 """The newest value of each metric: item -> attempt and values by name."""
@@ -173,7 +180,7 @@ class Feed:
     What is printed inside it, by a finalizer that happens to run then, is added too: its lock may be taken twice.
     """
 
-    __slots__ = ("__weakref__", "_last", "_lock", "_missing", "_new_rows", "_rows", "_text")
+    __slots__ = ("__weakref__", "_calls", "_last", "_lock", "_missing", "_new_rows", "_rows", "_text")
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -181,6 +188,7 @@ class Feed:
         self._new_rows: list[Row] = []
         self._text = Record()
         self._missing = 0  # bytes of text that are not kept
+        self._calls: dict[int, int] = {}  # by item (or rank): the call that it printed in last
         self._last: Last = {}
 
     def add_row(self, row: Row) -> None:
@@ -215,9 +223,15 @@ class Feed:
         while len(self._last) > LAST_ITEMS:
             del self._last[next(iter(self._last))]
 
-    def add_text(self, text: str, num_missing: int = 0, said: Said = ()) -> None:
-        """Take what was printed; `num_missing` characters before it were not sent. Here it does not matter who has said it."""
+    def add_text(self, text: str, num_missing: int = 0, item: int = 0, call_id: int = 0) -> None:
+        """Take what was printed; `num_missing` characters before it were not sent.
+
+        A line says where an item began again: without it, what it has printed twice would look like a mistake.
+        """
         with self._lock:
+            if self._calls.setdefault(item, call_id) < call_id:
+                self._calls[item] = call_id
+                self._text.add(AGAIN)
             self._missing += num_missing
             self._text.add(text.encode("utf-8", "backslashreplace"))
             self._missing += self._text.forget(TEXT_BYTES)
@@ -276,18 +290,102 @@ class Feed:
         """Return what was printed, of which the newest MiB is kept; the first line says how much is missing, if anything is."""
         with self._lock:
             missing, parts = self._missing, self._text.parts()
-        data = b"".join(read(parts))
-        if len(data) > TEXT_BYTES:
-            missing += len(data) - TEXT_BYTES
-            data = data[-TEXT_BYTES:]
-        text = data.decode("utf-8", "ignore")
-        return f"[raypool: the first {missing:,} bytes are not kept]\n{text}" if missing else text
+        return _as_text(b"".join(read(parts)), missing)
 
     def __reduce__(self) -> Any:
         with self._lock:
             self._pack_new_rows()
             rows, text, missing = self._rows.parts(), self._text.parts(), self._missing
         return _restored, (b"".join(read(rows)), b"".join(read(text)), missing)
+
+
+def _as_text(data: bytes, missing: int) -> str:
+    if len(data) > TEXT_BYTES:
+        missing += len(data) - TEXT_BYTES
+        data = data[-TEXT_BYTES:]
+    text = data.decode("utf-8", "ignore")
+    return f"[raypool: the first {missing:,} bytes are not kept]\n{text}" if missing else text
+
+
+class Printed:
+    """The newest text that an item printed in one call."""
+
+    __slots__ = ("call_id", "missing", "pieces", "size")
+
+    def __init__(self, call_id: int, missing: int = 0) -> None:
+        self.call_id = call_id
+        self.missing = missing  # bytes before the first piece
+        self.pieces: list[bytes] = []
+        self.size = 0
+
+    def add(self, data: bytes) -> None:
+        """Add text, and forget the oldest beyond `TEXT_BYTES`."""
+        if self.pieces and len(self.pieces[-1]) < PIECE_BYTES:
+            self.pieces[-1] += data
+        else:
+            self.pieces.append(data)
+        self.size += len(data)
+        while self.size - len(self.pieces[0]) >= TEXT_BYTES:
+            gone = len(self.pieces.pop(0))
+            self.size -= gone
+            self.missing += gone
+
+
+class LoopFeed(Feed):
+    """What the items of a loop have said. What they printed is kept apart for each item, of its last run.
+
+    `on_text` is called with the number of an item and what it has just printed.
+    """
+
+    __slots__ = ("_forgotten", "_num_bytes", "_printed", "on_text")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on_text: Callable[[int, str], object] | None = None
+        self._printed: dict[int, Printed] = {}  # by item; the one that printed longest ago comes first
+        self._forgotten: dict[int, Printed] = {}  # items whose text had to go, without a piece
+        self._num_bytes = 0
+
+    def add_text(self, text: str, num_missing: int = 0, item: int = 0, call_id: int = 0) -> None:
+        """Take what an item printed in a call."""
+        data = text.encode("utf-8", "backslashreplace")
+        with self._lock:
+            known = self._printed.get(item) or self._forgotten.pop(item, None)
+            printed = known if known is not None and known.call_id >= call_id else Printed(call_id)
+            before = 0 if known is None else known.size
+            if printed.call_id == call_id:  # else it comes late, of a worker that was lost
+                printed.missing += num_missing
+                printed.add(data)
+            self._printed.pop(item, None)
+            self._printed[item] = printed
+            self._num_bytes += printed.size - before
+            while self._num_bytes > LOOP_TEXT_BYTES:
+                oldest = next(iter(self._printed))
+                gone = self._printed.pop(oldest)
+                self._num_bytes -= gone.size
+                self._forgotten[oldest] = Printed(gone.call_id, gone.missing + gone.size)
+        if self.on_text is not None:
+            self.on_text(item, text)
+
+    def diary(self, item: int) -> str:
+        """Return what an item printed when it ran last, as far as it is kept."""
+        with self._lock:
+            printed = self._printed.get(item) or self._forgotten.get(item)
+            if printed is None:
+                return ""
+            missing, data = printed.missing, b"".join(printed.pieces)
+        return _as_text(data, missing)
+
+
+def text_of_file(path: Path) -> str:
+    """Return the newest text of a diary in a file, "" if there is none."""
+    try:
+        with path.open("rb") as file:
+            missing = max(file.seek(0, os.SEEK_END) - TEXT_BYTES, 0)
+            file.seek(missing)
+            return _as_text(file.read(TEXT_BYTES), missing)
+    except OSError:
+        return ""
 
 
 def _restored(rows: bytes, text: bytes, missing: int) -> Feed:

@@ -204,9 +204,10 @@ class Future(LeanFuture[T], Generic[T]):
     def diary(self) -> str:
         """What the task has printed so far, to `sys.stdout` and `sys.stderr` alike; all of it once it has ended.
 
-        The newest MiB is kept; a first line says how much is missing before that. On Ray it is what the whole worker process
-        writes from Python, in whatever thread; with "threads" and "inline", what the task's own thread writes. What native code
-        prints by itself is not in it.
+        A task that runs again (its worker was lost, perhaps by another task in the same call, or by `retry_on`) has what it
+        printed each time; the line "[raypool: it runs again]" stands between. The newest MiB is kept; a first line says how much
+        is missing before that. On Ray it is what the whole worker process writes from Python, in whatever thread; with "threads"
+        and "inline", what the task's own thread writes. What native code prints by itself is not in it.
 
         Source:
             MATLAB R2025b, Diary of a parallel.Future.

@@ -147,12 +147,13 @@ def check_travels(items: Sequence[Any], backend: Backend, label: str, first: int
 class LoopRun:
     """One `parfor` in progress."""
 
-    def __init__(self, engine: Engine, work: LoopWork, watcher: Watcher | None) -> None:
+    def __init__(self, engine: Engine, work: LoopWork, watchers: Sequence[Watcher]) -> None:
         self._driver = engine.driver
         self._backend = engine.backend
+        self._records = engine.hub.records
         self._work = work
-        self._watcher = watcher
-        if watcher is not None and is_serial(engine):
+        self._watchers = watchers
+        if watchers and is_serial(engine):
             work.on_settled = self._show_in_time
         self._task_id = -1
         self._show_at = 0.0
@@ -178,6 +179,8 @@ class LoopRun:
                 self._total = len(items)
                 self._task_id = self._driver.submit(work, lambda task_id: make_spec(task_id, size, False))
             self._wait(lambda: work.is_done)
+            work.catch_up()
+            self._records.wait()  # what items have logged stands before what the caller logs next
             self._show()
             if work.interrupt is not None:
                 raise work.interrupt
@@ -227,7 +230,7 @@ class LoopRun:
         work = self._work
         while not is_over():
             with work.changed:
-                work.changed.wait_for(is_over, None if self._watcher is None else TICK_S)
+                work.changed.wait_for(is_over, TICK_S if self._watchers else None)
             self._show_in_time()
 
     def _show_in_time(self) -> None:
@@ -235,9 +238,9 @@ class LoopRun:
             self._show()
 
     def _show(self) -> None:
-        if self._watcher is not None:
-            self._watcher.update(self._work, self._total)
-            self._show_at = time.monotonic() + TICK_S
+        for watcher in self._watchers:
+            watcher.update(self._work, self._total)
+        self._show_at = time.monotonic() + TICK_S
 
     def cancel(self) -> None:
         """Let nothing more of the loop start."""
@@ -276,7 +279,7 @@ class LoopRun:
         if any(type(value) is Missing for value in values):
             _move_missing(values, errors)
         rows = functools.partial(_rows, work, segments, lost, errors)
-        return Results(items, values, rows, errors, work.caught_up, lambda: [*work.misses])
+        return Results(items, values, rows, errors, work.caught_up, lambda: [*work.misses], work.diary)
 
 
 def _move_missing(values: list[Any], errors: dict[int, BaseException]) -> None:
@@ -327,6 +330,31 @@ def watched(
     from raypool.views.progress import watched as watched_by_somebody
 
     return watched_by_somebody(progress, label, engine.backend, is_serial(engine))
+
+
+@contextlib.contextmanager
+def echoed(echo: bool | None, work: LoopWork, engine: Engine) -> Iterator[Watcher | None]:
+    """Show what items print while the context lasts, if that is wanted; in a task nobody would see it."""
+    if in_task() or not (_is_unseen_in_notebook(engine) if echo is None else echo):
+        yield None
+        return
+    from raypool.views.item_lines import ItemLines
+
+    lines = ItemLines(is_direct=is_serial(engine))
+    work.feed.on_text = lines.add
+    try:
+        yield lines
+    finally:
+        work.catch_up()
+        work.feed.on_text = None
+        lines.end()
+
+
+def _is_unseen_in_notebook(engine: Engine) -> bool:
+    """Whether this is a notebook that shows nothing of what items print; in this process, what they print is shown anyway."""
+    from raypool.views.kernel import notebook_shell
+
+    return engine.profile.backend == "ray" and notebook_shell() is not None
 
 
 def check_progress(progress: Any) -> None:

@@ -14,7 +14,7 @@ from raypool.engine.backend import Function
 from raypool.engine.engine import Engine, serial_engine
 from raypool.engine.loop_work import LoopOptions, LoopWork
 from raypool.errors import InvalidTypeError, InvalidValueError
-from raypool.loop import LoopRun, check_progress, folded, listed, longest_first, raise_if_failed, watched
+from raypool.loop import LoopRun, check_progress, echoed, folded, listed, longest_first, raise_if_failed, watched
 from raypool.options import Options, check_callable, check_name
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ class LoopVerbs:
         chunk_size: int | None = None,
         seed: int | None = None,
         progress: bool | Callable[..., Any] | None = None,
+        echo: bool | None = None,
         name: str | None = None,
         run_dir: str | os.PathLike[str] | None = None,
         rerun: Literal["failed", "missing", "all"] = "failed",
@@ -78,6 +79,9 @@ class LoopVerbs:
                 as a picture there; else as lines in a log file, the first after ten seconds. True: lines from the beginning, too.
                 False: nothing. Or `tqdm`, or what else makes a progress bar: it is called as `progress(total=..., desc=...)`,
                 and what it returns has `update(n)` and, if it likes, `set_postfix(failed=...)` and `close()`.
+            echo: Show what the items print, as it comes, on standard output: each line behind the number of its item. None: in a
+                notebook, unless the items run in this process, which shows what they print anyway. `Results.diary` has what each
+                item has printed in any case.
             name: What to call the loop in messages and displays.
             run_dir: Keep what becomes of each item in this folder, before anybody hears of it. The same call later, with the same
                 items in any order, more of them or fewer, goes on from there: also after the machine went down. An item is known
@@ -119,6 +123,8 @@ class LoopVerbs:
         if on_error not in ("stop", "raise", "collect"):
             raise InvalidValueError(f"on_error={on_error!r} is none of 'stop', 'raise' and 'collect'.")
         check_progress(progress)
+        if not (echo is None or isinstance(echo, bool)):
+            raise InvalidTypeError(f"echo={echo!r} is neither True, False nor None.")
         check_name(name)
         max_workers = optional_count("max_workers", max_workers, least=0)
         chunk_size = optional_count("chunk_size", chunk_size, least=1)
@@ -166,8 +172,9 @@ class LoopVerbs:
 
         work = LoopWork(function, (), how) if run_dir is None else durable_loop(fn, function, how, run_dir, rerun)
         del function  # the traceback of an error would keep it in workers
-        with contextlib.closing(work), watched(progress, label, engine) as watcher:
-            results = LoopRun(engine, work, watcher).run(sequence, make_spec)
+        with contextlib.closing(work), watched(progress, label, engine) as view, echoed(echo, work, engine) as lines:
+            watchers = [watcher for watcher in (lines, view) if watcher is not None]
+            results = LoopRun(engine, work, watchers).run(sequence, make_spec)
         raise_if_failed(work, results, on_error)
         return results if reduce is None else folded(results, reduce, init)
 

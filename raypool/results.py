@@ -88,7 +88,7 @@ class Results(Sequence[Any]):
         1
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, PLR0917 - what is known of a loop, most of it asked for only when somebody looks
         self,
         items: Sequence[Any],
         values: list[Any],
@@ -96,6 +96,7 @@ class Results(Sequence[Any]):
         errors: dict[int, BaseException],
         get_feed: Callable[[], Feed] = Feed,
         get_misses: Callable[[], list[Miss]] = list,
+        get_diary: Callable[[int], str] = lambda _: "",
     ) -> None:
         self._items = items
         self._values = values
@@ -103,6 +104,7 @@ class Results(Sequence[Any]):
         self._errors = errors
         self._get_feed = get_feed
         self._get_misses = get_misses
+        self._get_diary = get_diary
 
     @functools.cached_property
     def _rows(self) -> list[Row]:
@@ -126,7 +128,15 @@ class Results(Sequence[Any]):
     __hash__ = None  # type: ignore[assignment]
 
     def __reduce__(self) -> Any:
-        return _restored, (list(self._items), self._values, self._rows, self._errors, self._get_feed(), self._get_misses())
+        return _restored, (
+            list(self._items),
+            self._values,
+            self._rows,
+            self._errors,
+            self._get_feed(),
+            self._get_misses(),
+            list(self.diary),
+        )
 
     def __repr__(self) -> str:
         counts = {status: sum(row.status == status for row in self._rows) for status in STATUSES}
@@ -157,6 +167,29 @@ class Results(Sequence[Any]):
             {'item': [0, 0, 1, 1], 'epoch': [0, 1, 0, 1], 'loss': [0.1, 0.05, 0.2, 0.1]}
         """
         return self._get_feed().metrics("item")
+
+    @property
+    def diary(self) -> Sequence[str]:
+        r"""What each item has printed, to `sys.stdout` and `sys.stderr` alike: `results.diary[i]` is that of item `i`.
+
+        It is what the item printed when it ran last: the last attempt, if it ran more than once. The newest MiB of each item is
+        kept, and the newest 64 MiB of the whole loop: beyond that, the items that printed longest ago lose theirs. A first line
+        says how much is missing. With `run_dir`, an item that ran in an earlier call has what is in its `diary.txt`, the text of
+        all its attempts; so has every item in `load_results`. As in `Future.diary`, what native code prints by itself is missing.
+
+        Source:
+            MATLAB R2025b, Diary of a parallel.Future.
+
+        Example:
+            >>> from raypool import parpool
+            >>> with parpool(profile="inline", quiet=True) as pool:
+            ...     results = pool.parfor(lambda lr: print("training with", lr), [0.1, 0.2])
+            training with 0.1
+            training with 0.2
+            >>> results.diary[1]
+            'training with 0.2\n'
+        """
+        return Diaries(len(self), self._get_diary)
 
     def to_frame(self) -> pd.DataFrame:
         """Return the table: one row an item, with its configuration, its values and how it ran.
@@ -384,15 +417,39 @@ def told(error: BaseException) -> str:
         return type(error).__name__
 
 
-def _restored(
+def _restored(  # noqa: PLR0913, PLR0917 - as in pickles of older versions
     items: list[Any],
     values: list[Any],
     rows: list[Row],
     errors: dict[int, BaseException],
     feed: Feed,
     misses: Sequence[Miss] = (),  # unknown to older versions
+    diaries: Sequence[str] | None = None,  # likewise
 ) -> Results:
-    return Results(items, values, lambda: rows, errors, lambda: feed, lambda: list(misses))
+    texts = [""] * len(values) if diaries is None else diaries
+    return Results(items, values, lambda: rows, errors, lambda: feed, lambda: list(misses), texts.__getitem__)
+
+
+class Diaries(Sequence[str]):
+    """What each item of a loop printed; put together when somebody looks at it."""
+
+    def __init__(self, size: int, get: Callable[[int], str]) -> None:
+        self._numbers = range(size)
+        self._get = get
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        number = self._numbers[index]
+        return self._get(number) if isinstance(number, int) else [self._get(each) for each in number]
+
+    def __repr__(self) -> str:
+        return f"<Diaries of {len(self)} items>"
 
 
 def _columns(

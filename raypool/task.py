@@ -137,8 +137,9 @@ class CurrentTask:
         return torch.device("cpu")
 
 
-def _say_nothing(note: Running, kind: str, payload: Any) -> None:
+def _say_nothing(note: Running, kind: str, payload: Any) -> bool | None:
     """Nobody listens."""
+    return None
 
 
 @dataclass(slots=True)
@@ -146,7 +147,8 @@ class Running:
     """The runner's own note of what it is running. One per slice; only `index` changes, so that an item costs nothing.
 
     `say(note, kind, payload)` hands something to whoever listens to this task outside: `kind` "metrics" with (Unix time [s],
-    {name: value}), or "text" with what was printed. `printed` is the newest of that, with the item's number.
+    {name: value}), or "text" with what was printed; it returns whether the text is shown from there, in place of the stream that
+    it was written to. `printed` is the newest of that, with the item's number.
     """
 
     index: int
@@ -157,7 +159,7 @@ class Running:
     name: str | None
     task_id: int = -1
     should_stop: bool = False
-    say: Callable[[Running, str, Any], None] = _say_nothing
+    say: Callable[[Running, str, Any], bool | None] = _say_nothing
     printed: deque[tuple[int, str]] | None = None
     outer: Running | None = None  # the task in which this one was called for
     find_way: Callable[[], Way] | None = None  # to the pool's exchange, if that is in this process
@@ -171,6 +173,7 @@ class Running:
     is_leaving: bool = False  # its machine is about to go
     has_heard: bool = False  # of that, so that it may end early
     on_leave: Sequence[tuple[int, Callable[[], object]]] = ()  # what to call then, and for which item
+    call_id: int = 0  # of the call to the worker: an item that runs again, charged an attempt or not, is in a later one
 
     def leave(self) -> None:
         """Note that its machine is about to go, and call what wants to be called for the item at hand."""
@@ -232,7 +235,7 @@ def unbroken(note: Running | None) -> Iterator[None]:
         shelter.expose()
 
 
-Say = Callable[[Running, str, Any], None]
+Say = Callable[[Running, str, Any], "bool | None"]
 """How something gets out of a task: see `Running`."""
 
 running: ContextVar[Running | None] = ContextVar("raypool_running", default=None)

@@ -110,6 +110,8 @@ class SimBackend(InlineBackend):
     Functions run at once. What becomes of them is held back until their worker, by the plan, has come up, is done or has died.
     """
 
+    _limits_time = False  # the driver does, in simulated time
+
     def __init__(self, profile: Profile, clock: VirtualClock, plan: FaultPlan, say: Say) -> None:
         super().__init__(profile, self._hold_back, say)
         self._clock = clock

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import sys
 import traceback
 from array import array
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ from ray import cloudpickle
 
 from raypool.engine.backend import Failure, SliceResult
 from raypool.engine.open_call import Narrowed, RawResult
-from raypool.engine.packing import INLINE_BYTES, Parcel, join
+from raypool.engine.packing import INLINE_BYTES, Parcel, dump, join
 from raypool.engine.ray_values import MessageValues
 from raypool.errors import TaskError
 from raypool.futures import Values
@@ -78,7 +79,8 @@ def pack_error(error: BaseException) -> bytes:
     text = "".join(traceback.format_exception(error))
     summary = "".join(traceback.format_exception_only(error)).strip()
     try:
-        body = cloudpickle.dumps(error)
+        parcel = dump(error, sys.maxsize)
+        body = cloudpickle.dumps(error) if parcel.refs else bytes(parcel.header)
         pickle.loads(body)
     except BaseException:  # it runs code of the user's
         body = None

@@ -132,7 +132,8 @@ class Part(NamedTuple):
     `should_stop`: somebody has asked for an early end before it began. `numbers`: those that the user calls the items by, where
     they do not simply follow each other from `start` on. `is_rank`: others run beside it, and may wait for it. `checkpoints`: a
     path or URL, and the name there of each item's folder for checkpoints. `turn`: which part of its GPU's memory the process may
-    have meanwhile, and whether nothing else may run on that GPU; None where workers take no turns.
+    have meanwhile, and whether nothing else may run on that GPU; None where workers take no turns. `timeout_s`: how long its one
+    item may take [s], for a backend whose calls hold up the driver, which could not end them in time.
     """
 
     task_id: int
@@ -151,6 +152,7 @@ class Part(NamedTuple):
     is_rank: bool = False
     checkpoints: tuple[str, tuple[str, ...]] | None = None
     turn: tuple[float, bool] | None = None
+    timeout_s: float | None = None
 
 
 class Failure(NamedTuple):

@@ -50,11 +50,14 @@ class Echo:
         here = note_here()
         if here is None or here is _writing.note or not isinstance(text, str) or not text:
             return self.original.write(text)  # type: ignore[no-any-return]
+        is_shown = False
         for note in notes_here():
             if note.printed is None:
                 note.printed = deque(maxlen=KEPT_WRITES)
             note.printed.append((note.index, text[-KEPT_TEXT:]))
-            note.say(note, "text", text)
+            is_shown = bool(note.say(note, "text", text)) or is_shown
+        if is_shown:
+            return len(text)
         _writing.note = here  # should it stay, as somebody stops the task in this instant, then for that one alone
         try:
             return self.original.write(text)  # type: ignore[no-any-return]

@@ -348,7 +348,9 @@ class Driver:
                 self._cancel(piece.task_id)
             else:
                 try:
-                    parts.append(work.part(piece, self._backend.pack))
+                    part = work.part(piece, self._backend.pack)
+                    timeout_s = self.scheduler.backlog.tasks[piece.task_id].spec.timeout_s
+                    parts.append(part if timeout_s is None else part._replace(timeout_s=timeout_s))
                     self._hub.watch(piece.task_id, work.holder)  # not before: what waits says nothing, and is much
                     functions[work.function.fn_id] = work.function
                 except Exception as error:  # also a full object store, or a Ray that has ended

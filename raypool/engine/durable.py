@@ -16,9 +16,9 @@ from raypool.core.model import Slice, TaskState
 from raypool.engine.backend import Function, LocalValues, SliceResult, WorkerInfo
 from raypool.engine.loop_work import LoopOptions, LoopWork, Lost, Restored, Segment
 from raypool.engine.recorder import Recorder, Step
-from raypool.engine.sayings import METRICS, ItemFiles, SayingFeed, rows_of
+from raypool.engine.sayings import DIARY, METRICS, ItemFiles, SayingFeed, rows_of
 from raypool.errors import InternalError, JournalError, TaskError
-from raypool.feed import Feed
+from raypool.feed import Feed, text_of_file
 from raypool.futures import Missing
 from raypool.journal.files import Damaged, make_folder
 from raypool.journal.journal import Journal, Outcome, Stored
@@ -162,6 +162,12 @@ class DurableLoop(LoopWork):
                 feed.add_row(row)
         feed.add_all_of(self.feed)
         return feed
+
+    def diary(self, index: int) -> str:
+        """Return what an item printed: if it did not run in this call, what is in its file, which has all its attempts."""
+        if index not in self.restored:
+            return super().diary(index)
+        return text_of_file(self._journal.run_dir / "items" / self.keys[index] / DIARY)
 
     def close(self) -> None:
         """Write what is there, and let others have the folder."""

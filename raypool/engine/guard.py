@@ -283,6 +283,21 @@ class ThreadGuard(Guard):
         if is_coming:
             _let_arrive()
 
+    def interrupt_here(self, attempt_id: int, task_id: int, frame: FrameType | None) -> None:
+        """Cancel a slice that runs in this thread, from a signal's handler, which may find it where it must not be interrupted.
+
+        Raises:
+            TaskCancelled: It is interrupted, for the first time.
+        """
+        if _is_delicate(frame) or not self._lock.acquire(blocking=False):
+            return  # it is signalled again
+        try:
+            is_due = self.take(Signal.CANCEL, attempt_id, task_id)
+        finally:
+            self._lock.release()
+        if is_due:
+            raise TaskCancelled
+
     def request(self, wish: Signal, attempt_id: int, task_id: int) -> None:
         """Pass on a wish, from any thread."""
         with self._lock:
@@ -301,6 +316,11 @@ class ThreadGuard(Guard):
     def is_free(self) -> bool:
         """Whether no code of the user's is running."""
         return self._at_hand == NOTHING
+
+    @property
+    def is_delicate(self) -> bool:
+        """Whether its thread is where nothing should be raised, such as in an import: half of torch would end the process."""
+        return not self.is_free and _is_delicate(sys._current_frames().get(self._thread_id))
 
     def is_at_hand(self, attempt_id: int, task_id: int) -> bool:
         """Whether this slice is running, interrupted or not."""

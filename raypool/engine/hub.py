@@ -14,8 +14,9 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from raypool import queues
+from raypool.engine.logs import Records
 from raypool.errors import InternalError
-from raypool.feed import Feed
+from raypool.feed import Feed, LoopFeed
 from raypool.task import Running
 
 CATCH_UP_S = 5.0
@@ -48,21 +49,23 @@ class Hub:
         self._awaited: dict[int, int] = {}  # by worker: the newest batch that somebody may wait for
         self._gone: set[int] = set()  # workers of which nothing is worth waiting for
         self._is_closed = False
+        self.records = Records()
 
     def watch(self, task_id: int, holder: Holder) -> None:
         """Note who wants to have what a task says."""
         self._holders[task_id] = holder
 
-    def say(self, note: Running, kind: str, payload: Any) -> None:
-        """Take what a task in this process says: its reports ("metrics") or what it prints ("text")."""
+    def say(self, note: Running, kind: str, payload: Any) -> bool:
+        """Take what a task in this process says: its reports ("metrics") or what it prints ("text"). See `Running`."""
         feed = self._feed_of(note.task_id)
         if feed is None:
-            return
+            return False
         if kind == "metrics":
             time_, values = payload
             feed.add_row((time_, note.index, note.attempt, values))
-        else:
-            feed.add_text(payload, 0, ((note.index, note.attempt, len(payload)),))
+            return False
+        feed.add_text(payload, 0, note.index, note.call_id)
+        return isinstance(feed, LoopFeed) and feed.on_text is not None
 
     def deliver(self, worker_id: int, number: int, batch: bytes) -> None:
         """Take a batch of an `Outbox` elsewhere; b"" is none."""
@@ -103,6 +106,7 @@ class Hub:
                 self._skip(worker_id)
                 self._take_in_order(worker_id)
             self._changed.notify_all()
+        self.records.wait()
 
     def _has_come(self, worker_id: int, number: int) -> bool:
         return self._arrived.get(worker_id, 0) >= number or worker_id in self._gone or self._is_closed
@@ -110,8 +114,9 @@ class Hub:
     def _wait(self, worker_id: int, number: int) -> None:
         with self._changed:
             if not self._changed.wait_for(lambda: self._has_come(worker_id, number), CATCH_UP_S):
-                self._skip(worker_id)
-                self._take_in_order(worker_id)
+                while any(early <= number for early in self._early.get(worker_id, ())):  # else they would come after later ones
+                    self._skip(worker_id)
+                    self._take_in_order(worker_id)
                 self._arrived[worker_id] = max(self._arrived.get(worker_id, 0), number)
             if self._awaited.get(worker_id, 0) <= number:
                 self._awaited.pop(worker_id, None)
@@ -137,6 +142,9 @@ class Hub:
     def _take(self, worker_id: int, kind: str, key: Any, *rest: Any) -> None:
         if kind == "queue":
             queues.deliver(key, *rest)
+            return
+        if kind == "log":
+            self.records.put(rest[-1])
             return
         if kind == "early":
             if self.on_early is not None:

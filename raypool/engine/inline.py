@@ -14,9 +14,10 @@ import platform
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from raypool.core.messages import AttemptFinished, CancelRequested, Signal, WorkerLost, WorkerReady
+from raypool.core.messages import AttemptFinished, CancelRequested, Signal, TimerFired, WorkerLost, WorkerReady
 from raypool.engine.backend import (
     Failure,
     Function,
@@ -36,6 +37,7 @@ from raypool.engine.machine import gpus_here
 from raypool.engine.mirrors import ItemFolders, home_here, temporary_here
 from raypool.engine.open_call import RawResult
 from raypool.engine.runner import Surroundings, run_parts, set_up
+from raypool.engine.time_limit import TimeLimit
 from raypool.errors import LossReason, ResourceError
 from raypool.folders import TemporaryFolder
 from raypool.profiles import Profile
@@ -47,6 +49,12 @@ if TYPE_CHECKING:
 
 KEPT_INTERRUPTS = 64
 """So many tasks that Ctrl-C has ended are kept in mind; each is needed until the driver comes to handle what is posted next."""
+
+NOT_STOPPED = (
+    "%s has run longer than its timeout_s=%g and does not stop: it is in native code, or goes on after TaskCancelled. In this "
+    "process nothing can end it: it has failed, and the call returns when it does. On Ray its worker would be replaced "
+    "(profile='local')."
+)
 
 MOST_WORKERS = 1024
 """So many workers a pool in this process may have: each takes a thread, and thousands of them bring a machine to a halt."""
@@ -75,6 +83,8 @@ class InlineBackend:
 
     is_ending = False
     _is_users_thread = True
+    _limits_time = True
+    _has_warned = False  # of what does not stop
 
     def __init__(self, profile: Profile, post: Post, say: Say, default_workers: int = 1, find_way: FindWay | None = None) -> None:
         self._profile = profile
@@ -198,10 +208,14 @@ class InlineBackend:
     ) -> None:
         """Run the call now. The first rank of a gang has to come last: the others have ended when it returns."""
         part = parts[0]
-        if not part.is_rank:
-            self._call(worker_id, attempt_id, parts, functions, contextlib.nullcontext())
-            return
+        limit: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if part.timeout_s is not None and self._limits_time and not (part.is_rank and part.start > 0):
+            limit = self._limit(worker_id, attempt_id, part, part.timeout_s)
         call = (worker_id, attempt_id, parts, functions, contextlib.nullcontext())
+        if not part.is_rank:
+            with limit:
+                self._call(*call)
+            return
         thread = None
         if part.start > 0:
             thread = threading.Thread(target=self._call, args=call, name=f"raypool-rank-{part.start}", daemon=True)
@@ -212,11 +226,46 @@ class InlineBackend:
             thread.start()
             return
         try:
-            self._call(*call)
-            self._wait_for_ranks(part.task_id)
+            with limit:
+                self._call(*call)
+                self._wait_for_ranks(part.task_id)
         finally:
             del self._ranks[part.task_id]
             self._broken_up.discard(part.task_id)
+
+    def _limit(self, worker_id: int, attempt_id: int, part: Part, timeout_s: float) -> TimeLimit:
+        """Return what ends a call that takes too long; the driver, whose thread runs it, can't."""
+        guard = self._guards[worker_id]
+        is_main = threading.current_thread() is threading.main_thread()
+
+        def interrupt() -> bool:
+            if is_main and not part.is_rank:
+                return True  # the signal does it
+            if any(each.is_delicate for each in self._guards_of(part, guard)):
+                return False
+            if part.is_rank:
+                self._break_up(part.task_id)
+            else:
+                guard.request(Signal.CANCEL, attempt_id, part.task_id)
+            return True
+
+        def warn() -> None:
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning(NOT_STOPPED, part.name or "A task", timeout_s)
+
+        def on_signal(frame: FrameType | None) -> None:
+            if not part.is_rank:
+                guard.interrupt_here(attempt_id, part.task_id, frame)
+
+        def tell() -> None:
+            self._post(TimerFired("timeout", worker_id, attempt_id), None)  # first: what comes back then is late
+
+        return TimeLimit(timeout_s, self._profile.cancel_grace_s, tell, interrupt, warn, on_signal)
+
+    def _guards_of(self, part: Part, guard: ThreadGuard) -> list[ThreadGuard]:
+        """Return the guards of what a call takes part in: of all ranks, or its own."""
+        return [self._guards[rank.worker_id] for rank in self._ranks.get(part.task_id, ())] if part.is_rank else [guard]
 
     def _wait_for_ranks(self, task_id: int) -> None:
         for rank in self._ranks[task_id]:

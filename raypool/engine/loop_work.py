@@ -16,7 +16,7 @@ from raypool.engine.backend import Function, Part, SliceResult, WorkerInfo
 from raypool.engine.in_flight import Call
 from raypool.engine.work import Pack, described
 from raypool.errors import TaskError
-from raypool.feed import Feed
+from raypool.feed import Feed, LoopFeed
 from raypool.results import Miss, Row, Span, told
 
 CALLS_KEPT = 3
@@ -110,18 +110,27 @@ class LoopWork:
         self.num_settled = 0
         self.changed = threading.Condition()
         self.on_settled: Callable[[], object] | None = None  # called where nobody can wait for `changed`
-        self.feed = Feed()
+        self.feed = LoopFeed()
         self._catch_ups: dict[int, Callable[[], None]] = {}  # by worker: waits for what it said before it answered last
 
     @functools.cached_property
     def _names(self) -> ItemNames:
         return ItemNames(self.label)
 
-    def caught_up(self) -> Feed:
-        """Return the feed, when all that items have said which have come back is in it. From any thread."""
+    def catch_up(self) -> None:
+        """Wait until all that items have said which have come back is in the feed. From any thread."""
         for catch_up in list(self._catch_ups.values()):
             catch_up()
+
+    def caught_up(self) -> Feed:
+        """Return what items have said: all of it, of those that have come back. From any thread."""
+        self.catch_up()
         return self.feed
+
+    def diary(self, index: int) -> str:
+        """Return what an item printed when it ran last. From any thread."""
+        self.catch_up()
+        return self.feed.diary(index)
 
     @property
     def is_done(self) -> bool:

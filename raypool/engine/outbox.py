@@ -72,7 +72,7 @@ class Outbox:
         if kind == "metrics":
             self._put((kind, note.task_id, note.index, note.attempt, *payload), 0)
         else:
-            self._put((kind, note.task_id, note.index, note.attempt, payload), len(payload))
+            self._put((kind, note.task_id, note.index, note.call_id, payload), len(payload))
 
     def send(self, kind: str, key: Any, payload: Any) -> None:
         """Say something else, which arrives as it is, in order.
@@ -191,9 +191,9 @@ class Outbox:
             try:
                 self._send(number, batch)
             except Exception as error:
-                if self._gets_through:
+                is_new, self._gets_through = self._gets_through, False  # first: what is logged here goes through here too
+                if is_new:
                     logger.warning("What tasks say does not get through: %r. It is tried again.", error)
-                self._gets_through = False
                 self._closed.wait(RETRY_S)
             else:
                 self._gets_through = True
@@ -216,17 +216,17 @@ os.register_at_fork(after_in_child=_forget_all)
 
 
 def packed(entries: list[Entry]) -> bytes:
-    """Put entries together as a batch: the rows of a task's metrics pickled by themselves, what it printed in one piece.
+    """Put entries together as a batch: the rows of a task's metrics pickled by themselves, what an item printed in one piece.
 
     Example:
-        >>> batch = packed([("text", 7, 0, 1, "a"), ("metrics", 7, 0, 1, 12.5, {"loss": 2}), ("text", 7, 1, 1, "b")])
+        >>> batch = packed([("text", 7, 0, 1, "a"), ("metrics", 7, 0, 1, 12.5, {"loss": 2}), ("text", 7, 0, 1, "b")])
         >>> [entry[0] for entry in pickle.loads(batch)]
         ['metrics', 'text']
         >>> pickle.loads(batch)[1]
-        ('text', 7, 'ab', 0, [(0, 1, 1), (1, 1, 1)])
+        ('text', 7, 'ab', 0, 0, 1)
     """
     rows: dict[int, list[Row]] = {}
-    texts: dict[int, list[tuple[int, int, str]]] = {}
+    texts: dict[tuple[int, int, int], list[str]] = {}
     batch: list[Entry] = []
     for entry in entries:
         kind, key, *rest = entry
@@ -234,37 +234,16 @@ def packed(entries: list[Entry]) -> bytes:
             item, attempt, time_, values = rest
             rows.setdefault(key, []).append((time_, item, attempt, values))
         elif kind == "text":
-            texts.setdefault(key, []).append((rest[0], rest[1], rest[2]))
+            texts.setdefault((key, rest[0], rest[1]), []).append(rest[2])
         else:
             batch.append(entry)
     for task_id, its_rows in rows.items():
         batch.append(("metrics", task_id, pickle.dumps(its_rows, protocol=5), last_of(its_rows)))
-    for task_id, pieces in texts.items():
-        text = "".join(piece for _, _, piece in pieces)
+    for (task_id, item, call_id), pieces in texts.items():
+        text = "".join(pieces)
         num_missing = max(len(text) - TEXT_BYTES, 0)
-        batch.append(("text", task_id, text[num_missing:], num_missing, who_said(pieces, num_missing)))
+        batch.append(("text", task_id, text[num_missing:], num_missing, item, call_id))
     return pickle.dumps(batch, protocol=5)
-
-
-def who_said(pieces: list[tuple[int, int, str]], num_missing: int) -> list[tuple[int, int, int]]:
-    """Return which item has said how much, in order, of what is left of these pieces: item, attempt, text.
-
-    Example:
-        >>> who_said([(3, 1, "abc"), (3, 1, "de"), (4, 1, "f")], num_missing=2)
-        [(3, 1, 3), (4, 1, 1)]
-    """
-    said: list[tuple[int, int, int]] = []
-    for item, attempt, text in pieces:
-        length = len(text)
-        if num_missing:
-            dropped = min(num_missing, length)
-            num_missing -= dropped
-            length -= dropped
-        if said and said[-1][:2] == (item, attempt):
-            said[-1] = (item, attempt, said[-1][2] + length)
-        elif length:
-            said.append((item, attempt, length))
-    return said
 
 
 def last_of(rows: list[Row]) -> Last:

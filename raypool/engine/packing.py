@@ -21,10 +21,10 @@ import numpy as np
 import ray
 from ray import cloudpickle
 
-from raypool.by_value import reduced
+from raypool import by_value
 from raypool.engine.culprits import find_culprit, kind_of
 from raypool.engine.own_memory import own
-from raypool.errors import RaypoolError, SerializationError
+from raypool.errors import RaypoolError, SerializationError, reduced
 
 PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
 """Types whose pickles need nothing from the module that they are in."""
@@ -94,6 +94,9 @@ class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
         if isinstance(value, ray.ObjectRef):
             self._refs.append(value)
             return _arrived_ref, (len(self._refs) - 1,)
+        if isinstance(value, BaseException):
+            way = reduced(value)
+            return super().reducer_override(value) if way is NotImplemented else way
         torch = sys.modules.get("torch")
         if torch is not None and type(value) is torch.Tensor and _is_plain(value, torch):
             memory = value.detach().reshape(-1).view(torch.uint8).numpy()
@@ -102,8 +105,8 @@ class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
             _warn_if_shared(value)
         if type(value).__module__ == "multiprocessing.connection":  # it would arrive with the number of a file of this process
             raise RuntimeError(f"{type(value).__name__} objects should {INHERITANCE}")
-        by_value = reduced(value)
-        return super().reducer_override(value) if by_value is NotImplemented else by_value
+        way = by_value.reduced(value)
+        return super().reducer_override(value) if way is NotImplemented else way
 
 
 def _warn_if_shared(module: Any) -> None:

@@ -22,6 +22,7 @@ from raypool.engine.backend import Function, NodeDevices, Part, Post, WorkerInfo
 from raypool.engine.cards import Cards
 from raypool.engine.claims import Claim, locate
 from raypool.engine.hub import Hub
+from raypool.engine.logs import levels_here
 from raypool.engine.nodes import Nodes, NodeWatch
 from raypool.engine.outside import is_outside, note_deaths
 from raypool.engine.pulse import Pulse
@@ -312,6 +313,7 @@ class RayBackend:
             return
         if self._cards is not None:
             parts = self._cards.sent(seat.place, seat.claim, attempt_id, parts)
+        levels = levels_here()
         with seat.lock:
             seat.calls[attempt_id] = behind
             stale, new = seat.take_stale(), {}
@@ -320,7 +322,9 @@ class RayBackend:
                     seat.known.add(function.fn_id)
                     new[function.fn_id] = function.packed
                     weakref.finalize(function, note_stale, weakref.ref(seat), function.fn_id).atexit = False
-            call = pack_call(attempt_id, parts, News(new, stale, self._news(seat, functions)), seat.is_spent, behind)
+            news = News(new, stale, self._news(seat, functions), None if levels is seat.levels else levels)
+            seat.levels = levels
+            call = pack_call(attempt_id, parts, news, seat.is_spent, behind)
             status, values = seat.run(call.header, call.refs) if call.refs else seat.run(call.header)
         self._traffic.add(seat.place, len(call.header), 0)
         self._answered(worker_id, status, functools.partial(self._on_status, worker_id, seat.place, attempt_id, values))

@@ -103,17 +103,17 @@ def _run_all(call: OpenCall, parts: Sequence[Part], here: Surroundings) -> list[
         if not call.begin(result) or not has_time:
             continue
         if here.upkeep is None:
-            _run_part(part, here, result)
+            _run_part(call.attempt_id, part, here, result)
         else:
             here.upkeep.begin()
-            _run_part(part, here, result)
+            _run_part(call.attempt_id, part, here, result)
             result.peak_memory_bytes = here.upkeep.peak()
         if result.is_interrupted:
             deadline = -inf
     return call.results
 
 
-def _run_part(part: Part, here: Surroundings, result: RawResult) -> None:
+def _run_part(attempt_id: int, part: Part, here: Surroundings, result: RawResult) -> None:
     if here.keeper is not None and not here.keeper.secure():
         return
     try:
@@ -138,7 +138,7 @@ def _run_part(part: Part, here: Surroundings, result: RawResult) -> None:
     worker = here.worker
     note = Running(part.start, part.attempt, part.seed, worker.index, worker.gpu, part.name, part.task_id, part.should_stop)
     note.say, note.find_way, note.outer = here.say, here.find_way, running.get()
-    note.shelter, note.folders = here.guard, here.folders
+    note.shelter, note.folders, note.call_id = here.guard, here.folders, attempt_id
     own = generators_of(fn) if part.seed is not None else []
     if part.is_call:
         fn = _as_calls(fn)

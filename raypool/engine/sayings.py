@@ -11,20 +11,20 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from raypool.feed import TEXT_BYTES, Feed, Last, Row, Said
+from raypool.feed import TEXT_BYTES, Last, LoopFeed, Row
 
 METRICS = "metrics.jsonl"
 DIARY = "diary.txt"
 
 
-class SayingFeed(Feed):
+class SayingFeed(LoopFeed):
     """A feed that also hands on what is said, with the item that has said it."""
 
     __slots__ = ("_new",)
 
     def __init__(self) -> None:
         super().__init__()
-        self._new: deque[Row | bytes | tuple[str, Said]] = deque()  # needs no lock
+        self._new: deque[Row | bytes | tuple[int, int, str]] = deque()  # needs no lock
 
     def add_row(self, row: Row) -> None:
         """Take what was reported in this process."""
@@ -36,28 +36,19 @@ class SayingFeed(Feed):
         super().add_rows(rows, last)
         self._new.append(rows)
 
-    def add_text(self, text: str, num_missing: int = 0, said: Said = ()) -> None:
-        """Take what was printed."""
-        super().add_text(text, num_missing)
-        self._new.append((text, said))
+    def add_text(self, text: str, num_missing: int = 0, item: int = 0, call_id: int = 0) -> None:
+        """Take what an item printed."""
+        super().add_text(text, num_missing, item, call_id)
+        self._new.append((item, call_id, text))
 
     def hand_on(self) -> Iterator[Row | tuple[int, int, str]]:
-        """Yield what is new: rows of metrics, and texts with their item and attempt."""
+        """Yield what is new: rows of metrics, and texts with their item and call."""
         while self._new:
             new = self._new.popleft()
             if isinstance(new, bytes):
                 yield from pickle.loads(new)
-            elif len(new) == 4:
-                yield new
             else:
-                yield from _parted(*new)
-
-
-def _parted(text: str, said: Said) -> Iterator[tuple[int, int, str]]:
-    start = 0
-    for item, attempt, length in said:
-        yield item, attempt, text[start : start + length]
-        start += length
+                yield new
 
 
 class Unwritten(NamedTuple):

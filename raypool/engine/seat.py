@@ -9,6 +9,7 @@ from typing import Any
 
 from raypool.engine import outside
 from raypool.engine.claims import Claim
+from raypool.engine.logs import Levels
 from raypool.engine.pulse import Pulse
 from raypool.engine.ray_session import is_up
 
@@ -24,6 +25,7 @@ class Seat:
         "is_ending",
         "is_spent",
         "known",
+        "levels",
         "lock",
         "place",
         "project",
@@ -46,6 +48,7 @@ class Seat:
         """Begin anew, with another worker."""
         self.worker_id = worker_id
         self.known: set[int] = set()  # functions that the worker has
+        self.levels: Levels | None = None  # of the driver's loggers, as the worker knows them
         self.stale: deque[int] = deque()  # those of them that nobody will call again
         self.project = -1  # the number of the newest snapshot of the driver's modules that the worker has
         self.calls: dict[int, int | None] = {}  # in flight, each with the one that it waits behind

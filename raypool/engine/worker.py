@@ -30,6 +30,7 @@ from raypool.engine.backend import Part, Refusal, WorkerInfo, function_name
 from raypool.engine.early import Early, Watch
 from raypool.engine.guard import ProcessGuard
 from raypool.engine.homes import FarHome, Home, sees
+from raypool.engine.logs import Forwarder, Levels
 from raypool.engine.mirrors import ItemFolders, home_here
 from raypool.engine.node_agent import WorkerProcess
 from raypool.engine.open_call import Narrowed, OpenCall, RawResult
@@ -56,11 +57,15 @@ PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
 class News(NamedTuple):
-    """What a worker does not know yet: functions, those that it may forget, and the driver's modules if these have changed."""
+    """What a worker does not know yet.
+
+    Functions, those that it may forget, and, if these have changed, the driver's modules and the levels of its loggers.
+    """
 
     functions: dict[int, Packed]
     stale: Sequence[int]
     project: Snapshot | None
+    levels: Levels | None
 
 
 def pack_call(attempt_id: int, parts: Sequence[Part], news: News, is_spent: bool, behind: int | None) -> Parcel:
@@ -70,8 +75,9 @@ def pack_call(attempt_id: int, parts: Sequence[Part], news: News, is_spent: bool
 
     One pickle of plain tuples: Ray would take each argument, and each tuple with a name, by itself.
     """
-    functions, stale, project = news
-    call = (attempt_id, [tuple(part) for part in parts], functions, stale, project and tuple(project), is_spent, behind)
+    functions, stale, project, levels = news
+    told = (functions, stale, project and tuple(project), None if levels is None else tuple(levels))
+    call = (attempt_id, [tuple(part) for part in parts], told, is_spent, behind)
     if all(isinstance(part.items, bytes) for part in parts) and all(isinstance(fn, bytes) for fn in functions.values()):
         return Parcel(pickle.dumps(call, protocol=5), [], [])
     return dump(call)
@@ -112,6 +118,7 @@ class PoolWorker:
             os.setpgid(0, 0)  # so that its children can be ended with it
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # and those of its children, which would be init's otherwise
         diary.install()
+        self._forwarder = Forwarder()
         sys.breakpointhook = refuse_breakpoint
         os.environ.pop("PYTHONBREAKPOINT", None)  # Ray's, for children of this process
         self._worker_id = worker_id
@@ -205,10 +212,12 @@ class PoolWorker:
             objects, so that the driver reads the status only and a large value stays in the object store until somebody asks.
         """
         fetched_before = Fetched.num_bytes
-        attempt_id, fields, functions, stale, project, is_known, behind = load(Parcel(call, [], list(refs)))
+        attempt_id, fields, (functions, stale, project, levels), is_known, behind = load(Parcel(call, [], list(refs)))
         parts = [Part(*entries) for entries in fields]
         del call, refs, fields
         self._guard.begin_call(attempt_id)
+        if levels is not None:
+            self._forwarder.heed(Levels(*levels))
         self.forget(stale, is_idle=False)
         self._packed.update(functions)
         if project is not None:

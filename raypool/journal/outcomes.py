@@ -9,7 +9,7 @@ import traceback
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from raypool.errors import RemoteTraceback, SerializationError, TaskError
+from raypool.errors import Portable, RemoteTraceback, SerializationError, TaskError
 from raypool.journal.files import Damaged, check_owner, check_run, digest, dump, load, make_folder, read_file, write_file
 from raypool.journal.plain import decode, encode
 from raypool.journal.schema import MAX_PICKLE_BYTES, MAX_TEXT_BYTES
@@ -155,7 +155,7 @@ def to_row(outcome: Outcome, run: int, run_dir: Path) -> tuple[Any, ...]:
 def _put_error(error: BaseException, place: Place, stem: str, folder: Path) -> Place:
     """Store an exception itself, if it can be pickled; its text is there in any case."""
     try:
-        data = dump(error)
+        data = dump(Portable(error))
     except SerializationError:
         return place
     if len(data) <= MAX_PICKLE_BYTES:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from raypool.errors import JournalError
-from raypool.feed import Feed
+from raypool.feed import Feed, text_of_file
 from raypool.feed import Row as Report
 from raypool.journal.descriptors import bare
 from raypool.journal.files import Damaged, is_trusted
@@ -126,6 +126,7 @@ def _load(folder: Path) -> Results:
         errors,
         functools.cache(lambda: _feed_of(folder, keys)),
         lambda: _misses(contents, entries),
+        lambda index: text_of_file(folder / "items" / keys[index] / "diary.txt"),
     )
 
 

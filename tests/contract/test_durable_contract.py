@@ -362,6 +362,13 @@ def test_what_items_report_is_there_again(pool: ParallelPool, folder: Path) -> N
     assert list(pickle.loads(pickle.dumps(results))) == [2, 6, 4]
 
 
+def test_what_items_print_is_there_again(pool: ParallelPool, folder: Path) -> None:
+    """In a later call, and where the folder is only read."""
+    assert list(pool.parfor(say, [4, 2], run_dir=folder).diary) == ["item 4\ndone\n", "item 2\ndone\n"]
+    assert list(pool.parfor(say, [2, 6], run_dir=folder).diary) == ["item 2\ndone\n", "item 6\ndone\n"]
+    assert list(load_results(folder).diary) == ["item 2\ndone\n", "item 6\ndone\n", "item 4\ndone\n"]
+
+
 @pytest.mark.semantics
 @pytest.mark.processes
 def test_each_item_has_its_own_files_for_its_owner_only(pool: ParallelPool, folder: Path) -> None:

@@ -225,6 +225,7 @@ def test_its_future_cannot_be_waited_for_in_a_callback(pool: ParallelPool, call_
     assert begun[0].exception(60) is None, "it goes on"
 
 
+@pytest.mark.arguments
 @pytest.mark.processes
 def test_its_time_is_up(pool: ParallelPool) -> None:
     def fn(context: Any) -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import math
 import pickle
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from raypool import ParallelPool, TaskError, current_task, parpool, report
+from raypool.testing import FaultPlan, sim_pool
 from tests.conftest import Gate, Marks
 from tests.contract.conftest import PoolMaker
 
@@ -277,6 +280,75 @@ def test_a_loop_in_a_task_keeps_its_reports_to_itself(pool: ParallelPool) -> Non
     assert future.metrics["outer"].tolist() == [True, False]
 
 
+@pytest.mark.everywhere
+def test_a_loop_has_what_each_item_has_printed(pool: ParallelPool) -> None:
+    """Of its last attempt; also after the results have travelled."""
+
+    def work(x: int) -> None:
+        print("attempt", current_task().attempt, "of", x)
+        if x == 1:
+            print("late", file=sys.stderr)
+            if current_task().attempt == 1:
+                raise ConnectionError
+
+    results = pool.options(retries=1, retry_on=ConnectionError).parfor(work, 3, progress=False)
+    assert list(results.diary) == ["attempt 1 of 0\n", "attempt 2 of 1\nlate\n", "attempt 1 of 2\n"]
+    assert results.diary[-1] == "attempt 1 of 2\n"
+    assert pickle.loads(pickle.dumps(results)).diary[1:] == list(results.diary)[1:]
+
+
+@pytest.mark.everywhere
+def test_echo_shows_the_lines_of_each_item(pool: ParallelPool, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a progress bar that draws over itself the last state, and a line without an end when the loop ends."""
+
+    def work(x: int) -> int:
+        print("first of", x)
+        sys.stderr.write(f"10 %\r{x}0 %\n")
+        print("open", end="")
+        return x
+
+    assert pool.parfor(work, [1, 2, 3], progress=False, echo=True) == [1, 2, 3]
+    seen = capsys.readouterr().out.splitlines()
+    for item in range(3):
+        prefix = f"item {item}: "
+        mine = [line.removeprefix(prefix) for line in seen if line.startswith(prefix)]
+        assert mine == [f"first of {item + 1}", f"{item + 1}0 %", "open"]
+    assert len(seen) == 9
+
+
+@pytest.mark.quick
+@pytest.mark.concurrent
+def test_echo_comes_while_the_loop_runs(
+    pool: ParallelPool, gate: Gate, monkeypatch: pytest.MonkeyPatch, eventually: Callable[..., bool]
+) -> None:
+    shown = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", shown)
+
+    def work(_: int) -> None:
+        print("begun")
+        gate.wait()
+
+    loop = threading.Thread(target=pool.parfor, args=(work, 1), kwargs={"progress": False, "echo": True})
+    loop.start()
+    try:
+        assert eventually(lambda: shown.getvalue() == "item 0: begun\n")
+    finally:
+        gate.open()
+        loop.join()
+
+
+@pytest.mark.processes
+def test_a_notebook_shows_what_items_print(
+    pool: ParallelPool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Unless it is told not to. Elsewhere a loop on Ray shows nothing by itself."""
+    pool.parfor(print, ["a"], progress=False)
+    monkeypatch.setattr("raypool.views.kernel.notebook_shell", lambda: object())
+    pool.parfor(print, ["b"], progress=False)
+    pool.parfor(print, ["c"], progress=False, echo=False)
+    assert capsys.readouterr().out == "item 0: b\n"
+
+
 # --- what is printed --------------------------------------------------------------------------------------------------
 
 
@@ -406,8 +478,27 @@ def test_what_a_lost_worker_had_said_is_kept(pool: ParallelPool, gate: Gate, eve
     assert eventually(lambda: future.diary == "attempt 1\n")
     gate.open()
     assert future.result(60) == "done"
-    assert future.diary == "attempt 1\nattempt 2\n"
+    assert future.diary == "attempt 1\n\n[raypool: it runs again]\nattempt 2\n"
     assert future.metrics[["attempt", "attempt_was"]].values.tolist() == [[1, 1], [2, 2]]
+
+
+def test_the_diary_says_where_a_task_ran_again() -> None:
+    """It had ended, and its outcome was lost with its worker. Of an item of a loop there is only what it printed last."""
+    num_runs: Counter[int] = Counter()
+
+    def work(x: int) -> None:
+        num_runs[x] += 1
+        sys.stdout.write("out")
+
+    with sim_pool(2, FaultPlan(seed=3, p_loss=0.5)) as pool:
+        view = pool.options(retries=20)
+        for x in range(20):
+            assert view.parfeval(work, x).diary == "\n[raypool: it runs again]\n".join(["out"] * num_runs[x])
+        assert max(num_runs.values()) > 1
+        num_runs.clear()
+        results = view.parfor(work, 20, progress=False)
+        assert list(results.diary) == ["out"] * 20
+        assert max(num_runs.values()) > 1
 
 
 @pytest.mark.processes

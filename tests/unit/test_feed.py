@@ -13,7 +13,19 @@ import psutil
 import pytest
 
 from raypool import feed as feed_module
-from raypool.feed import LAST_ITEMS, RECENT_BYTES, ROWS_AT_ONCE, TEXT_BYTES, Feed, Record, Row, Spool, read
+from raypool.feed import (
+    LAST_ITEMS,
+    LOOP_TEXT_BYTES,
+    RECENT_BYTES,
+    ROWS_AT_ONCE,
+    TEXT_BYTES,
+    Feed,
+    LoopFeed,
+    Record,
+    Row,
+    Spool,
+    read,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -262,3 +274,43 @@ def test_what_is_said_while_the_process_ends_stays_in_memory(spool: Spool) -> No
     assert spool._segment is not None
     spool._segment.file.close()  # as at the interpreter's end
     assert spool.add(b"after") == b"after"
+
+
+# --- what the items of a loop print -----------------------------------------------------------------------------------
+
+
+def test_of_each_item_the_last_attempt_is_kept() -> None:
+    """Also where text of an earlier attempt arrives late, from a worker that was lost."""
+    feed = LoopFeed()
+    for item, attempt, text in [(3, 1, "a"), (4, 1, "b"), (3, 2, "c"), (3, 1, "late"), (3, 2, "d\n")]:
+        feed.add_text(text, 0, item, attempt)
+    assert [feed.diary(item) for item in (3, 4, 5)] == ["cd\n", "b", ""]
+
+
+def test_of_an_item_that_prints_much_the_newest_mebibyte_is_kept() -> None:
+    feed = LoopFeed()
+    for number in range(200_000):
+        feed.add_text(f"line {number:06}\n", 0, 7, 1)
+    feed.add_text("quiet\n", 0, 8, 1)
+    first, *lines = feed.diary(7).splitlines()
+    assert first == f"[raypool: the first {200_000 * 12 - TEXT_BYTES:,} bytes are not kept]"
+    assert lines[-1] == "line 199999"
+    assert sum(len(line) + 1 for line in lines) == TEXT_BYTES
+    assert feed.diary(8) == "quiet\n"
+
+
+def test_the_diaries_of_a_long_loop_take_bounded_memory() -> None:
+    """100,000 items that print 2 KB each, in 40 writes: the newest 64 MiB stay, and the others say how much they have lost."""
+    feed = LoopFeed()
+    text = "x" * 49 + "\n"
+    tracemalloc.start()
+    try:
+        for item in range(100_000):
+            for _ in range(40):
+                feed.add_text(text, 0, item, 1)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 1.8 * LOOP_TEXT_BYTES
+    assert feed.diary(99_999) == feed.diary(99_999 - LOOP_TEXT_BYTES // 2000 + 1) == 40 * text
+    assert feed.diary(0) == "[raypool: the first 2,000 bytes are not kept]\n"

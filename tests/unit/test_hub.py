@@ -129,6 +129,23 @@ def test_what_does_not_come_is_waited_for_once(hub: Hub, listener: Listener, mon
     assert listener.text == "25"
 
 
+def test_what_came_without_those_before_it_is_there_when_nobody_waits_for_them_any_more(
+    hub: Hub, listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And before what comes later, which comes once, also if it is sent again."""
+    monkeypatch.setattr(hub_module, "CATCH_UP_S", 0.01)
+    wait = hub.waiter(0, 6)
+    assert wait is not None
+    hub.deliver(0, 3, says("3"))
+    hub.deliver(0, 6, says("6"))
+    wait()
+    assert listener.text == "36"
+    hub.deliver(0, 7, says("7"))
+    hub.forget(0)
+    hub.deliver(0, 7, says("7"))
+    assert listener.text == "367"
+
+
 @pytest.mark.parametrize("end", [lambda hub: hub.forget(0), lambda hub: hub.close()])
 def test_nobody_waits_for_a_worker_that_has_gone(hub: Hub, listener: Listener, end: Callable[[Hub], None]) -> None:
     wait = hub.waiter(0, 5)

@@ -1,0 +1,215 @@
+"""Log records of tasks in other processes, on their way to the loggers of the same name in the driver's process.
+
+The levels of the driver's loggers travel with calls, as often as they have changed, so a worker makes and sends just the records
+that the driver's loggers take.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pickle
+import queue
+import sys
+import threading
+import traceback
+from typing import Any, NamedTuple
+
+from raypool.task import note_here, notes_here
+
+PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
+
+PICKLED_BYTES = 64 * 1024
+"""A field that somebody has added to a record travels as text if it is larger."""
+
+SILENCE_S = 0.5
+"""The thread that hands out records ends when so long none has come [s]."""
+
+WAIT_S = 5.0
+"""Whoever waits for the driver's handlers to have taken all records waits so long [s] at most."""
+
+
+class Levels(NamedTuple):
+    """The levels of this process's loggers that were set ("" is the root), and the level that is disabled for all of them."""
+
+    by_name: dict[str, int]
+    disabled: int = 0
+
+    def take(self, name: str, level: int) -> bool:
+        """Whether the logger of this name takes a record of this level."""
+        if level <= self.disabled:
+            return False
+        while name and name not in self.by_name:
+            name = name.rpartition(".")[0]
+        return level >= self.by_name.get(name, logging.WARNING)
+
+
+_probe = logging.getLogger("raypool.levels")  # nobody else's
+_levels = Levels({})
+
+
+def levels_here() -> Levels:
+    """Return the levels of this process: the same object as before, if none has changed."""
+    global _levels
+    # `logging` empties this private dictionary of each logger when any level changes: else every call would look at all loggers.
+    if 0 not in _probe._cache:  # type: ignore[attr-defined]
+        _probe._cache[0] = True  # type: ignore[attr-defined]
+        loggers = list(logging.root.manager.loggerDict.items())
+        by_name = {name: logger.level for name, logger in loggers if isinstance(logger, logging.Logger) and logger.level}
+        levels = Levels({"": logging.root.level, **by_name}, logging.root.manager.disable)
+        if levels != _levels:
+            _levels = levels
+    return _levels
+
+
+class Forwarder:
+    """Sends what tasks log in this worker process. The worker's own handlers, if there are any, have it too.
+
+    It stands where a logger calls its handlers: a handler on the root would not hear loggers that do not propagate, and would
+    make a task's `logging.basicConfig` do nothing.
+    """
+
+    def __init__(self) -> None:
+        self._levels: Levels | None = None  # not before the first call
+        self._changed: dict[str, tuple[int, int]] = {}  # by logger: the level that it had, and the one that it got here
+        self._call_handlers = call_handlers = logging.Logger.callHandlers
+        self._basic_config = basic_config = logging.basicConfig
+
+        def send_or_call(logger: logging.Logger, record: logging.LogRecord) -> None:
+            is_sent = self._send(record)
+            if not is_sent or logger.hasHandlers():  # else it would be printed too, by the handler of last resort
+                call_handlers(logger, record)
+
+        def unless_by_itself(**options: Any) -> None:
+            # `logging.info` and the like call it where the root has no handler: what is sent would be printed here too.
+            if sys._getframe(1).f_globals is not vars(logging):
+                basic_config(**options)
+
+        logging.Logger.callHandlers = send_or_call  # type: ignore[method-assign, assignment]
+        logging.basicConfig = unless_by_itself
+        os.register_at_fork(after_in_child=self.remove)
+
+    def remove(self) -> None:
+        """Send nothing more: this is a forked child."""
+        logging.Logger.callHandlers = self._call_handlers  # type: ignore[method-assign]
+        logging.basicConfig = self._basic_config
+
+    def heed(self, levels: Levels) -> None:
+        """Let loggers make what the driver's take: a level that was set in this process is lowered for that, and never raised."""
+        for name, (own, changed) in self._changed.items():
+            logger = logging.getLogger(name)
+            if logger.level == changed:
+                logger.setLevel(own)
+        self._changed.clear()
+        for name, level in levels.by_name.items():
+            logger = logging.getLogger(name)
+            own = logger.level
+            if level < own or (name and not own):
+                self._changed[name] = own, level
+                logger.setLevel(level)
+        self._levels = levels
+
+    def _send(self, record: logging.LogRecord) -> bool:
+        """Send a record of a task's; return whether it goes to the driver."""
+        note = note_here()
+        if note is None or self._levels is None or not self._levels.take(record.name, record.levelno):
+            return False
+        *_, note = notes_here()  # of a loop in a task, the task
+        if note.task_id < 0:
+            return False  # it is no task: the setup of a worker, say
+        try:
+            payload = packed(record, note.worker, note.index)
+        except Exception:  # its arguments do not fit its text
+            if logging.lastResort is not None:
+                logging.lastResort.handleError(record)
+            return True
+        note.say(note, "log", payload)
+        return True
+
+
+def packed(record: logging.LogRecord, worker: int, item: int) -> bytes:
+    """Pickle a record with its text; a field that is no plain data goes beside that, pickled, as text, or both."""
+    fields = {**record.__dict__, "msg": record.getMessage(), "args": None, "exc_info": None}
+    if record.exc_info and not record.exc_text:
+        fields["exc_text"] = logging.Formatter().formatException(record.exc_info)
+    fields.setdefault("worker", worker)
+    fields.setdefault("item", item)
+    others = {name: _described(fields.pop(name)) for name in list(fields) if type(fields[name]) not in PLAIN}
+    return pickle.dumps((fields, others), protocol=5)
+
+
+def _described(value: Any) -> tuple[bytes | None, str]:
+    pickled = None
+    with contextlib.suppress(Exception):
+        pickled = pickle.dumps(value, protocol=5)
+    try:
+        text = repr(value)
+    except Exception:
+        text = f"<{type(value).__name__}>"
+    return None if pickled is None or len(pickled) > PICKLED_BYTES else pickled, text
+
+
+def unpacked(payload: bytes) -> logging.LogRecord:
+    """Return the record; a field that cannot be unpickled here is text."""
+    fields, others = pickle.loads(payload)
+    for name, (pickled, text) in others.items():
+        fields[name] = text
+        if pickled is not None:
+            with contextlib.suppress(Exception):
+                fields[name] = pickle.loads(pickled)
+    return logging.makeLogRecord(fields)
+
+
+class Records:
+    """Hands records that have come from workers to the loggers here, in a thread of its own: a handler may take long.
+
+    The thread begins with a record, and ends after a silence.
+    """
+
+    def __init__(self) -> None:
+        self._arrived: queue.SimpleQueue[bytes | threading.Event] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None  # while it works
+
+    def put(self, payload: bytes) -> None:
+        """Take a record."""
+        with self._lock:
+            self._arrived.put(payload)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="raypool-logs", daemon=True)
+                self._thread.start()
+
+    def wait(self) -> None:
+        """Wait until the handlers have had what has arrived, for a while."""
+        handed_out = threading.Event()
+        with self._lock:
+            if self._thread is None or self._thread is threading.current_thread():
+                return
+            self._arrived.put(handed_out)
+        handed_out.wait(WAIT_S)
+
+    def _work(self) -> None:
+        while True:
+            try:
+                entry = self._arrived.get(timeout=SILENCE_S)
+            except queue.Empty:
+                with self._lock:
+                    if self._arrived.empty():
+                        self._thread = None
+                        return
+                continue
+            if isinstance(entry, threading.Event):
+                entry.set()
+            else:
+                _hand_out(entry)
+
+
+def _hand_out(payload: bytes) -> None:
+    try:
+        record = unpacked(payload)
+        logger = logging.getLogger(record.name)
+        if logger.isEnabledFor(record.levelno):  # the level may have changed meanwhile
+            logger.handle(record)
+    except Exception:  # a filter of the user's, say
+        traceback.print_exc()
