@@ -235,12 +235,17 @@ def _as_list(value: Any) -> Any:
 # --- tidying up -------------------------------------------------------------------------------------------------------
 
 
+def by_rating(run_dir: Folder, metric: str | None, mode: str) -> list[Kept]:
+    """Return the complete checkpoints of a run, the worst first; without a metric the oldest first."""
+    return sorted(list_kept(run_dir), key=lambda kept: _order(kept, metric, mode))
+
+
 def prune(run_dir: Folder, keep: int | None, metric: str | None, mode: str) -> list[Path]:
     """Delete all but so many checkpoints, the best by a metric or the newest, and the last; return those that were deleted."""
     there = list_kept(run_dir)
     if keep is None or len(there) <= keep:
         return []
-    stay = {kept.index for kept in sorted(there, key=lambda kept: _order(kept, metric, mode), reverse=True)[:keep]}
+    stay = {kept.index for kept in by_rating(run_dir, metric, mode)[-keep:]}
     stay.add(there[-1].index)
     gone = [kept for kept in there if kept.index not in stay]
     for kept in gone:
@@ -260,6 +265,15 @@ def _delete(run_dir: Path, kept: Kept) -> None:
     kept.path.replace(aside)
     (run_dir / f"{kept.path.name}.json").unlink(missing_ok=True)
     shutil.rmtree(aside, ignore_errors=True)
+
+
+def forget_deleted(run_dir: Folder) -> None:
+    """Delete the files beside checkpoints whose folders are gone: Ray Train deletes those itself."""
+    for file in Path(run_dir).glob("*.json"):
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+            record = json.loads(file.read_text(encoding="utf-8"))
+            if record["path"] is None and isinstance(record["index"], int) and not file.with_suffix("").is_dir():
+                file.unlink()
 
 
 def remove_partials(run_dir: Folder) -> None:

@@ -278,8 +278,8 @@ class Session(LocalTrainFnUtils):  # type: ignore[misc]
         """Meet the others, keep a checkpoint with them if any has one, and pass on the metrics of rank 0."""
         if validation:
             raise InvalidValueError(
-                'ray.train.report(validation=...) needs lane="managed", where Ray Train validates checkpoints beside the '
-                "training. Here validate in the loop, and report the result as a metric."
+                'ray.train.report(validation=...) needs lane="managed" and validation_config=ValidationConfig(fn): there Ray '
+                "Train validates checkpoints beside the training. Here validate in the loop, and report the result as a metric."
             )
         metrics = checked(metrics)
         check_name(checkpoint_dir_name)
