@@ -133,7 +133,7 @@ class CurrentTask:
         import torch
 
         if (self.gpu is not None or not in_task()) and torch.cuda.is_available():
-            return torch.device("cuda:0")
+            return torch.device("cuda", torch.cuda.current_device())  # Ray Train shows a rank all GPUs of a training
         return torch.device("cpu")
 
 

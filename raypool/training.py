@@ -46,7 +46,7 @@ class TrainingVerbs:
         options: RunOptions | None = None,
         trainer: type | None = None,
         datasets: Mapping[str, Any] | None = None,
-        release_workers: bool = False,
+        **trainer_args: Any,
     ) -> TrainingRun:
         """Train one model on all workers at once by a loop written for Ray Train; return a future of what comes out.
 
@@ -63,22 +63,26 @@ class TrainingVerbs:
             loop: A function of one argument, or of none, that every rank calls: `train_loop_per_worker` of a `TorchTrainer`.
             config: What it is called with.
             workers: Those that train: how many, or which, by number or as they stand in `pool.workers`, rank 0 first. None: all.
-            lane: "warm": the pool's workers run the loop, by Ray Train's local mode; it begins at once. "managed": Ray Train's
-                controller runs it in workers of its own, on the pool's GPUs, while the pool's workers wait; it takes some
-                seconds to begin, and has Ray Data (`datasets`) and other frameworks (`trainer`). What is done where a machine
-                is about to go was tried with "warm" only.
-            options: Where checkpoints are kept, how many, and from which one to begin.
+            lane: "warm": the pool's workers run the loop, by Ray Train's local mode; it begins at once. "managed": Ray Train runs
+                it as it is, in processes of its own; it takes some seconds to begin, and has Ray Data (`datasets`), other
+                frameworks (`trainer`), and all else that Ray's trainers take. The workers' processes end meanwhile, with the
+                constants and Composites in them, and what they had goes to Ray Train, which numbers its ranks itself; other
+                work for them waits. Afterwards the pool claims the same GPUs again. A worker whose GPU somebody else has taken
+                by then, and keeps for `start_timeout_s`, is lost; a warning says who has it.
+            options: Where checkpoints are kept, how many, and from which one to begin. In the managed lane `min_workers` is the
+                least of Ray's elastic number of ranks, too.
             trainer: A trainer of Ray's instead of `TorchTrainer`, `TensorflowTrainer` for one; needs the managed lane.
-            datasets: Ray Data datasets by name, for `ray.train.get_dataset_shard`; needs the managed lane.
-            release_workers: In the managed lane, end the workers' processes meanwhile, with all that they have on their GPUs;
-                they start again afterwards.
+            datasets: Ray Data datasets by name, for `ray.train.get_dataset_shard`; needs the managed lane, and a free core.
+            **trainer_args: In the managed lane, what else the trainer takes: `torch_config`, `dataset_config`,
+                `validation_config`, `run_config` (with `callbacks`, `storage_filesystem`, `checkpoint_config`, ...) and
+                `scaling_config`, without what the pool says itself: how many ranks there are, and what each gets.
 
         Returns:
             A `TrainingRun`. Its result is a `TrainingResult`; or it fails with a `TrainingError` that names the rank, or with a
             `TaskTimeoutError` (`pool.options(timeout_s=...)`); both have `.result`, what there is all the same.
 
         Raises:
-            ResourceError: There are fewer workers than were asked for.
+            ResourceError: There are fewer workers than were asked for, or no core for Ray Data.
             InvalidValueError, InvalidTypeError: An argument cannot work.
             SerializationError: The loop or its configuration cannot be sent; it names the variable.
             PoolClosedError: The pool was shut down.
@@ -104,7 +108,7 @@ class TrainingVerbs:
         if lane not in LANES:
             raise InvalidValueError(f"lane={lane!r} is neither 'warm' nor 'managed'.")
         if lane == "warm":
-            _check_warm(trainer=trainer, datasets=datasets, release_workers=release_workers)
+            _check_warm({"trainer": trainer, "datasets": datasets}, trainer_args)
             _check_names_in(loop)
         from raypool.train.runs import RunOptions
 
@@ -112,8 +116,9 @@ class TrainingVerbs:
         if not isinstance(kept, RunOptions):
             raise InvalidTypeError(f"options={options!r} is a {type(options).__name__}. Give RunOptions(...).")
         engine, crew = self._crew(workers, kept.min_workers)
-        made = self._lane(engine, lane, loop, config, trainer, datasets, release_workers)
-        return self._run(engine, made, crew, kept, self._options.name or _name_of(loop))
+        given = trainer_args if datasets is None else {"datasets": datasets, **trainer_args}
+        made, finish = self._lane(engine, lane, loop, config, kept, trainer, given)
+        return self._run(engine, made, crew, kept, self._options.name or _name_of(loop), finish)
 
     def fit(  # noqa: PLR0913 - as above
         self,
@@ -186,7 +191,7 @@ class TrainingVerbs:
                 sys.stdout.write(f"raypool: {note}\n")
         is_of_all = engine is self._engine and call.ranks == self._numbers()  # whoever takes the place of one of them will do
         engine, crew = self._crew(len(call.ranks) if is_of_all else call.ranks, kept.min_workers)
-        made = self._lane(engine, lane, call.loop, call.config, None, None, False)
+        made, _ = self._lane(engine, lane, call.loop, call.config, kept, None, {})
         run = self._run(engine, made, crew, kept, self._options.name or "fit", call.finish)
         run.recipe = Recipe(engine, crew.size, crew.places, call.config)
         return run
@@ -311,14 +316,15 @@ class TrainingVerbs:
         lane: str,
         loop: Callable[..., Any],
         config: Mapping[str, Any] | None,
+        kept: RunOptions,
         trainer: type | None,
-        datasets: Mapping[str, Any] | None,
-        release_workers: bool,
-    ) -> Lane:
+        given: Mapping[str, Any],
+    ) -> tuple[Lane, Finish | None]:
+        """Return how the ranks run, and what makes a result of what there is in other storage than the folder of the run."""
         if lane == "warm":
             from raypool.train.warm import WarmLane
 
-            return WarmLane(engine, loop, config)
+            return WarmLane(engine, loop, config), None
         if engine.profile.backend != "ray":
             raise InvalidValueError(
                 f'lane="managed" is run by Ray, and this pool is of the kind {engine.profile.backend!r}. Use lane="warm", or a '
@@ -326,7 +332,8 @@ class TrainingVerbs:
             )
         from raypool.train.managed import ManagedLane
 
-        return ManagedLane(engine, loop, config, trainer, datasets, release_workers)
+        managed = ManagedLane(engine, loop, config, kept, trainer, given)
+        return managed, managed.finish
 
     def _run(
         self, engine: Engine, lane: Lane, crew: Crew, kept: RunOptions, name: str, finish: Finish | None = None
@@ -378,8 +385,8 @@ def _check_names_in(loop: Any) -> None:
                 )
 
 
-def _check_warm(**given: Any) -> None:
-    """Refuse what only Ray Train's controller can do."""
+def _check_warm(given: Mapping[str, Any], others: Mapping[str, Any]) -> None:
+    """Refuse what only Ray Train's controller can do, and what nobody knows."""
     if os.environ.get("RAY_TRAIN_V2_ENABLED", "1").lower() not in ("1", "true"):
         raise InvalidValueError(
             f"RAY_TRAIN_V2_ENABLED={os.environ['RAY_TRAIN_V2_ENABLED']} in the environment chooses the first version of Ray "
@@ -388,6 +395,10 @@ def _check_warm(**given: Any) -> None:
     for name, value in given.items():
         if value:
             raise InvalidValueError(f'{name}= is for Ray Train\'s controller: give lane="managed" with it.')
+    for name in others:
+        raise InvalidValueError(
+            f'{name}= is no argument of pool.train. If it is one of Ray\'s trainers, give lane="managed" with it.'
+        )
 
 
 def _name_of(loop: Any) -> str:

@@ -235,7 +235,7 @@ class Backlog:
 
     def take_rank(self, gang: Task, flight: Flight) -> Attempt:
         """Cut the next rank from a gang."""
-        return Attempt((self._cut(gang, None, flight, room=1),), gang.pace, runs_alone=True)
+        return Attempt((self._cut(gang, None, flight, room=1),), gang.pace, runs_alone=True, is_loan=gang.spec.is_loan)
 
     def _cut(self, task: Task, queue: Queue | None, flight: Flight, room: int) -> Slice:
         """Cut a slice of at most `room` items; a task that has no more to give leaves its queue."""

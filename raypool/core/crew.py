@@ -86,6 +86,19 @@ class Crew:
         self._dismiss(worker, WorkerState.STOPPED)
         return self._succeed(worker, LossReason.EXIT)
 
+    def lend(self, worker: Worker) -> Worker:
+        """Put another worker, which starts when the loan is over, in the place of a free one; what is bound to that waits."""
+        place = self.places[worker.place]
+        lane = self.lanes.pop(worker.worker_id, None)
+        if lane is not None:
+            for group in (self.calling, self.pausing, place.lanes):
+                group.pop(lane.key, None)
+        successor = self.renew(worker)
+        if lane is not None:
+            lane.key = successor.worker_id
+            self.lanes[lane.key] = place.lanes[lane.key] = lane
+        return successor
+
     def note_spent(self, worker: Worker, is_spent: bool) -> None:
         """Note whether a worker is to be replaced, by what it has said last."""
         self.spent.pop(worker.worker_id, None)

@@ -161,8 +161,7 @@ class Dispatcher:
         crew = self._crew
         for gathering in crew.gatherings.values():
             if len(gathering.members) == gathering.gang.size:
-                if not self._renew_members(gathering):
-                    self._start_gang(gathering)
+                self._start_gang(gathering)
                 return True
         called = self._called_gangs()
         for gang in [*called, *(gathering.gang for gathering in crew.gatherings.values())]:
@@ -190,27 +189,19 @@ class Dispatcher:
         others = [*before, *(gathering.gang for gathering in self._crew.gatherings.values())]
         return not any(gang.spec.may_meet(other.spec) for other in others)
 
-    def _renew_members(self, gathering: Gathering) -> bool:
-        """Replace workers that have run something, if the gang wants others, which join it by themselves; say whether any were.
-
-        Only now that all are there: until then they would be of use to nobody.
-        """
-        members = [self._crew.workers[worker_id] for worker_id in gathering.members]
-        spent = [worker for worker in members if worker.has_delivered and gathering.gang.spec.is_fresh]
-        for worker in spent:
-            self._out += self._crew.launch(self._crew.renew(worker), self._now)
-        return bool(spent)
-
     def _start_gang(self, gathering: Gathering) -> None:
         del self._backlog.waiting_gangs[gathering.gang.spec.task_id]
         runs, timers = [], []
+        is_loan = gathering.gang.spec.is_loan
         for worker in self._crew.assemble(gathering):
+            if is_loan:
+                worker = self._crew.lend(worker)
             attempt_id = self._crew.next_attempt_id
             attempt = self._backlog.take_rank(gathering.gang, (attempt_id, worker.worker_id))
             self._crew.engage(worker, attempt)
             runs.append(self._call(worker, attempt_id, attempt))
             timers += self._timer(worker, attempt_id, attempt)
-        self._out += [m.RunGang(tuple(runs)), *timers]
+        self._out += [m.RunGang(tuple(runs), is_loan), *timers]
 
     def begin(self, worker: Worker, now: float) -> list[m.Command]:
         """Send a worker that has come up the call that it was started for, unless nobody wants that any more."""

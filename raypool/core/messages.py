@@ -186,9 +186,14 @@ class RunTasks(NamedTuple):
 
 
 class RunGang(NamedTuple):
-    """Make these calls at the same time: the ranks of a gang, in order."""
+    """Make these calls at the same time: the ranks of a gang, in order.
+
+    `is_loan`: nobody is called. Whatever is in the places of these workers, which have not started, ends; whoever has handed in
+    the gang has the places until `AttemptFinished` comes for each rank.
+    """
 
     runs: tuple[RunTasks, ...]
+    is_loan: bool = False
 
 
 class SignalTask(NamedTuple):

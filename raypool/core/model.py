@@ -73,9 +73,10 @@ class TaskSpec(NamedTuple):
     or fails with it. `is_gang`: its items are ranks, which start together and never run again. `places`: the only
     places that it may use, in the order of a gang's ranks. `fail_fast`: the first failure ends the task. `chunk_size`: a
     call takes so many items, whatever they take (None: by their pace). `timeout_s`: an item that runs longer has failed [s];
-    such items never share a call. `is_fresh`: each item runs in a process that has run nothing before, and ends after it (but for
-    a gang's ranks, which only begin so). `retry_delay_s`: an item that runs again waits so long first, twice as long each time.
-    `costs`: roughly what each item costs, in any unit, the most expensive first.
+    such items never share a call. `is_fresh`: each item runs in a process that has run nothing before, and ends after it.
+    `retry_delay_s`: an item that runs again waits so long first, twice as long each time.
+    `costs`: roughly what each item costs, in any unit, the most expensive first. `is_loan`: a gang that wants the places
+    only: the workers of its ranks end, and others start there when the ranks have come back.
     """
 
     task_id: int
@@ -94,15 +95,18 @@ class TaskSpec(NamedTuple):
     is_fresh: bool = False
     retry_delay_s: float = 0.0
     costs: tuple[float, ...] | None = None
+    is_loan: bool = False
 
     @property
     def is_sound(self) -> bool:
         """Whether these wishes have a meaning, and go together."""
         if self.place is not None and (self.is_gang or self.is_fresh or self.places is not None):
             return False  # a bound task means a process, not a place
-        if self.is_gang and (self.is_open or self.fail_fast or self.max_workers is not None):
+        if self.is_gang and (self.is_open or self.fail_fast or self.is_fresh or self.max_workers is not None):
             return False  # one failure ends a gang anyway, but not before all ranks have come back
         if self.costs is not None and (self.is_gang or self.is_open or not _falls(self.costs, self.size)):
+            return False
+        if self.is_loan and not self.is_gang:
             return False
         may_start = (self.max_workers is None or self.max_workers > 0) and (self.chunk_size is None or self.chunk_size > 0)
         may_last = self.timeout_s is None or self.timeout_s > 0
@@ -299,6 +303,7 @@ class Attempt(NamedTuple):
     runs_alone: bool  # nothing may be queued behind it
     is_fresh: bool = False  # in a process of its own
     lasts: bool = False  # nothing is queued behind it any more
+    is_loan: bool = False  # a rank that has the place to itself; its worker starts when it has come back
 
 
 @dataclass(slots=True)

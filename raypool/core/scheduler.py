@@ -162,6 +162,9 @@ class Scheduler:
         if len(reports) != len(slices) or not all(map(Report.is_about, reports, slices)):
             self._impossible(event, worker_id=worker_id)
         self._answers.take(worker, attempt_id, reports)
+        if attempt.is_loan:
+            self._end_loan(worker)
+            return
         if is_spent or crew.spent:
             crew.note_spent(worker, is_spent)
         self._freed(worker, is_over=attempt.is_fresh)
@@ -190,6 +193,14 @@ class Scheduler:
             self._out += self.crew.launch(self.crew.renew(worker), self._now)
         else:
             self.crew.free(worker)
+
+    def _end_loan(self, worker: Worker) -> None:
+        """Start the worker of a place that was lent; what was bound to it meanwhile has waited for that."""
+        if worker.worker_id in self.crew.retiring:
+            self._out += self.crew.stop(worker)
+            return
+        worker.state, worker.has_delivered = WorkerState.STARTING, False
+        self._out += self.crew.launch(worker, self._now)
 
     # --- workers ------------------------------------------------------------------------------------------------------
 

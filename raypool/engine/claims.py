@@ -112,7 +112,7 @@ def is_ready(claim: Claim) -> bool:
 def locate(claim: Claim) -> str | None:
     """Return which node a claim is on, None if it is on none: Ray looks for another where its node has died."""
     entry = placement_group_table(claim.group)
-    claim.node_id = str(entry["bundles_to_node_id"][0]) if entry["state"] == "CREATED" else None
+    claim.node_id = str(entry["bundles_to_node_id"][0]) if entry.get("state") == "CREATED" else None  # of one long gone nothing
     return claim.node_id
 
 

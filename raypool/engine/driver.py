@@ -9,7 +9,9 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
+from array import array
 from collections.abc import Callable, Sequence
+from time import time
 from typing import Any, cast
 
 from raypool.core import messages as m
@@ -17,7 +19,18 @@ from raypool.core.model import PoolState, Slice, TaskSpec, TaskState, Worker, Wo
 from raypool.core.scheduler import Scheduler
 from raypool.engine import verdicts
 from raypool.engine.arrivals import Arrivals
-from raypool.engine.backend import NOBODY, Backend, Function, Part, Refusal, SliceResult, WorkerInfo, all_failed, nothing_done
+from raypool.engine.backend import (
+    NOBODY,
+    Backend,
+    Function,
+    LocalValues,
+    Part,
+    Refusal,
+    SliceResult,
+    WorkerInfo,
+    all_failed,
+    nothing_done,
+)
 from raypool.engine.casualties import Casualties
 from raypool.engine.hub import Hub
 from raypool.engine.in_flight import Sent
@@ -117,6 +130,18 @@ class Driver:
     def _ask_call(self, future: Future[Any]) -> None:
         """Pass on what somebody wants of a call: that it ends, or that it ends early by itself."""
         self.post(m.CancelRequested(future.task_id) if future.cancelled() else m.StopRequested(future.task_id))
+
+    def end_loan(self, worker_ids: Sequence[int]) -> None:
+        """Say that the places of a loan are back: these workers, which have not started yet, start there."""
+        self.do(functools.partial(self._end_loan, worker_ids))
+
+    def _end_loan(self, worker_ids: Sequence[int]) -> None:
+        workers = self.scheduler.crew.workers
+        for worker_id in filter(workers.__contains__, worker_ids):  # the place of any other has gone meanwhile
+            for attempt_id, attempt in workers[worker_id].attempts.items():
+                rank = attempt.slices[0].start
+                done = SliceResult(rank, 1, LocalValues([None]), 0, {}, array("d", [0.0]), time())
+                self._inbox.put((m.AttemptFinished(worker_id, attempt_id, ()), [done]))
 
     def barrier(self) -> None:
         """Wait until everything that was posted before has been handled."""
@@ -293,8 +318,8 @@ class Driver:
         match command:
             case m.RunTasks():
                 self._run(command)
-            case m.RunGang(runs):
-                self._run_gang(runs)
+            case m.RunGang(runs, is_loan):
+                self._run_gang(runs, is_loan)
             case m.SettleItems(_, items):
                 self._settle(items)
             case m.EndTask(task_id, state):
@@ -364,11 +389,14 @@ class Driver:
     def _cancel(self, task_id: int) -> None:
         self._inbox.put((m.CancelRequested(task_id), None))
 
-    def _run_gang(self, runs: Sequence[m.RunTasks]) -> None:
+    def _run_gang(self, runs: Sequence[m.RunTasks], is_loan: bool) -> None:
         """Call the ranks of a gang, which know of each other then. The first comes last: "inline" runs it in this very thread."""
         gang = cast("GangWork", self.works[runs[0].slices[0].task_id])
+        for run in runs if is_loan else ():
+            self._returns.in_flight.send(run.worker_id, run.attempt_id).sent.append(Sent(run.slices[0], None))
+            self._backend.vacate(self.scheduler.crew.workers[run.worker_id].place, keep=True)
         gang.assemble([(run.worker_id, self._info_of(run.worker_id)) for run in runs])
-        for run in reversed(runs):
+        for run in reversed(runs) if not is_loan else ():
             self._run(run)
 
     def _settle(self, items: Slice) -> None:

@@ -16,11 +16,12 @@ import ray
 
 from raypool.core.messages import AttemptFinished, AttemptNarrowed, Signal, WorkerLost, WorkerReady
 from raypool.engine import packing
-from raypool.engine.agents import Agents, Chore, MemoryLimit
+from raypool.engine.agents import END_TIMEOUT_S, Agents, Chore, MemoryLimit
 from raypool.engine.answers import unpack_narrowed, unpack_results
 from raypool.engine.backend import Function, NodeDevices, Part, Post, WorkerInfo
 from raypool.engine.cards import Cards
 from raypool.engine.claims import Claim, locate
+from raypool.engine.demands import Demand
 from raypool.engine.hub import Hub
 from raypool.engine.logs import levels_here
 from raypool.engine.nodes import Nodes, NodeWatch
@@ -178,6 +179,32 @@ class RayBackend:
     def _give_back(self, left: Claim | None) -> None:
         if left is not None and is_up():
             aside(functools.partial(self._seating.give_back, left))
+
+    @property
+    def demands(self) -> list[Demand]:
+        """What each kind of the pool's workers takes."""
+        return self._seating.demands
+
+    def lend(self, places: Sequence[int]) -> None:
+        """Give back what the workers of a loan have stood on, once they have ended; wait until others can have it."""
+        seats = [self._seats[place] for place in places if place in self._seats]
+        with self._retired:
+            ended = lambda: all(seat.worker_id not in self._retiring for seat in seats)  # noqa: E731
+            self._retired.wait_for(ended, WIND_UP_TIMEOUT_S + END_TIMEOUT_S)
+        if is_up():
+            self._seating.lend([seat.claim for seat in seats])
+
+    def take_back(self, workers: Sequence[WorkerInfo]) -> dict[int, str]:
+        """Claim again what was lent: the same GPUs, or cores of the same nodes. Waits for them as the start of the pool does.
+
+        Returns:
+            By place, why it cannot be had: who has the GPU.
+        """
+        lent = [(worker, self._seats[worker.index]) for worker in workers if worker.index in self._seats]
+        claims = self._seating.take_back({worker.index: (seat.claim, worker.gpu) for worker, seat in lent})
+        for worker, seat in lent:
+            seat.claim = claims.get(worker.index, seat.claim)
+        return {worker.index: self._seating.why_taken(worker.gpu) for worker, _ in lent if worker.index not in claims}
 
     def _retire(self, seat: Seat, then: Chore) -> None:
         """End the worker of a seat; `then` is called when nothing of it is left."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import linecache
 import sys
 import threading
+import time
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from raypool.devices.cores import usable_cores
@@ -27,6 +29,8 @@ from raypool.profiles import Profile
 from raypool.resources import WorkerResources
 
 _seatings: weakref.WeakSet[Seating] = weakref.WeakSet()
+
+LEND_TIMEOUT_S = 5.0
 
 Found = dict[WorkerResources, list[Claim]]
 """For each kind of worker what it may stand on."""
@@ -191,6 +195,61 @@ class Seating:
         self._claims[self._next_place] = claim
         self._next_place += 1
         return claim
+
+    # --- lent, and back -----------------------------------------------------------------------------------------------
+
+    @property
+    def demands(self) -> list[Demand]:
+        """What each kind of worker takes."""
+        return list(self._demands.values())
+
+    def lend(self, claims: Sequence[Claim]) -> None:
+        """Give these claims back to Ray, but keep their places; wait until others can have them."""
+        for claim in claims:
+            claim.release()
+        claiming.wait_released(claims, LEND_TIMEOUT_S)
+
+    def take_back(self, lent: Mapping[int, tuple[Claim, int | None]]) -> dict[int, Claim]:
+        """Claim what was lent again, as far as it can be had: by place what it stood on, and the index of its GPU, if any."""
+        with self._claiming:
+            wanted = Wanted(self._profile.start_timeout_s, self._closed, self._others())
+            alive = {str(node["NodeID"]) for node in living_nodes()}
+            there = {place: old for place, old in lent.items() if old[0].node_id in alive and place in self._claims}
+            found: dict[int, Claim] = {}
+            try:
+                self._claim_same(there, wanted, found)
+            except BaseException:
+                claiming.release_all(list(found.values()))
+                raise
+            with self._seating:
+                for place, claim in found.items():
+                    if place in self._claims:  # else it was left meanwhile
+                        claim.num_workers = 1
+                        self._claims[place] = claim
+            claiming.release_all([claim for claim in found.values() if not claim.num_workers])
+            return found
+
+    def _claim_same(self, there: Mapping[int, tuple[Claim, int | None]], wanted: Wanted, found: dict[int, Claim]) -> None:
+        asked: dict[int, Claim] = {}
+        for demand in self._demands.values():
+            places = {place: old for place, old in there.items() if old[0].demand is demand}
+            spots = {Spot(str(old.node_id), gpu): place for place, (old, gpu) in places.items() if gpu is not None}
+            for least in (len(spots), 1) if spots else ():  # all of them in good time, then those that are free
+                with contextlib.suppress(ResourceError):
+                    claims = Choice(demand, list(spots), self._survey).claim(least, len(spots), wanted)
+                    found |= {spots[Spot(str(claim.node_id), claim.gpu)]: claim for claim in claims if claim.gpu is not None}
+                    break
+            asked |= {place: claiming.request(demand, old.node_id) for place, (old, gpu) in places.items() if gpu is None}
+        found |= asked
+        while not all(map(claiming.is_ready, asked.values())) and not wanted.is_over():
+            time.sleep(claiming.POLL_S)
+        late = [place for place, claim in asked.items() if not claiming.is_ready(claim)]
+        claiming.release_all([found.pop(place) for place in late])
+
+    def why_taken(self, gpu: int | None) -> str:
+        """Say who has what was lent."""
+        what = "its core was" if gpu is None else f"GPU {gpu} was"
+        return f"{what} taken by somebody else while a training had it. {shortages.held_by(())}".rstrip(".")
 
     # --- several to a GPU ---------------------------------------------------------------------------------------------
 

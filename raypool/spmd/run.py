@@ -275,12 +275,13 @@ def submit_gang(  # noqa: PLR0913, PLR0917 - a call, and how it is treated
     options: Options,
     size: int,
     places: tuple[int, ...] | None,
-    is_fresh: bool = False,
-    kind: type[SpmdWork] = SpmdWork,
+    is_loan: bool = False,
+    kind: Callable[..., SpmdWork] = SpmdWork,
 ) -> SpmdFuture:
     """Hand in a call of what each rank runs, which is given its assignment and a function that opens the arguments.
 
-    With `is_fresh` each rank begins in a process that has run nothing before. `kind` says what becomes of the answers.
+    With `is_loan` nobody is called: whoever calls this has the workers' places until `Driver.end_loan`. `kind` says what becomes
+    of the answers.
 
     Raises:
         SerializationError: The function or an argument cannot be sent; it names the variable.
@@ -299,7 +300,7 @@ def submit_gang(  # noqa: PLR0913, PLR0917 - a call, and how it is treated
             is_gang=True,
             places=places,
             timeout_s=options.timeout_s,
-            is_fresh=is_fresh,
+            is_loan=is_loan,
         )
 
     engine.driver.submit(work, make_spec)

@@ -272,6 +272,15 @@ def _delete(run_dir: Path, kept: Kept, stay: Sequence[Kept]) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
+def forget_deleted(run_dir: Folder) -> None:
+    """Delete the files beside checkpoints whose folders are gone: Ray Train deletes those itself."""
+    for file in Path(run_dir).glob("*.json"):
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+            record = json.loads(file.read_text(encoding="utf-8"))
+            if record["path"] is None and isinstance(record["index"], int) and not file.with_suffix("").is_dir():
+                file.unlink()
+
+
 def remove_partials(run_dir: Folder) -> None:
     """Delete what a run that was killed has left unfinished."""
     for path in Path(run_dir).glob(f".*{PARTIAL}"):

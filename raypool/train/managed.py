@@ -1,58 +1,659 @@
-"""The managed lane: Ray Train's own controller, its workers guests of the pool's.
+"""The managed lane: Ray Train as it is, on what the pool's workers stand on.
+
+A loan (a gang of which nobody is called) waits for the workers and ends their processes; their claims go back to Ray, where Ray
+Train's own placement finds them. `fit` runs in a thread. Afterwards the pool claims the same GPUs again, and its workers start.
 
 Imports Ray Train, and with it torch: it is imported by the verb only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+import contextlib
+import functools
+import inspect
+import json
+import os
+import pickle
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import InvalidStateError
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TypeVar, cast
 
-from raypool.engine import packing
-from raypool.engine.backend import function_name
+import ray
+import torch.distributed as dist
+from ray import exceptions as rx
+from ray.train import CheckpointConfig, FailureConfig, LoggingConfig, Result, RunConfig, ScalingConfig
+from ray.train.torch import TorchConfig, TorchTrainer
+
+# Private: the file by which Ray Train knows the checkpoints of earlier runs in a folder. A test fails if that changes.
+from ray.train.v2._internal.constants import CHECKPOINT_MANAGER_SNAPSHOT_FILENAME
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+from ray.train.v2.api.exceptions import ControllerError, PreemptionError, WorkerGroupError
+from ray.util import placement_group_table, remove_placement_group
+from ray.util.placement_group import PlacementGroup
+
+from raypool.core.messages import PlaceLost
+from raypool.core.model import Slice
+from raypool.engine import packing, shortages, verdicts
+from raypool.engine.answers import unpack_failure
+from raypool.engine.backend import NOBODY, WorkerInfo, function_name
 from raypool.engine.engine import Engine
+from raypool.engine.hub import Hub
+from raypool.engine.ray_backend import RayBackend
+from raypool.engine.ray_calls import UNRECORDED
+from raypool.engine.ray_failures import loss_reason, loss_text
+from raypool.engine.work import described
+from raypool.errors import (
+    InternalError,
+    InvalidTypeError,
+    InvalidValueError,
+    LossReason,
+    PoolClosedError,
+    RankInterrupted,
+    ResourceError,
+    SpmdError,
+    TaskError,
+    TaskTimeoutError,
+    TrainingError,
+    WorkerLostError,
+)
+from raypool.futures import Future
+from raypool.labels import for_ray
 from raypool.options import Options
-from raypool.train.guests import num_required
-from raypool.train.plan import Plan
-from raypool.train.trainers import check_trainer
-from raypool.train.visit import ManagedAttempt, Visit
+from raypool.spmd.blame import RankFailure, spmd_error
+from raypool.spmd.run import SpmdFuture, SpmdWork, submit_gang
+from raypool.train.checkpoints import latest, ranked
+from raypool.train.managed_ranks import TASK, ControllerHooks, Mailbox, ManagedLoop
+from raypool.train.plan import Plan, RankEnd
+from raypool.train.runs import RunOptions, TrainingResult
+
+ABORT_S = 3.0
+"""So long the controller has to end by itself; while it starts its workers it does not listen [s]."""
+
+LAST_LETTERS_S = 5.0
+
+CORES_S = 5.0
+"""Ray may need so long to see that cores were given back [s]."""
+
+POLL = "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"
+POLL_S = "0.1"
+"""So often Ray Train's controller looks at its ranks: by itself every 2 s, and as slow is each report, and the end [s]."""
+
+IN_RANKS = {
+    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # what is printed is the diary's
+    "RAY_TRAIN_ENABLE_WORKER_STRUCTURED_LOGGING": "0",  # likewise; a loop logs as in a worker of the pool's
+}
+
+LEFT_OUT = ("PlacementGroupCleanerCallback", "WorkingDirectorySetupCallback")
+"""What Ray Train does not do here. Its detached actor for what a dead controller leaves needs Ray's dashboard, and stays for ever
+without one: raypool cleans up itself. And a loop is to be where the pool's workers are, not in a folder of Ray's."""
+
+E = TypeVar("E", bound=BaseException)
+
+_marks = iter(range(1, sys.maxsize))
 
 
 class ManagedLane:
-    """Runs a training's ranks as workers of Ray Train's.
+    """Runs a training's ranks by a trainer of Ray Train's.
 
     Args:
         engine: The pool's.
         loop: The training loop.
         config: What it is called with.
+        kept: Where checkpoints are kept, and how many.
         trainer: A class of Ray Train's trainers; None for `TorchTrainer`.
-        datasets: Data sets of Ray Data's, by name, for `ray.train.get_dataset_shard`.
-        release_workers: Whether the pool's processes are to be ended first, so that their memory is free.
+        given: Other arguments of the trainer's, by name.
 
     Raises:
-        InvalidTypeError: The workers of such a trainer cannot be guests; or the loop takes several arguments.
+        InvalidTypeError, InvalidValueError: The trainer does not take such an argument, or the pool's workers share GPUs.
         SerializationError: The loop or its configuration cannot be sent; it names the variable.
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        loop: Callable[..., Any],
-        config: Any,
-        trainer: Any = None,
-        datasets: Mapping[str, Any] | None = None,
-        release_workers: bool = False,
+        self, engine: Engine, loop: Callable[..., Any], config: Any, kept: RunOptions, trainer: Any, given: Mapping[str, Any]
     ) -> None:
-        num_required(loop)
         self.engine = engine
-        self.loop = loop
-        self.trainer = check_trainer(trainer)
-        self.datasets = datasets
-        self.release_workers = release_workers
-        name = function_name(loop)
-        self.packed = packing.pack((loop, config), f"the loop {name} and its config")
+        self.kept = kept
+        self.trainer = _checked_trainer(trainer, given)
+        self.given = dict(given)
+        self.scaling = self.given.pop("scaling_config", None) or ScalingConfig()
+        self.running = self.given.pop("run_config", None)
+        self.result: Result | None = None  # Ray Train's own, of the last attempt
+        _check_configs(self.scaling, self.running, kept)
+        has_cards = dist.is_nccl_available() or any(worker.gpu_name for worker in engine.workers())
+        if not has_cards and "torch_config" in inspect.signature(self.trainer).parameters:  # GPUs that are pretended, in a test
+            self.given.setdefault("torch_config", TorchConfig(backend="gloo"))
+        if engine.profile.workers_per_gpu == "auto" or any(each.workers_per_claim > 1 for each in self.backend.demands):
+            raise InvalidValueError(
+                'lane="managed" gives whole GPUs to Ray Train, and the workers of this pool share theirs. Use lane="warm", or a '
+                "pool with one worker to each GPU."
+            )
+        self.packed = packing.pack((loop, config), f"the loop {function_name(loop)} and its config")
 
-    def begin(self, plan: Plan, size: int, places: tuple[int, ...] | None, options: Options) -> ManagedAttempt:
-        """Start an attempt; its result is a `RankEnd` for each rank, and its failure an `SpmdError` where ranks have failed."""
+    @property
+    def backend(self) -> RayBackend:
+        """The pool's."""
+        return cast("RayBackend", self.engine.backend)
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether the user has named other storage than a folder of this machine's."""
+        return self.running is not None and _has_storage(self.running)
+
+    def begin(self, plan: Plan, size: int, places: tuple[int, ...] | None, options: Options) -> Future[Any]:
+        """Start an attempt; its result is a `RankEnd` for each rank, and its failure an `SpmdError` where ranks have failed.
+
+        Raises:
+            ResourceError: Ray Data would have no core.
+        """
         self.engine.check_open()  # what is handed in to a pool that is being closed would be cancelled
-        return Visit(self, plan, size, options).begin(places)
+        others = self.engine.driver.scheduler.crew.size - size  # which keep what they have
+        self.check_cores(size, ray.cluster_resources().get("CPU", 0.0) - others * self.bundle().get("CPU", 0.0))
+        return ManagedAttempt(self, plan, size, options).begin(places)
+
+    def check_cores(self, size: int, there: float) -> None:
+        """Make sure that Ray Data, which waits for a core in silence, has one beside the ranks, if `there` are so many free.
+
+        Raises:
+            ResourceError: It has not.
+        """
+        taken = size * self.bundle().get("CPU", 0.0)
+        if self.given.get("datasets") and there - taken < 1:
+            raise ResourceError(
+                f"CPU: requested {taken + 1:g}, available {there:g}: the ranks take {taken:g}, and Ray Data needs one more to "
+                "read datasets=, for which it would wait without a word. Train with fewer ranks (workers=...), give each less "
+                f"(resources=WorkerResources(cpus=0.5)), or open a smaller pool. {shortages.held_by(())}",
+                requested=taken + 1,
+                available=there,
+                holders=shortages.holders(),
+            )
+
+    def bundle(self) -> dict[str, float]:
+        """Return what a rank asks Ray for: what a worker has, or, if these differ, what each of them has at least."""
+        bundles = [demand.bundle for demand in self.backend.demands]
+        least = {name: min(bundle.get(name, 0.0) for bundle in bundles) for name in bundles[0]}
+        return {name: amount for name, amount in least.items() if amount}
+
+    def finish(self, result: TrainingResult) -> TrainingResult:
+        """Return a result with the checkpoints that are kept in other storage."""
+        if not self.is_elsewhere or self.result is None:
+            return result
+        metric, mode = self.kept.best_metric, self.kept.best_mode
+        best = None if metric is None else self.result.get_best_checkpoint(metric, mode)
+        return replace(result, checkpoint=self.result.checkpoint, best_checkpoint=best)
+
+    def make_trainer(self, plan: Plan, size: int, bundle: dict[str, float], mailbox: Any) -> Any:
+        """Return a trainer for so many ranks, each of which asks Ray for such a bundle."""
+        running = self.running or RunConfig()
+        run_dir, keep = Path(plan.run_dir), CheckpointConfig()
+        labels = dict(set.intersection(*({*demand.labels.items()} for demand in self.backend.demands)))
+        least = self.kept.min_workers
+        scaling = replace(
+            self.scaling,
+            num_workers=size if least is None or least >= size else (least, size),
+            use_gpu=bundle.get("GPU", 0) > 0,
+            resources_per_worker=bundle,
+            label_selector=self.scaling.label_selector or for_ray(labels) or None,
+        )
+        if plan.keep is not None or plan.best_metric is not None:
+            keep = CheckpointConfig(plan.keep, plan.best_metric, cast("Any", plan.best_mode))
+        environment = {**IN_RANKS, **self.engine.profile.worker_env, **running.worker_runtime_env.get("env_vars", {})}
+        hooks = ControllerHooks(mailbox, None if self.is_elsewhere else plan.run_dir, plan.attempt)
+        changed: dict[str, Any] = {
+            "callbacks": [*running.callbacks, hooks],
+            "worker_runtime_env": {**running.worker_runtime_env, "env_vars": environment},
+        }
+        if not self.is_elsewhere:
+            changed |= {"name": run_dir.name, "storage_path": str(run_dir.parent)}
+        if running.checkpoint_config == CheckpointConfig():
+            changed["checkpoint_config"] = keep
+        if running.failure_config == FailureConfig():  # other attempts are the pool's: it knows what is worth one
+            changed["failure_config"] = FailureConfig(max_failures=0, controller_failure_limit=0, max_preemption_failures=0)
+        if running.logging_config == LoggingConfig():
+            changed["logging_config"] = LoggingConfig(log_level="ERROR")
+        made = self.trainer(
+            ManagedLoop(self.packed, mailbox, plan), scaling_config=scaling, run_config=replace(running, **changed), **self.given
+        )
+        make = made._create_default_callbacks  # private: there is no public way; a test kills a controller and looks what is left
+        made._create_default_callbacks = lambda: [each for each in make() if type(each).__name__ not in LEFT_OUT]
+        return made
+
+
+def _checked_trainer(trainer: Any, given: Mapping[str, Any]) -> type[Any]:
+    """Return the class of trainer to use, which takes these arguments."""
+    made = TorchTrainer if trainer is None else trainer
+    if not (isinstance(made, type) and issubclass(made, DataParallelTrainer)):
+        raise InvalidTypeError(
+            f"trainer={trainer!r} is not a class of Ray Train's trainers. Give one that is derived from its DataParallelTrainer, "
+            "such as ray.train.tensorflow.TensorflowTrainer."
+        )
+    taken = [name for name in inspect.signature(made).parameters if name not in ("train_loop_per_worker", "train_loop_config")]
+    if unknown := [name for name in given if name not in taken]:
+        raise InvalidTypeError(f"{made.__name__} does not take {', '.join(unknown)}. It takes {', '.join(taken)}.")
+    datasets = given.get("datasets")
+    if datasets is not None and not (isinstance(datasets, Mapping) and all(map(_is_dataset, datasets.values()))):
+        raise InvalidTypeError(
+            f"datasets= is {_kinds_in(datasets)}. Give a dict of datasets of Ray Data, by the names that "
+            'ray.train.get_dataset_shard is called with: {"train": ray.data.read_parquet(...)}.'
+        )
+    return made
+
+
+def _kinds_in(datasets: Any) -> str:
+    if not isinstance(datasets, Mapping):
+        return f"a {type(datasets).__name__}"
+    return f"a dict with {', '.join(f'a {type(value).__name__}' for value in datasets.values() if not _is_dataset(value))} in it"
+
+
+def _is_dataset(value: Any) -> bool:
+    import ray.data
+
+    return isinstance(value, ray.data.Dataset) or callable(value)
+
+
+def _has_storage(running: RunConfig) -> bool:
+    return running.storage_filesystem is not None or running.storage_path != RunConfig().storage_path
+
+
+def _check_configs(scaling: ScalingConfig, running: RunConfig | None, kept: RunOptions) -> None:
+    """Refuse what is of a wrong kind, or said twice."""
+    for given, kind in ((scaling, ScalingConfig), (running or RunConfig(), RunConfig)):
+        if not isinstance(given, kind):
+            raise InvalidTypeError(f"{given!r} is a {type(given).__name__}. Give a ray.train.{kind.__name__}.")
+    if (scaling.num_workers, scaling.use_gpu, scaling.resources_per_worker) != (1, False, None):
+        raise InvalidValueError(
+            "scaling_config= says how many ranks there are, or what each gets, and so does the pool. Leave num_workers, use_gpu "
+            "and resources_per_worker out; use workers=, and RunOptions(min_workers=...) for an elastic number."
+        )
+    if running is None:
+        return
+    if kept.run_dir is not None and _has_storage(running):
+        raise InvalidValueError(
+            f"Both run_dir={kept.run_dir} and run_config= say where the training is kept. Leave run_dir out, or storage_path and "
+            "storage_filesystem."
+        )
+    has_own = running.checkpoint_config != CheckpointConfig()
+    if has_own and (kept.keep_checkpoints, kept.best_metric) != (None, None):
+        raise InvalidValueError(
+            "Both RunOptions and run_config= say which checkpoints are kept. Leave keep_checkpoints and best_metric out, or "
+            "checkpoint_config."
+        )
+
+
+# --- one attempt ------------------------------------------------------------------------------------------------------
+
+
+class LoanWork(SpmdWork):
+    """The task that has the places; `lent` is told when it has them: the worker ids and workers, by rank."""
+
+    def __init__(self, lent: Callable[[Sequence[tuple[int, WorkerInfo]]], object], *args: Any) -> None:
+        super().__init__(*args)
+        self._lent = lent
+
+    def assemble(self, members: Sequence[tuple[int, WorkerInfo]]) -> None:
+        """Tell who has waited."""
+        super().assemble(members)
+        self._lent(members)
+
+    def outcome(self, members: Sequence[tuple[int, WorkerInfo]], answers: Sequence[Any]) -> Any:
+        """Return nothing: what comes of the training, its ranks say."""
+
+
+def _nobody_is_called(*_: Any) -> None: ...
+
+
+class ManagedAttempt:
+    """One attempt of a training, with a thread of its own for `fit`, and one for what the ranks say."""
+
+    def __init__(self, lane: ManagedLane, plan: Plan, size: int, options: Options) -> None:
+        self._lane = lane
+        self._plan = plan
+        self._size = size
+        self._options = options
+        self._future = SpmdFuture(plan.name, on_ask=lambda _: self._hear())
+        self._hub = Hub()
+        self._hub.watch(TASK, self._future)
+        bundle = lane.bundle()
+        mark = next(_marks)  # so many bytes more of memory, by which the placement groups of this attempt are known
+        self._bundle = {**bundle, "memory": bundle.get("memory", 0.0) + mark}
+        self._loan: Future[Any]
+        self._mailbox: Any = None
+        self._controller: Any = None
+        self._has_all_letters = threading.Event()
+        self._workers: dict[int, WorkerInfo] = {}
+        self._ends: dict[int, RankEnd] = {}
+        self._failures: dict[int, tuple[bool, bytes, float]] = {}
+        self._outcome: Any = None  # what `fit` has returned or raised
+        self._is_lent = False
+        self._is_ending = False
+        self._is_late = False
+
+    def begin(self, places: tuple[int, ...] | None) -> SpmdFuture:
+        """Ask for the workers; return the future."""
+        engine = self._lane.engine
+        lent: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        options = replace(self._options, timeout_s=None, name=self._plan.name)  # the time counts from when all are there
+        self._loan = submit_gang(
+            engine, _nobody_is_called, (), options, self._size, places, is_loan=True, kind=functools.partial(LoanWork, lent.put)
+        )
+        self._loan.whole = self._future
+        self._loan.add_done_callback(lambda _: lent.put(None))
+        self._loan.add_done_callback(self._note_end_of_loan)
+        thread = threading.Thread(target=self._conduct, args=(lent,), name=f"raypool-managed-{self._plan.name}", daemon=True)
+        engine.helpers.add(thread)
+        thread.start()
+        return self._future
+
+    def _note_end_of_loan(self, loan: Any) -> None:
+        if loan.cancelled():  # also by whoever ends the pool
+            self._future.cancel()
+
+    def _conduct(self, lent: queue.SimpleQueue[Any]) -> None:
+        members = lent.get()
+        if members is not None:
+            try:
+                if self._future.start():
+                    self._future.started_at, self._future.attempts = datetime.now(UTC), 1
+                    self._train([worker for _, worker in members])
+            except BaseException as error:
+                self._outcome = error
+            self._return(members)
+        self._resolve()
+
+    def _train(self, workers: Sequence[WorkerInfo]) -> None:
+        lane, plan = self._lane, self._plan
+        self._is_lent = True
+        lane.backend.lend([worker.index for worker in workers])
+        if not ray.is_initialized():  # asking anything of it would start a new one
+            raise PoolClosedError("Ray was shut down before the training began.")
+        _say_lent(lane.engine, plan.name, workers)
+        self._await_cores()
+        self._mailbox = ray.remote(Mailbox).options(num_cpus=0, max_concurrency=1000, **UNRECORDED).remote()
+        threading.Thread(target=self._take_letters, name=f"raypool-letters-{plan.name}", daemon=True).start()
+        timer = None
+        try:
+            if self._options.timeout_s is not None:
+                timer = _later(self._options.timeout_s, self._note_late)
+            self._hear()
+            if self._is_ending:
+                return
+            os.environ.setdefault(POLL, POLL_S)
+            if not lane.is_elsewhere:
+                tell_ray(plan)
+            lane.result = self._outcome = lane.make_trainer(plan, self._size, self._bundle, self._mailbox).fit()
+        except BaseException as error:
+            self._outcome = error
+        finally:
+            if timer is not None:
+                timer.cancel()
+            with contextlib.suppress(rx.RayError):
+                self._sweep()
+
+    def _await_cores(self) -> None:
+        deadline = time.monotonic() + CORES_S
+        while True:
+            try:
+                return self._lane.check_cores(self._size, ray.available_resources().get("CPU", 0.0))
+            except ResourceError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.1)
+
+    def _take_letters(self) -> None:
+        try:
+            while not self._has_all_letters.is_set():
+                for kind, *rest in ray.get(self._mailbox.take.remote()):
+                    self._take_letter(kind, rest)
+        except Exception:  # Ray has ended, or somebody has killed the mailbox; then the ranks fail
+            self._has_all_letters.set()
+
+    def _take_letter(self, kind: str, rest: list[Any]) -> None:
+        match kind, rest:
+            case "batch", [key, number, batch]:
+                self._hub.deliver(key, number, batch)
+            case "rank", [rank, host, pid, gpus]:
+                self._workers[rank] = WorkerInfo(rank, host, pid, gpus)
+            case "end", [rank, value, metrics]:
+                self._ends[rank] = RankEnd(value, metrics)
+            case "failure", [rank, *said]:
+                self._failures[rank] = cast("tuple[bool, bytes, float]", tuple(said))
+            case "controller", [controller]:
+                self._controller = controller
+                if self._is_ending:
+                    self._abort()
+            case "closed", _:
+                self._has_all_letters.set()
+
+    # --- what somebody wants of it ---
+
+    def _hear(self) -> None:
+        if self._future.cancelled():
+            if self._mailbox is None:
+                self._loan.cancel()
+            self._end()
+        elif self._future.stop_requested and self._mailbox is not None and ray.is_initialized():
+            self._mailbox.ask_to_stop.remote()
+
+    def _note_late(self) -> None:
+        self._is_late = not self._is_ending
+        self._end()
+
+    def _end(self) -> None:
+        """Let Ray Train come to its end, now."""
+        self._is_ending = True
+        if self._controller is not None:
+            self._abort()
+
+    def _abort(self) -> None:
+        if ray.is_initialized() and self._outcome is None:
+            self._controller.abort.remote()
+            _later(ABORT_S, lambda: ray.kill(self._controller) if self._outcome is None and ray.is_initialized() else None)
+
+    # --- its end ---
+
+    def _sweep(self) -> None:
+        """Take what was said last, and leave nothing behind: Ray Train does, where its controller was killed."""
+        if not ray.is_initialized():
+            return
+        self._mailbox.put.remote("closed")
+        self._has_all_letters.wait(LAST_LETTERS_S)
+        ray.kill(self._mailbox)
+        if not isinstance(self._outcome, Result):
+            job = ray.get_runtime_context().get_job_id()
+            for number, group in placement_group_table().items():
+                is_own = number.endswith(job) and all(bundle == self._bundle for bundle in group["bundles"].values())
+                if is_own and group["state"] != "REMOVED":
+                    remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(number))))
+        with contextlib.suppress(OSError):  # a folder in which nothing is kept goes: Ray Train makes it, to see that it can
+            folder = Path(self._plan.run_dir)
+            (folder / ".validate_storage_marker").unlink(missing_ok=True)
+            folder.rmdir()
+
+    def _return(self, members: Sequence[tuple[int, WorkerInfo]]) -> None:
+        """Give the pool its workers again; those whose GPU somebody else has taken meanwhile are lost."""
+        engine = self._lane.engine
+        lost: Mapping[int, str] = {}
+        try:
+            lost = self._lane.backend.take_back([worker for _, worker in members]) if self._is_lent else {}
+        except Exception as error:
+            if not ray.is_initialized():  # it is at its end, and the pool with it
+                return
+            lost = {worker.index: f"its GPU could not be claimed again: {error}" for _, worker in members}
+        for place, words in lost.items():
+            engine.driver.post(PlaceLost(place, LossReason.UNKNOWN), words)
+        engine.driver.end_loan([worker_id for worker_id, worker in members if worker.index not in lost])
+
+    def _resolve(self) -> None:
+        future = self._future
+        future.finished_at = datetime.now(UTC)
+        if future.cancelled() or not (future.running() or future.start()):
+            future.worker_replaced = False
+            future.notify_cancelled()
+            return
+        with contextlib.suppress(InvalidStateError):  # it was cancelled in this instant
+            try:
+                future.set_result(self._result())
+            except BaseException as error:
+                future.set_exception(error)
+
+    def _result(self) -> list[RankEnd]:
+        outcome, name = self._outcome, self._plan.name
+        if isinstance(outcome, Result):
+            if len(self._ends) < len(self._workers) or not self._ends:
+                raise InternalError(f"{name} has ended, but not all ranks have said how.", story=())
+            return [self._opened(rank) for rank in sorted(self._ends)]
+        if self._is_late:
+            raise self._late()
+        if outcome is None:
+            raise self._loan.exception() or InternalError(f"{name} has ended before it began.", story=())
+        if isinstance(outcome, (WorkerGroupError, ControllerError, PreemptionError, rx.RayError)):
+            raise self._error(outcome)
+        raise outcome
+
+    def _opened(self, rank: int) -> RankEnd:
+        packed, metrics = self._ends[rank]
+        try:
+            return RankEnd(pickle.loads(packed), metrics)
+        except Exception as error:
+            raise TaskError(
+                f"What rank {rank} of {self._plan.name} has returned cannot be unpickled here ({type(error).__name__}: {error}). "
+                "Its class must be importable in this process too."
+            ) from error
+
+    # --- what is said of it where it has failed ---
+
+    def _late(self) -> SpmdError:
+        name, limit = self._plan.name, f"timeout_s={self._options.timeout_s:g}"
+        failures: dict[int, BaseException] = {
+            rank: TaskTimeoutError(f"{name}: rank {rank} had not ended after {limit}.")
+            for rank in range(self._size)
+            if rank not in self._ends
+        }
+        first = min(failures, default=None)
+        text = f"{name} had not ended after {limit}. Give it more time, or see what it does."
+        return _caused(SpmdError(text, failures=failures, first_rank=first), failures.get(cast("int", first)))
+
+    def _error(self, error: BaseException) -> BaseException:
+        """Return the error for a training, by what `fit` has raised and what its ranks have said."""
+        name = self._plan.name
+        is_controller_lost = isinstance(error, rx.RayError)  # with it all ranks go, each in its own way
+        ends = [self._said(rank, *said) for rank, said in self._failures.items() if not is_controller_lost]
+        if isinstance(error, WorkerGroupError):
+            gone = [rank for rank in error.worker_failures if rank not in self._failures]
+            ends += [RankFailure(rank, self._lost(rank, error.worker_failures[rank]), 0.0, self._who(rank)) for rank in gone]
+        if ends and not (isinstance(error, ControllerError) and all(isinstance(end.error, RankInterrupted) for end in ends)):
+            return spmd_error(name, self._size, ends, None)
+        cause = error.controller_failure if isinstance(error, ControllerError) else error
+        kind = type(cause).__name__  # private classes of Ray's
+        if kind == "WorkerGroupStartupTimeoutError":
+            return ResourceError(
+                f"Ray has had no room for the {self._size} ranks of {name} within RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S "
+                f"(60 s if not set): somebody else has taken what the pool gave back. {shortages.held_by(())} Wait, or "
+                "end it.",
+                requested=self._size,
+                available=0,
+                holders=shortages.holders(),
+            )
+        if isinstance(cause, rx.RayTaskError):  # no process is lost: something was raised in one, before the loop began
+            cause = cause.cause or cause
+        elif isinstance(cause, (rx.RayError, PreemptionError)) or kind == "WorkerGroupStartupFailedError":
+            reason = LossReason.PREEMPTED if isinstance(cause, PreemptionError) else loss_reason(cause)
+            loss = self._loss(f"The processes of {name} were lost", _first_line(cause), reason)
+            made = SpmdError(str(loss), failures=dict.fromkeys(range(self._size), loss), first_rank=0)
+            return _caused(made, _caused(loss, cause))
+        what = f"{type(cause).__name__}: {_first_line(cause)}"
+        text = f"{name} was ended by Ray Train itself: {what}. The cause of this error has it in full."
+        return _caused(TrainingError(text, failures={}, first_rank=None, result=None), cause)
+
+    def _said(self, rank: int, is_cut_off: bool, packed: bytes, at: float) -> RankFailure:
+        who = self._who(rank)
+        if is_cut_off:
+            text = "It was interrupted, because the connection to another rank broke."
+            return RankFailure(rank, RankInterrupted(text, at_hand=None, place=""), at, who)
+        piece = Slice(TASK, rank, rank + 1, self._plan.attempt)
+        return RankFailure(rank, described(unpack_failure(packed), f"rank {rank} of {self._plan.name}", piece, who), at, who)
+
+    def _lost(self, rank: int, reason: BaseException) -> BaseException:
+        """Return the error for a rank whose process does not answer, or has ended without a word."""
+        cause = getattr(reason, "health_check_failure", reason)
+        why, words = (
+            (loss_reason(cause), loss_text(cause)) if isinstance(cause, rx.RayError) else (LossReason.UNKNOWN, str(cause))
+        )
+        return self._loss(
+            f"The process of rank {rank} of {self._plan.name} ({verdicts.where(self._who(rank))}) was lost",
+            _first_line(words),
+            why,
+        )
+
+    def _loss(self, fact: str, words: str, reason: LossReason) -> WorkerLostError:
+        attempt = self._plan.attempt
+        text = f"{fact} in attempt {attempt}: {words}. {verdicts.HINTS[reason]}"
+        return WorkerLostError(text, reason=reason, attempts=attempt)
+
+    def _who(self, rank: int) -> WorkerInfo:
+        return self._workers.get(rank, NOBODY)
+
+
+def _caused(error: E, cause: BaseException | None) -> E:
+    error.__cause__ = cause
+    return error
+
+
+def _first_line(text: Any) -> str:
+    lines = str(text).strip().splitlines()
+    return lines[0].rstrip(".") if lines else "nothing is known"
+
+
+def _later(delay_s: float, chore: Callable[[], object]) -> threading.Timer:
+    timer = threading.Timer(min(delay_s, threading.TIMEOUT_MAX), chore)
+    timer.daemon = True
+    timer.start()
+    return timer
+
+
+def _say_lent(engine: Engine, name: str, workers: Sequence[WorkerInfo]) -> None:
+    """Say what becomes of the pool meanwhile."""
+    if not engine.profile.quiet:
+        numbers = ", ".join(map(str, sorted(worker.index for worker in workers)))
+        sys.stdout.write(
+            f"raypool: {name} has what worker{'s' * (len(workers) > 1)} {numbers} had, until it ends. The processes there have "
+            "ended, with their constants and Composites; other work for them waits.\n"
+        )
+
+
+def tell_ray(plan: Plan) -> None:
+    """Let Ray Train know which checkpoints a run has, whichever lane has kept them: what it knows itself may be out of date."""
+    run_dir = Path(plan.run_dir)
+    file, last = run_dir / CHECKPOINT_MANAGER_SNAPSHOT_FILENAME, latest(run_dir)
+    kept = ranked(run_dir, plan.best_metric, plan.best_mode)
+    if last is None or any(each.path.parent != run_dir for each in kept):  # one that is elsewhere it cannot know; `start` says
+        file.unlink(missing_ok=True)
+        return
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        known = json.loads(file.read_text(encoding="utf-8"))
+        names = {each["checkpoint_dir_name"] for each in known["checkpoint_results"]}
+        if (
+            names == {each.path.name for each in kept}
+            and known["latest_checkpoint_result"]["checkpoint_dir_name"] == last.path.name
+        ):
+            return
+    states = {each.index: {"checkpoint_dir_name": each.path.name, "metrics": each.metrics} for each in kept}
+    state = {
+        "ray_version": ray.__version__,
+        "checkpoint_results": list(states.values()),
+        "checkpoint_report_indices": list(states),
+        "latest_checkpoint_result": states[last.index],
+        "current_report_index": last.index + 1,
+        "pending_training_results": [],
+        "pending_validation_specs": [],
+        "validated_checkpoint_dir_names": [],
+        "timed_out_validation_checkpoint_dir_names": [],
+        "failed_validation_checkpoint_dir_names": [],
+    }
+    file.write_text(json.dumps(state), encoding="utf-8")

@@ -54,19 +54,6 @@ def _has_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def check_names(names: Sequence[tuple[str, ...]]) -> None:
-    """Raise the same error on all ranks if one has reported other metrics than rank 0.
-
-    Raises:
-        InvalidValueError: One has. To report nothing is always right, but for rank 0.
-    """
-    if text := how_they_differ(names):
-        raise InvalidValueError(
-            f"{text}. Report the same names on all ranks; or an empty dict on all but rank 0, whose values are those that are "
-            "kept."
-        )
-
-
 def how_they_differ(names: Sequence[tuple[str, ...]]) -> str:
     """Return which rank is the first to report other metrics than rank 0, and which; nothing if none does."""
     first = set(names[0])

@@ -308,8 +308,8 @@ class Session(LocalTrainFnUtils):  # type: ignore[misc]
         """
         if validation:
             raise InvalidValueError(
-                'ray.train.report(validation=...) needs lane="managed", where Ray Train validates checkpoints beside the '
-                "training. Here validate in the loop, and report the result as a metric."
+                'ray.train.report(validation=...) needs lane="managed" and validation_config=ValidationConfig(fn): there Ray '
+                "Train validates checkpoints beside the training. Here validate in the loop, and report the result as a metric."
             )
         said = checked({str(name): value for name, value in metrics.items()} if isinstance(metrics, Mapping) else metrics)
         check_name(checkpoint_dir_name)

@@ -103,7 +103,7 @@ CANNOT_BEGIN: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"loop": abs, "config": [1]}, InvalidTypeError, r"config=\[1\] is a list"),
     ({"loop": abs, "lane": "cold"}, InvalidValueError, "lane='cold' is neither"),
     ({"loop": abs, "datasets": {"train": []}}, InvalidValueError, 'give lane="managed"'),
-    ({"loop": abs, "release_workers": True}, InvalidValueError, 'give lane="managed"'),
+    ({"loop": abs, "torch_config": object()}, InvalidValueError, 'torch_config= is no argument .*give lane="managed"'),
     ({"loop": abs, "options": {"run_dir": "/tmp"}}, InvalidTypeError, r"Give RunOptions\(...\)"),
     ({"loop": abs, "workers": 3}, ResourceError, "[Rr]equested 3.*available 2|3 .*2"),
     ({"loop": abs, "workers": []}, InvalidValueError, "workers"),

@@ -1,4 +1,4 @@
-"""Guests on real GPUs: each sees its host's card and no other, and Ray Train finds it. `pytest -m gpu`."""
+"""Ray Train on the pool's real GPUs: each rank has one of them, also by LOCAL_RANK. `pytest -m gpu`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from raypool import parpool
+from raypool import current_task, parpool
 from raypool.devices.nvml import nvml
 
 pytestmark = [
@@ -23,29 +23,33 @@ def needs_a_gpu() -> None:
 
 
 def on_the_card(config: dict[str, Any]) -> dict[str, Any]:
+    import os
+
     import ray.train.torch
     import torch
     import torch.distributed as dist
 
     device = ray.train.torch.get_device()
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # as in most loops for torchrun
     model = ray.train.torch.prepare_model(torch.nn.Linear(2, 1))
     x = torch.ones(1, device=device)
     dist.all_reduce(x)
     return {
-        "device": str(device),
-        "parameters": str(next(model.parameters()).device),
+        "devices": {str(device), str(current_task().device), str(next(model.parameters()).device)},
         "backend": dist.get_backend(),
-        "uuid": str(torch.cuda.get_device_properties(0).uuid),
-        "num_devices": torch.cuda.device_count(),
+        "uuid": str(torch.cuda.get_device_properties(device).uuid),
         "sum": x.item(),
     }
 
 
-@pytest.mark.parametrize("release_workers", [False, True])
-def test_guests_see_their_hosts_card(by_value: None, release_workers: bool) -> None:
+def test_ranks_have_the_cards_of_the_workers(by_value: None) -> None:
     with parpool(quiet=True) as pool:
-        result = pool.train(on_the_card, lane="managed", release_workers=release_workers).result(240)
-        for worker, seen in zip(pool.workers, result.values, strict=True):
-            assert seen["uuid"].removeprefix("GPU-") == (worker.gpu_uuid or "").removeprefix("GPU-")
-            assert (seen["device"], seen["parameters"], seen["backend"]) == ("cuda:0", "cuda:0", "nccl")
-            assert (seen["num_devices"], seen["sum"]) == (1, pool.num_workers)
+        before = [worker.gpu_uuid for worker in pool.workers]
+        result = pool.train(on_the_card, lane="managed").result(240)
+        assert {seen["uuid"].removeprefix("GPU-") for seen in result.values} == {
+            (uuid or "").removeprefix("GPU-") for uuid in before
+        }
+        for seen in result.values:
+            assert (len(seen["devices"]), seen["backend"], seen["sum"]) == (1, "nccl", pool.num_workers)
+        assert pool.parfeval_on_all(pow, 2, 3).result(240) == [8] * pool.num_workers
+        assert [worker.gpu_uuid for worker in pool.workers] == before

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from raypool import RunOptions, TrainingOptions
+from raypool.train.checkpoints import list_kept
 
 ROOT = Path(__file__).parents[2]
 ENOUGH = 0.97
@@ -139,7 +140,8 @@ def test_both_lanes_train_the_same(pool: Any, load: Load, coordinator: None, tmp
     columns = ["rank", "attempt", "epoch", "loss", "accuracy"]
     assert managed.metrics_frame[columns].equals(warm.metrics_frame[columns])
     torch.testing.assert_close(final_state(managed), final_state(warm), rtol=0, atol=0)
-    assert Path(managed.best_checkpoint.path).name == Path(warm.best_checkpoint.path).name
+    best = [{kept.path: kept.index for kept in list_kept(each.path)}[Path(each.best_checkpoint.path)] for each in results]
+    assert best[0] == best[1]
 
 
 # --- digits, by fit ---------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The managed lane on real Ray: guests of the pool's workers, on their GPUs, and nothing left of them (scenarios 6, 40, 41)."""
+"""The managed lane on real Ray: Ray Train on the workers' GPUs, and nothing left of it (scenarios 6, 40, 41)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,12 @@ import psutil
 import pytest
 
 from raypool import (
+    CompositeError,
     InvalidTypeError,
+    InvalidValueError,
     ParallelPool,
+    Profile,
+    ResourceError,
     TaskTimeoutError,
     TrainingError,
     WorkerLostError,
@@ -27,6 +31,8 @@ from raypool import (
 )
 
 pytest.importorskip("torch")
+
+from ray.train import UserCallback
 
 from raypool.train.checkpoints import list_kept
 from raypool.train.runs import RunOptions
@@ -46,6 +52,14 @@ def folders(tmp_path: Path) -> dict[str, RunOptions]:
 def is_free(pool: ParallelPool) -> bool:
     """Whether all workers answer."""
     return pool.parfeval_on_all(pow, 2, 3).result(300) == [8] * pool.num_workers
+
+
+@pytest.fixture(scope="module")
+def ray_data(ray_session: None) -> None:
+    """Let Ray Data make the actor that it keeps for as long as Ray runs."""
+    import ray.data
+
+    assert ray.data.range(4).materialize().num_blocks() > 0
 
 
 # --- loops ------------------------------------------------------------------------------------------------------------
@@ -68,29 +82,28 @@ def kept_text() -> str | None:
     return None if checkpoint is None else Path(checkpoint.path, "text").read_text()
 
 
-def who() -> dict[str, Any]:
+def who(config: Any = None) -> dict[str, Any]:
     import ray.train
 
     task = current_task()
     return {
         "rank": ray.train.get_context().get_world_rank(),
-        "pin": os.environ.get("CUDA_VISIBLE_DEVICES"),
-        "worker": task.worker,
+        "sees": os.environ.get("CUDA_VISIBLE_DEVICES"),
+        "local_rank": os.environ.get("LOCAL_RANK"),
         "gpu": task.gpu,
         "attempt": task.attempt,
     }
 
 
 def learn(config: dict[str, Any]) -> dict[str, Any]:
-    """Train a little model, with all that Ray Train offers for that."""
+    """Train a little model."""
     import ray.train
-    import ray.train.torch
     import torch
 
-    context = ray.train.get_context()
-    rank = context.get_world_rank()
+    before = len(ray.train.get_all_reported_checkpoints())
+    rank = ray.train.get_context().get_world_rank()
     torch.manual_seed(0)
-    model = ray.train.torch.prepare_model(torch.nn.Linear(2, 1))
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     print(f"rank {rank} begins\n", end="")  # in one piece: the ranks share a diary as they would a terminal
     for step in range(config["num_steps"]):
@@ -103,7 +116,8 @@ def learn(config: dict[str, Any]) -> dict[str, Any]:
         ray.train.report({"loss": loss.item(), "step": step}, checkpoint=checkpoint)
     total = torch.tensor([rank + 1.0])
     torch.distributed.all_reduce(total)
-    return {**who(), "total": total, "weight": model.module.weight.detach(), "last": kept_text(), "omp": torch.get_num_threads()}
+    kept = [Path(each.checkpoint.path).is_dir() for each in ray.train.get_all_reported_checkpoints()]
+    return {**who(), "total": total, "weight": model.module.weight.detach(), "before": before, "kept": kept}
 
 
 def steps_forever(config: dict[str, Any]) -> Any:
@@ -128,26 +142,21 @@ def steps_forever(config: dict[str, Any]) -> Any:
 # --- what it gives ----------------------------------------------------------------------------------------------------
 
 
-def test_guests_are_on_the_workers_gpus(pool: ParallelPool, tmp_path: Path) -> None:
-    """Scenarios 6 and 41: those that were named, in that order; the others go on; nothing is asked of Ray."""
-    import ray
-
-    free = ray.available_resources().get("GPU", 0.0)
+def test_ray_train_has_the_gpus_of_the_workers(pool: ParallelPool, tmp_path: Path) -> None:
+    """Scenarios 6 and 41: those that were named; the others go on; what is bound to them waits; then all is as before."""
+    gpus, pids = [worker.gpu for worker in pool.workers], [worker.pid for worker in pool.workers]
+    held = pool.spmd(lambda context: context.rank)
     kept = RunOptions(run_dir=tmp_path / "run", keep_checkpoints=2, best_metric="loss")
     run = pool.options(name="learn").train(learn, {"num_steps": 6}, workers=[2, 0], lane="managed", options=kept)
+    waiting = pool.options(worker=0).parfeval(pow, 2, 4)
     while not run.running():
         assert pool.options(worker=1).parfeval(pow, 2, 3).result(300) == 8
-    assert ray.available_resources().get("GPU", 0.0) == free
-    waiting = pool.options(worker=0).parfeval(pow, 2, 4)
     result = run.result(LONG_S)
     assert waiting.result(300) == 16
-    assert [(value["rank"], value["worker"], value["pin"], value["gpu"]) for value in result.values] == [
-        (0, 2, "2", 2),
-        (1, 0, "0", 0),
-    ]
+    assert [(value["rank"], value["gpu"]) for value in result.values] == [(0, 0), (1, 2)]
+    assert [(value["sees"], value["local_rank"]) for value in result.values] == [("0,2", "0"), ("0,2", "1")]
     assert [value["total"].item() for value in result.values] == [3.0, 3.0]
     assert result.values[0]["weight"].equal(result.values[1]["weight"])
-    assert [value["omp"] for value in result.values] == [1, 1]
     assert result.metrics["step"] == 5
     frame = result.metrics_frame
     assert frame["step"].dropna().tolist() == list(range(6))
@@ -158,6 +167,83 @@ def test_guests_are_on_the_workers_gpus(pool: ParallelPool, tmp_path: Path) -> N
     assert [each.metrics["step"] for each in list_kept(tmp_path / "run")] == [3, 5]
     assert result.best_checkpoint is not None
     assert result.path == tmp_path / "run"
+    assert is_free(pool)
+    assert [worker.gpu for worker in pool.workers] == gpus
+    assert [worker.pid == pid for worker, pid in zip(pool.workers, pids, strict=True)] == [False, True, False]
+    assert held[1] == 1
+    with pytest.raises(CompositeError, match="rank 0"):
+        held[0]
+
+
+def test_a_run_goes_on_in_either_lane_and_knows_what_was_kept(pool: ParallelPool, tmp_path: Path) -> None:
+    """`get_all_reported_checkpoints` has those of earlier runs, of both lanes, and none that was deleted."""
+    kept = RunOptions(run_dir=tmp_path / "run", keep_checkpoints=2)
+    pool.train(learn, {"num_steps": 6}, workers=1, options=kept).result(LONG_S)
+    for before in (2, 2):
+        (value,) = pool.train(learn, {"num_steps": 6}, workers=1, lane="managed", options=kept).result(LONG_S).values
+        assert (value["before"], value["kept"]) == (before, [True, True])
+    (value,) = pool.train(learn, {"num_steps": 2}, workers=1, options=kept).result(LONG_S).values
+    assert (value["before"], value["kept"]) == (2, [True, True])
+    assert len([path for path in (tmp_path / "run").iterdir() if path.is_dir()]) == 2
+
+
+class Notes(UserCallback):  # type: ignore[misc]
+    """Notes in a file what was reported."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def after_report(self, run_context: Any, metrics: Any, checkpoint: Any) -> None:
+        with self.file.open("a") as stream:
+            stream.write(f"{len(metrics)} {metrics[0]['step']}\n")
+
+
+def rate(checkpoint: Any) -> dict[str, Any]:
+    with checkpoint.as_directory() as folder:
+        return {"score": len(Path(folder, "text").read_text())}
+
+
+def validated(config: dict[str, Any]) -> Any:
+    import ray.train
+    import torch.distributed as dist
+
+    for step in range(2):
+        checkpoint = keep("x" * (7 - step)) if ray.train.get_context().get_world_rank() == 0 else None
+        ray.train.report({"step": step}, checkpoint=checkpoint, validation=checkpoint is not None)
+    num_rows = sum(1 for _ in ray.train.get_dataset_shard("train").iter_rows())
+    return num_rows, [each.metrics for each in ray.train.get_all_reported_checkpoints()], dist.get_backend()
+
+
+def test_all_that_a_trainer_takes_passes_through(pool: ParallelPool, tmp_path: Path, ray_data: None) -> None:
+    """Ray Data, callbacks, a file system, validation, and which checkpoints are kept: as with Ray Train itself."""
+    import ray.data
+    from pyarrow.fs import LocalFileSystem
+    from ray.train import CheckpointConfig, DataConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchConfig
+    from ray.train.v2.api.validation_config import ValidationConfig
+
+    result = pool.train(
+        validated,
+        {},
+        workers=2,
+        lane="managed",
+        datasets={"train": ray.data.range(6)},
+        dataset_config=DataConfig(datasets_to_split=[]),
+        torch_config=TorchConfig(backend="gloo"),
+        validation_config=ValidationConfig(fn=rate),
+        scaling_config=ScalingConfig(placement_strategy="SPREAD"),
+        run_config=RunConfig(
+            name="mine",
+            storage_path=str(tmp_path / "storage"),
+            storage_filesystem=LocalFileSystem(),
+            callbacks=[Notes(tmp_path / "notes")],
+            checkpoint_config=CheckpointConfig(num_to_keep=1, checkpoint_score_attribute="score"),
+        ),
+    ).result(LONG_S)
+    assert result.values == [(6, [{"step": 1, "score": 6}, {"step": 0, "score": 7}], "gloo")] * 2, "the best, and the last"
+    assert (tmp_path / "notes").read_text() == "2 0\n2 1\n"
+    assert result.checkpoint is not None
+    assert Path(result.checkpoint.path).parent == tmp_path / "storage" / "mine"
     assert is_free(pool)
 
 
@@ -202,16 +288,53 @@ def test_cancelled_before_there_are_workers(pool: ParallelPool, gate: Any, event
     assert is_free(pool)
 
 
-def test_no_trainer(pool: ParallelPool) -> None:
-    with pytest.raises(InvalidTypeError, match="trainer="):
-        pool.train(learn, {}, lane="managed", trainer=int)
+def test_what_cannot_work_is_refused_at_the_call(pool: ParallelPool, tmp_path: Path) -> None:
+    """Not by a trainer in a process far away, after seconds."""
+    import ray.data
+    from ray.train import CheckpointConfig, RunConfig, ScalingConfig
+
+    def train(**wishes: Any) -> None:
+        pool.train(learn, {}, lane="managed", **wishes)
+
+    for words, wishes in {
+        "trainer=": {"trainer": int},
+        "TorchTrainer does not take batch_size. It takes torch_config, ": {"batch_size": 3},
+        "datasets= is a Dataset. Give a dict": {"datasets": ray.data.range(3)},
+        "datasets= is a dict with a list in it. Give a dict": {"datasets": {"train": [1, 2]}},
+        "is a dict. Give a ray.train.RunConfig": {"run_config": {"name": "mine"}},
+    }.items():
+        with pytest.raises(InvalidTypeError, match=words):
+            train(**wishes)
+    mine, kept = RunConfig(storage_path="/mine"), RunConfig(checkpoint_config=CheckpointConfig(num_to_keep=1))
+    for words, wishes in {
+        "workers=": {"scaling_config": ScalingConfig(num_workers=2)},
+        "Both run_dir=": {"run_config": mine, "options": RunOptions(run_dir=tmp_path)},
+        "Both RunOptions": {"run_config": kept, "options": RunOptions(keep_checkpoints=1)},
+    }.items():
+        with pytest.raises(InvalidValueError, match=words):
+            train(**wishes)
+
+
+def test_ray_data_without_a_core_is_refused_with_the_numbers(ray_session: None) -> None:
+    """It would wait for one in silence, for ever."""
+    import ray
+    import ray.data
+
+    num_cores = int(ray.cluster_resources()["CPU"])
+    with (
+        parpool(1, resources=WorkerResources(gpus=0, cpus=num_cores), quiet=True) as other,
+        pytest.raises(ResourceError, match=rf"CPU: requested {num_cores + 1}, available {num_cores}: .*Ray Data") as caught,
+    ):
+        other.train(learn, {}, lane="managed", datasets={"train": ray.data.range(3)})
+    assert (caught.value.requested, caught.value.available) == (num_cores + 1, num_cores)
+    assert any("raypool in process" in holder for holder in caught.value.holders)
 
 
 # --- what can happen to it --------------------------------------------------------------------------------------------
 
 
-def test_a_lost_guest_is_started_again(pool: ParallelPool, tmp_path: Path, marks: Any, eventually: Callable[..., bool]) -> None:
-    """Scenario 40: from the last checkpoint, on the same GPUs, by Ray Train."""
+def test_a_lost_rank_is_started_again(pool: ParallelPool, tmp_path: Path, marks: Any, eventually: Callable[..., bool]) -> None:
+    """Scenario 40: from the last checkpoint, on the same GPUs."""
     config = {"marks": marks, "every": 5}
     run = pool.options(retries=1).train(steps_forever, config, workers=[1, 2], lane="managed", **folders(tmp_path))
     assert eventually(lambda: len(list_kept(tmp_path / "run")) >= 2, LONG_S)
@@ -222,7 +345,7 @@ def test_a_lost_guest_is_started_again(pool: ParallelPool, tmp_path: Path, marks
     assert set(frame["attempt"]) <= {1, 2}
     run.request_stop()
     result = run.result(LONG_S)
-    assert [(value["pin"], value["attempt"]) for value in result.values] == [("1", 2), ("2", 2)]
+    assert [(value["gpu"], value["attempt"]) for value in result.values] == [(1, 2), (2, 2)]
     first = result.values[0]["first"]
     assert first >= 10
     assert {value["first"] for value in result.values} == {first}
@@ -243,27 +366,11 @@ def test_lost_too_often(pool: ParallelPool, tmp_path: Path, marks: Any, eventual
     assert is_free(pool)
 
 
-@pytest.mark.long
-def test_a_lost_host_ends_the_attempt_and_the_next_one_goes_on(
-    pool: ParallelPool, tmp_path: Path, marks: Any, eventually: Callable[..., bool]
-) -> None:
-    config = {"marks": marks, "every": 5}
-    run = pool.options(retries=1).train(steps_forever, config, workers=[1, 2], lane="managed", **folders(tmp_path))
-    assert eventually(lambda: list_kept(tmp_path / "run"), LONG_S)
-    os.kill(pool.workers[1].pid, signal.SIGKILL)
-    assert eventually(lambda: marks.count("begun") == 4, LONG_S)
-    run.request_stop()
-    result = run.result(LONG_S)
-    assert [(value["pin"], value["attempt"]) for value in result.values] == [("1", 2), ("2", 2)]
-    assert result.values[0]["first"] >= 5
-    assert is_free(pool)
-
-
 @pytest.mark.parametrize("after_s", [None, *(pytest.param(after_s, marks=pytest.mark.long) for after_s in (0.0, 1.0, 4.0, 8.0))])
 def test_cancelled_at_any_moment(
     pool: ParallelPool, marks: Any, after_s: float | None, eventually: Callable[..., bool], tmp_path: Path
 ) -> None:
-    """Nothing is left: no actor, no placement group, no process of a guest's (the fixture looks for the first two)."""
+    """Nothing is left: no actor, no placement group, no process of a rank's (the fixture looks for the first two)."""
     run = pool.train(steps_forever, {"marks": marks}, lane="managed", **folders(tmp_path))
     assert eventually(run.running)
     if after_s is None:
@@ -309,12 +416,8 @@ def _title(process: psutil.Process, text: str) -> bool:
 
 
 @pytest.mark.long
-def test_ranks_that_do_not_agree(pool: ParallelPool, tmp_path: Path) -> None:
-    def differ(config: dict[str, Any]) -> None:
-        import ray.train
-
-        rank = ray.train.get_context().get_world_rank()
-        ray.train.report({"loss": 1.0} if rank == 0 else {"accuracy": 1.0})
+def test_a_rank_that_reports_less_often(pool: ParallelPool) -> None:
+    """Ray Train would wait for it for ever."""
 
     def leave(config: dict[str, Any]) -> None:
         import ray.train
@@ -322,12 +425,8 @@ def test_ranks_that_do_not_agree(pool: ParallelPool, tmp_path: Path) -> None:
         if ray.train.get_context().get_world_rank() == 0:
             ray.train.report({"loss": 1.0})
 
-    runs = [pool.train(differ, {}, workers=[0], lane="managed"), pool.train(leave, {}, workers=[1, 2], lane="managed")]
-    runs[0].result(LONG_S)
     with pytest.raises(TrainingError, match="rank 1 has returned"):
-        runs[1].result(LONG_S)
-    with pytest.raises(TrainingError, match="other metrics than rank 0"):
-        pool.train(differ, {}, workers=2, lane="managed").result(LONG_S)
+        pool.train(leave, {}, workers=2, lane="managed").result(LONG_S)
     assert is_free(pool)
 
 
@@ -346,36 +445,12 @@ def test_two_at_once_on_two_parts(pool: ParallelPool, tmp_path: Path) -> None:
         second.train(steps_forever, {"num_steps": 40}, lane="managed", options=kept),
     ]
     a, b = (run.result(LONG_S) for run in runs)
-    assert [value["pin"] for value in a.values] == ["0", "1"]
-    assert [(value["pin"], value["first"]) for value in b.values] == [("2", 20)]
+    assert sorted(value["gpu"] for value in [*a.values, *b.values]) == [0, 1, 2]
+    assert [value["first"] for value in b.values] == [20]
     assert [each.metrics["step"] for each in list_kept(tmp_path / "b")] == [10, 20, 30, 40]
     again = second.train(steps_forever, {"num_steps": 50}, options=kept).result(LONG_S)
     assert again.values[0]["first"] == 40
     assert is_free(pool)
-
-
-@pytest.fixture(scope="module")
-def ray_data(ray_session: None) -> None:
-    """Let Ray Data make the actor that it keeps for as long as Ray runs."""
-    import ray.data
-
-    assert ray.data.range(4).materialize().num_blocks() > 0
-
-
-@pytest.mark.long
-def test_datasets_of_ray_data(pool: ParallelPool, ray_data: None) -> None:
-    """Their blocks are read on the machine's cores, which this pool leaves to others."""
-    import ray.data
-
-    def add_up(config: dict[str, Any]) -> int:
-        import ray.train
-
-        return sum(row["id"] for row in ray.train.get_dataset_shard("train").iter_rows())
-
-    data = ray.data.range(20)
-    result = pool.train(add_up, {}, workers=2, lane="managed", datasets={"train": data}).result(LONG_S)
-    assert sum(result.values) == sum(range(20))
-    assert all(result.values)
 
 
 @pytest.mark.long
@@ -383,19 +458,37 @@ def test_other_trainers_of_rays(pool: ParallelPool) -> None:
     from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
     result = pool.train(who, workers=[2, 1], lane="managed", trainer=DataParallelTrainer).result(LONG_S)
-    assert [(value["rank"], value["pin"]) for value in result.values] == [(0, "2"), (1, "1")]
+    assert [(value["rank"], value["gpu"]) for value in result.values] == [(0, 1), (1, 2)]
 
 
-def test_the_workers_processes_end_first(pool: ParallelPool) -> None:
-    """What they have on their GPUs goes with them; those that were not named stay."""
-    assert is_free(pool)
-    before = [worker.pid for worker in pool.workers]
-    result = pool.train(who, workers=[1, 2], lane="managed", release_workers=True).result(LONG_S)
-    assert [value["pin"] for value in result.values] == ["1", "2"]
-    after = [worker.pid for worker in pool.workers]
-    assert after[0] == before[0]
-    assert set(after[1:]).isdisjoint(before)
-    assert is_free(pool)
+def test_somebody_else_takes_a_gpu_meanwhile(
+    free_gpus: None, monkeypatch: pytest.MonkeyPatch, eventually: Callable[..., bool], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The pool waits for it as at its start, then goes on without, and says who has it."""
+    from ray.util import placement_group, remove_placement_group
+
+    from raypool.engine.ray_backend import RayBackend
+
+    taken, take_back = [], RayBackend.take_back
+
+    def come_before(self: Any, workers: Any) -> Any:
+        taken.append(placement_group([{"GPU": 1}], name="somebody else"))
+        assert taken[0].wait(60)
+        return take_back(self, workers)
+
+    monkeypatch.setattr(RayBackend, "take_back", come_before)
+    with parpool(3, profile=Profile(start_timeout_s=5.0), quiet=True) as other:
+        try:
+            result = other.train(who, {}, workers=[1, 2], lane="managed").result(LONG_S)
+            assert [value["gpu"] for value in result.values] == [1, 2]
+            assert eventually(lambda: [worker.gpu for worker in other.workers] == [0, 2] and not other.busy)
+            assert is_free(other)
+        finally:
+            remove_placement_group(taken[0])
+    (text,) = [record.getMessage() for record in caplog.records if "has left" in record.getMessage()]
+    assert "GPU 1 was taken by somebody else while a training had it. Held by: " in text
+    assert "somebody else (1 GPU)" in text
+    assert "The pool has 2 left." in text
 
 
 @pytest.mark.long

@@ -175,9 +175,10 @@ class World(RuleBasedStateMachine):
         places=st.none() | PLACES,
         priority=st.sampled_from([0, 0, 1]),
         timeout_s=TIMEOUTS,
+        is_loan=st.sampled_from([False, False, True]),
     )
-    def submit_gang(self, fn_id, size, places, priority, timeout_s) -> None:
-        wishes = {"places": places, "timeout_s": timeout_s}
+    def submit_gang(self, fn_id, size, places, priority, timeout_s, is_loan) -> None:
+        wishes = {"places": places, "timeout_s": timeout_s, "is_loan": is_loan}
         self.submit_spec(TaskSpec(len(self.jobs), fn_id, size, False, priority, is_gang=True, **wishes))
 
     @rule(
@@ -517,13 +518,29 @@ class World(RuleBasedStateMachine):
         assert job.spec.is_gang
         assert not job.has_started
         job.has_started = True
+        assert gang.is_loan == job.spec.is_loan
         for call in gang.runs:
+            if gang.is_loan:
+                self.lend(call.worker_id)
             self.on_RunTasks(call, is_rank=True)
         assert [call.slices for call in gang.runs] == [(Slice(task_id, rank, rank + 1, 1),) for rank in range(job.size)]
         places = [self.hands[call.worker_id].place for call in gang.runs]
         assert len(set(places)) == len(places)
         order = places if job.spec.places is None else [job.spec.places.index(place) for place in places]
         assert order == sorted(order), "ranks are not in the order of their places"
+
+    def lend(self, worker_id: int) -> None:
+        """A worker that is free ends, and another has its place, and what is bound to it, without starting yet."""
+        place = self.scheduler.crew.workers[worker_id].place
+        before = self.places[place]
+        hand = self.hands.pop(before)
+        assert hand.is_ready
+        assert not hand.calls
+        assert worker_id not in self.numbers, "a number is used twice"
+        for job in self.jobs.values():
+            job.worker_id = worker_id if job.worker_id == before else job.worker_id
+        self.numbers.add(worker_id)
+        self.places[place], self.hands[worker_id] = worker_id, Hand(place, is_ready=True)
 
     def is_gang(self, items: Slice) -> bool:
         return self.jobs[items.task_id].spec.is_gang

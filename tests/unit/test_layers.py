@@ -98,8 +98,8 @@ IN_WORKERS = {
     "train.ranks",
     "train.snapshot",
     "train.spread",
-    "train.guests",
     "train.managed",
+    "train.managed_ranks",
 }
 """They are imported by what needs torch or Ray Train anyway, and by nothing else."""
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from raypool.core.messages import EndTask, RunGang, RunTasks, SetTimer, Vacate
+from raypool.core.messages import EndTask, RunTasks, SetTimer, Vacate
 from raypool.core.model import Report, TaskState
 from raypool.errors import InternalError, LossReason
 
@@ -102,36 +102,6 @@ def test_it_may_name_places_but_no_worker_that_it_would_end(pool_of):
     assert pool.ready(2) == [pool.runs(2, 1, (1, 0, 1))]
     with pytest.raises(InternalError):
         pool.submit(2, is_fresh=True, place=0)
-
-
-def test_a_gang_replaces_workers_that_have_run_something_when_it_has_them_all(used):
-    used.submit(1)
-    used.submit(2, size=2, is_gang=True, is_fresh=True)
-    assert used.finish(1) == [*used.starts(2, place=0), used.settles(1, (1, 0, 1)), EndTask(1, FINISHED)]
-    assert used.submit(3) == [], "what comes later waits"
-    assert used.ready(2) == [RunGang((used.runs(2, 2, (2, 0, 1)), used.runs(1, 3, (2, 1, 2))))]
-    assert used.finish(2)[0] == used.runs(2, 4, (3, 0, 1)), "its ranks leave their processes to others"
-
-
-def test_a_gang_of_workers_that_have_run_nothing_replaces_nobody(pool_of):
-    pool = pool_of(2)
-    ranks = (pool.runs(0, 0, (0, 0, 1)), pool.runs(1, 1, (0, 1, 2)))
-    assert pool.submit(0, size=2, is_gang=True, is_fresh=True) == [RunGang(ranks)]
-
-
-def test_a_gang_that_is_cancelled_while_workers_come_up_for_it_keeps_none(used):
-    used.submit(1, size=2, is_gang=True, is_fresh=True)
-    used.cancel(1)
-    assert used.submit(2) == [used.runs(1, 1, (2, 0, 1))]
-    used.submit(3)
-    assert used.ready(2) == [used.runs(2, 2, (3, 0, 1))]
-
-
-def test_a_gang_waits_for_one_that_does_not_come_up_at_once(used):
-    used.submit(1, size=2, is_gang=True, is_fresh=True)
-    used.lose(2, LossReason.START)
-    used.fire("start", 3)
-    assert used.ready(3) == [RunGang((used.runs(3, 1, (1, 0, 1)), used.runs(1, 2, (1, 1, 2))))]
 
 
 def test_nothing_is_queued_behind_it(pool_of):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from raypool.core.messages import EndTask, RunGang, RunTasks, Vacate
+from raypool.core.messages import EndTask, PlaceLost, RunGang, RunTasks, Vacate
 from raypool.core.model import TaskState
 from raypool.errors import LossReason
 
@@ -378,3 +378,57 @@ def test_short_calls_that_share_a_worker_do_not_overtake_the_gang_that_collects_
     assert pool.finish(1)[0] == pool.runs(0, 3, (2, 0, 1)), "task 4 is of the same function, but younger than the gang"
     assert workers(pool.finish(2)) == []
     assert workers(pool.finish(3)) == [0, 1]
+
+
+# --- loans --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_loan_ends_its_workers_and_others_start_there_when_it_is_over(pool_of):
+    pool = pool_of(3)
+    pool.submit(0)
+    pool.submit(1, size=2, is_gang=True, is_loan=True, places=(0, 1))
+    assert pool.submit(2, places=(1,)) == [], "it waits for the workers"
+    lent = (pool.runs(3, 1, (1, 0, 1)), pool.runs(4, 2, (1, 1, 2)))
+    assert pool.finish(0)[0] == RunGang(lent, is_loan=True)
+    assert workers(pool.submit(3)) == [2], "others go on"
+    assert pool.submit(4) == [], "nobody is in the places"
+    assert pool.finish(1)[:2] == [pool.settles(1, (1, 0, 1)), *pool.starts(3, place=0)[:1]]
+    assert pool.finish(2, is_spent=True)[1:] == [EndTask(1, FINISHED), *pool.starts(4, place=1)]
+    assert workers(pool.ready(4)) == [4]
+    assert workers(pool.ready(3)) == [3]
+
+
+def test_what_is_bound_to_a_worker_waits_while_its_place_is_lent(pool_of):
+    pool = pool_of(1)
+    pool.submit(0)
+    pool.submit(1, is_gang=True, is_loan=True)
+    assert pool.submit(2, place=0) == []
+    assert pool.finish(0)[0] == RunGang((pool.runs(1, 1, (1, 0, 1)),), is_loan=True)
+    assert pool.submit(3, place=0) == []
+    pool.finish(1)
+    assert pool.ready(1) == [pool.runs(1, 2, (2, 0, 1))]
+    assert pool.finish(2)[0] == pool.runs(1, 3, (3, 0, 1))
+
+
+def test_a_loan_that_is_cancelled_keeps_the_places_until_it_says_so(pool_of):
+    pool = pool_of(1)
+    pool.submit(0, is_gang=True, is_loan=True)
+    pool.cancel(0)
+    assert pool.submit(1) == []
+    assert pool.finish(0) == pool.starts(1, place=0)
+    assert workers(pool.ready(1)) == [1]
+
+
+def test_a_place_that_does_not_come_back_from_a_loan_is_lost(pool_of):
+    pool = pool_of(2)
+    pool.submit(0, size=2, is_gang=True, is_loan=True)
+    pool.tell(PlaceLost(0, LossReason.UNKNOWN))
+    assert pool.finish(1)[1:] == [EndTask(0, FAILED), *pool.starts(3, place=1)]
+    assert pool.places == [1]
+
+
+def test_a_pool_that_shrinks_gives_up_a_place_that_is_lent_when_it_is_back(pool_of):
+    pool = pool_of(1)
+    pool.submit(0, is_gang=True, is_loan=True)
+    pool.resize(remove=1)
+    assert pool.finish(0)[-2:] == [EndTask(0, FINISHED), Vacate(0)]

@@ -1,0 +1,239 @@
+"""What runs in Ray Train's own processes of a training in the managed lane: in its ranks, its controller, and a mailbox.
+
+Imports Ray Train, and with it torch: for these processes, and for what the verb imports.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import os
+import platform
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.train
+import torch
+from ray.air._internal import device_manager
+from ray.train import Checkpoint
+
+# Private: the only way to hear who the controller is and what it has kept, and to be asked by `ray.train.report` first. Ray's own
+# comments provide for both. tests/integration/test_train_managed.py fails with a Ray that lacks these.
+from ray.train.v2._internal.execution.callback import ControllerCallback, ReportCallback, WorkerGroupCallback
+from ray.train.v2._internal.execution.train_fn_utils import DistributedTrainFnUtils, set_train_fn_utils
+
+from raypool.engine import diary
+from raypool.engine.answers import pack_error
+from raypool.engine.outbox import Outbox
+from raypool.engine.packing import Packed, snapshot, unpack
+from raypool.errors import CollectiveError
+from raypool.spmd.failures import is_disconnect
+from raypool.spmd.wire import ordinal
+from raypool.task import Running, let_notes_travel, mark_worker_process, note_in_process, running
+from raypool.train.checkpoints import forget_deleted, next_index, note_down
+from raypool.train.metrics import checked
+from raypool.train.plan import Plan
+
+TASK = 0
+"""The number by which a training's pool knows what its ranks say."""
+
+DRAIN_TIMEOUT_S = 5.0
+
+CULPRIT_S = 1.0
+"""A rank whose connection broke waits so long before it fails: Ray Train names whoever fails first, and somebody broke it [s]."""
+
+
+class Mailbox:
+    """An actor without resources, where all leave word for the pool's process, and where the ranks meet at each report."""
+
+    def __init__(self) -> None:
+        self._letters: list[tuple[Any, ...]] = []
+        self._changed = asyncio.Condition()
+        self._should_stop = False
+        self._num_reports: dict[int, int] = {}  # by rank
+        self._returned: set[int] = set()
+        self._verdicts: list[bool] = []  # by report: whether all ranks were told to stop
+
+    async def put(self, *letter: Any) -> None:
+        """Leave a letter."""
+        async with self._changed:
+            self._letters.append(letter)
+            self._changed.notify_all()
+
+    async def take(self) -> list[tuple[Any, ...]]:
+        """Wait for letters, and take them."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._letters)
+            letters, self._letters = self._letters, []
+            return letters
+
+    async def ask_to_stop(self) -> None:
+        """Let the ranks hear, from their next report on, that somebody wants an early end."""
+        self._should_stop = True
+
+    async def begin_group(self) -> None:
+        """Note that all ranks begin, perhaps again."""
+        self._num_reports, self._returned, self._verdicts = {}, set(), []
+
+    async def begin(self, rank: int, host: str, pid: int, gpus: tuple[int, ...]) -> bool:
+        """Note who a rank is; return whether somebody wants an early end already, which all ranks hear or none."""
+        if not self._verdicts:
+            self._verdicts.append(self._should_stop)
+        await self.put("rank", rank, host, pid, gpus)
+        return self._verdicts[0]
+
+    async def end(self, rank: int, value: bytes, metrics: dict[str, Any] | None) -> None:
+        """Take what a rank has returned; those that wait for it in a report hear that it will not come."""
+        self._returned.add(rank)
+        await self.put("end", rank, value, metrics)
+
+    async def meet(self, rank: int, size: int) -> tuple[bool, list[int]]:
+        """Wait until all ranks are at this report; return whether to stop, the same for all, and who has returned without it."""
+        async with self._changed:
+            number = self._num_reports[rank] = self._num_reports.get(rank, 0) + 1
+            if sum(count >= number for count in self._num_reports.values()) == size:
+                self._verdicts.append(self._should_stop)
+                self._changed.notify_all()
+            await self._changed.wait_for(lambda: len(self._verdicts) > number or self._missing(number))
+            missing = [] if len(self._verdicts) > number else self._missing(number)
+            return not missing and self._verdicts[number], missing
+
+    def _missing(self, number: int) -> list[int]:
+        return sorted(rank for rank in self._returned if self._num_reports.get(rank, 0) < number)
+
+
+class ControllerHooks(ControllerCallback, WorkerGroupCallback, ReportCallback):  # type: ignore[misc]
+    """What Ray Train's controller calls, in its own process.
+
+    Args:
+        mailbox: The training's.
+        run_dir: The folder of the run; None if its checkpoints are in other storage.
+        attempt: Which one of the training this is.
+    """
+
+    def __init__(self, mailbox: Any, run_dir: str | None, attempt: int) -> None:
+        self._mailbox = mailbox
+        self._run_dir = run_dir
+        self._attempt = attempt
+
+    def after_controller_start(self, train_run_context: Any) -> None:
+        """Say who the controller is: whoever holds it can abort it."""
+        ray.get(self._mailbox.put.remote("controller", ray.get_runtime_context().current_actor))
+
+    def before_worker_group_start(self, worker_group_context: Any) -> None:
+        """Say that all ranks begin."""
+        ray.get(self._mailbox.begin_group.remote())
+
+    def after_report(self, training_report: Any, metrics: list[dict[str, Any]]) -> None:
+        """Note down a checkpoint that Ray Train has kept, so that the run may go on in either lane."""
+        if training_report.checkpoint is not None and self._run_dir is not None:
+            note_down(Path(training_report.checkpoint.path), next_index(self._run_dir), metrics[0], self._attempt)
+            forget_deleted(self._run_dir)
+
+
+class ManagedLoop:
+    """The user's loop, as Ray Train calls it in each rank, in a thread.
+
+    Args:
+        packed: The loop and its configuration.
+        mailbox: The training's.
+        plan: The attempt.
+    """
+
+    def __init__(self, packed: Packed, mailbox: Any, plan: Plan) -> None:
+        self._packed = packed
+        self._mailbox = mailbox
+        self._plan = plan
+
+    def __call__(self) -> None:
+        """Run it; what it says and returns, and what it fails with, goes into the mailbox."""
+        mailbox, rank = self._mailbox, ray.train.get_context().get_world_rank()
+        gpus = tuple(int(gpu) if str(gpu).isdecimal() else 0 for gpu in ray.get_gpu_ids())
+        should_stop = ray.get(mailbox.begin.remote(rank, platform.node(), os.getpid(), gpus))
+        key = uuid.uuid4().int
+        outbox = Outbox(lambda number, batch: ray.get(mailbox.put.remote("batch", key, number, batch)))
+        gpu = gpus[0] if gpus else None
+        note = Running(rank, self._plan.attempt, None, rank, gpu, self._plan.name, TASK, should_stop, outbox.say)
+        note.agreed_stop = should_stop
+        _become_worker(note)
+        utils = _Utils(mailbox, self._plan, note)
+        set_train_fn_utils(utils)
+        try:
+            loop, config = unpack(self._packed)
+            value = snapshot(_call(loop, config), f"what rank {rank} returns back")
+        except BaseException as error:
+            is_cut_off, at = is_disconnect(error), time.time()
+            diary.note_last_lines(error, note)
+            outbox.drain(DRAIN_TIMEOUT_S)
+            ray.get(mailbox.put.remote("failure", rank, is_cut_off, pack_error(error), at))
+            if is_cut_off:
+                time.sleep(CULPRIT_S)
+            raise
+        outbox.drain(DRAIN_TIMEOUT_S)
+        ray.get(mailbox.end.remote(rank, value, utils.metrics))
+
+
+def _call(loop: Callable[..., Any], config: Any) -> Any:
+    """Call a loop as Ray Train does: with its configuration, if it cannot be called without one."""
+    try:
+        inspect.signature(loop).bind()
+    except TypeError:
+        return loop({} if config is None else config)
+    return loop()
+
+
+def _become_worker(note: Running) -> None:
+    """Let code of the user's find here what it finds in a worker of the pool's."""
+    logging.getLogger("ray.train").setLevel(logging.WARNING)  # Ray Train notes each report, in what would be the diary
+    mark_worker_process()
+    let_notes_travel()
+    diary.install()
+    note_in_process(note)
+    running.set(note)
+    if note.gpu is not None and not torch.version.cuda and not torch.version.hip:  # GPUs that are pretended, in a test
+        device_manager._torch_device_manager = device_manager.CPUTorchDeviceManager()  # private: else it would say "cuda:0"
+
+
+class _Utils(DistributedTrainFnUtils):  # type: ignore[misc]
+    """What the functions of `ray.train` do in a rank: what Ray's own do; before a report the ranks agree whether to stop."""
+
+    def __init__(self, mailbox: Any, plan: Plan, note: Running) -> None:
+        self._mailbox = mailbox
+        self._plan = plan
+        self._note = note
+        self._num_reports = 0
+        self.metrics: dict[str, Any] | None = None
+
+    def report(self, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Agree with the other ranks, then report.
+
+        Raises:
+            InvalidTypeError: `metrics` is no dict, or has tensors in it.
+            CollectiveError: A rank has returned, and would be waited for without end.
+        """
+        metrics = checked(metrics)
+        context, note = self.get_context(), self._note
+        self._num_reports += 1
+        rank = context.get_world_rank()
+        should_stop, missing = ray.get(self._mailbox.meet.remote(rank, context.get_world_size()))
+        if missing:
+            raise CollectiveError(
+                f"Rank {rank} is in its {ordinal(self._num_reports)} ray.train.report, but rank {missing[0]} has returned. All "
+                "ranks have to report equally often.",
+                missing=tuple(missing),
+            )
+        note.should_stop = note.agreed_stop = should_stop or note.should_stop
+        self.metrics = metrics
+        if rank == 0:
+            note.say(note, "metrics", (time.time(), metrics))
+        super().report(metrics, *args, **kwargs)
+
+    def get_checkpoint(self) -> Checkpoint | None:
+        """Return the last checkpoint of this run, or the one to begin with."""
+        last, start = super().get_checkpoint(), self._plan.start
+        return Checkpoint.from_directory(start) if last is None and start is not None else last

@@ -1,0 +1,148 @@
+"""The managed lane without Ray: how ranks meet, what Ray Train is told of earlier checkpoints, what is said of a failure."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("ray.train")
+
+from ray import exceptions as rx
+from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError, WorkerHealthCheckFailedError
+from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
+
+from raypool.engine.answers import pack_error
+from raypool.engine.backend import WorkerInfo
+from raypool.errors import LossReason, ResourceError, SpmdError, TrainingError, WorkerLostError
+from raypool.options import Options
+from raypool.train import managed
+from raypool.train.checkpoints import commit, list_kept, open_partial
+from raypool.train.managed import ManagedAttempt, tell_ray
+from raypool.train.managed_ranks import Mailbox
+from raypool.train.plan import Plan
+
+# --- the mailbox ------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_hear_of_a_wish_to_stop_at_the_same_report() -> None:
+    """Else one would return, and the others wait for it in a collective."""
+
+    async def run() -> list[Any]:
+        box = Mailbox()
+        await box.begin_group()
+        first = [await box.begin(0, "host", 1, ())]
+        await box.ask_to_stop()
+        first.append(await box.begin(1, "host", 2, ()))
+        early = asyncio.ensure_future(box.meet(0, 2))
+        await asyncio.sleep(0)
+        return [first, await box.meet(1, 2), await early]
+
+    assert asyncio.run(run()) == [[False, False], (True, []), (True, [])]
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+def test_who_waits_for_a_rank_that_has_returned_hears_of_it(is_early: bool) -> None:
+    async def run() -> Any:
+        box = Mailbox()
+        if is_early:
+            await box.end(1, b"", None)
+        waiting = asyncio.ensure_future(box.meet(0, 2))
+        await asyncio.sleep(0)
+        if not is_early:
+            await box.end(1, b"", None)
+        return await asyncio.wait_for(waiting, 5)
+
+    assert asyncio.run(run()) == (False, [1])
+
+
+# --- what Ray Train is told -------------------------------------------------------------------------------------------
+
+
+def test_ray_train_is_told_of_checkpoints_that_it_does_not_know(tmp_path: Path) -> None:
+    """The best comes last, as its own list has it; what it knows better is left alone."""
+    for loss in (3.0, 1.0, 2.0):
+        commit(open_partial(tmp_path, None, "x"), {"loss": loss}, 1)
+    plan = Plan("mine", 1, str(tmp_path), best_metric="loss")
+    tell_ray(plan)
+    file = tmp_path / "checkpoint_manager_snapshot.json"
+    state = json.loads(file.read_text())
+    assert [each["metrics"]["loss"] for each in state["checkpoint_results"]] == [3.0, 2.0, 1.0]
+    assert state["latest_checkpoint_result"]["checkpoint_dir_name"] == "checkpoint_000003"
+    file.write_text(json.dumps({**state, "validated_checkpoint_dir_names": ["checkpoint_000002"]}))
+    tell_ray(plan)
+    assert json.loads(file.read_text())["validated_checkpoint_dir_names"] == ["checkpoint_000002"]
+    os.rename(tmp_path / "checkpoint_000001", tmp_path / "gone")
+    tell_ray(plan)
+    assert len(json.loads(file.read_text())["checkpoint_results"]) == len(list_kept(tmp_path)) == 2
+
+
+# --- what is said of a failure ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def attempt(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Give an attempt of three ranks, whose pool is not there."""
+    monkeypatch.setattr(managed.shortages, "holders", lambda: ("a notebook (1 GPU)",))
+    lane: Any = types.SimpleNamespace(bundle=lambda: {"GPU": 1.0})
+    made = ManagedAttempt(lane, Plan("mine", 2, "/nowhere"), 3, Options(timeout_s=1.5))
+    made._workers = {rank: WorkerInfo(rank, "host", 1) for rank in range(3)}
+    return made
+
+
+def test_the_exception_of_the_users_is_in_front(attempt: Any) -> None:
+    attempt._failures = {
+        1: (True, pack_error(RuntimeError("Connection closed by peer")), 1.0),
+        2: (False, pack_error(KeyError("x")), 2.0),
+    }
+    error = attempt._error(WorkerGroupError("", {1: RuntimeError()}))
+    assert isinstance(error, SpmdError)
+    assert (error.first_rank, set(error.failures)) == (2, {2})
+    assert isinstance(error.__cause__, KeyError)
+    assert "Rank 2 of mine (worker 2, host) failed: KeyError: 'x'" in str(error)
+
+
+def test_a_process_that_has_gone_is_a_lost_worker(attempt: Any) -> None:
+    attempt._failures = {0: (True, pack_error(RuntimeError("Connection closed by peer")), 1.0)}
+    gone = WorkerHealthCheckFailedError("No answer.", rx.ActorDiedError())
+    error = attempt._error(WorkerGroupError("", {0: RuntimeError(), 1: gone}))
+    assert (error.first_rank, set(error.failures)) == (1, {1})
+    lost = error.failures[1]
+    assert isinstance(lost, WorkerLostError)
+    assert (lost.reason, lost.attempts) == (LossReason.EXIT, 2)
+
+
+def test_who_has_taken_the_room_for_the_ranks_is_named(attempt: Any) -> None:
+    error = attempt._error(ControllerError(WorkerGroupStartupTimeoutError(3)))
+    assert isinstance(error, ResourceError)
+    assert "no room for the 3 ranks of mine" in str(error)
+    assert "Held by: a notebook (1 GPU)." in str(error)
+    assert (error.requested, error.holders) == (3, ("a notebook (1 GPU)",))
+
+
+def test_ray_trains_own_mistake_is_its_cause(attempt: Any) -> None:
+    cause = ValueError("odd")
+    error = attempt._error(ControllerError(cause))
+    assert isinstance(error, TrainingError)
+    assert error.__cause__ is cause
+    assert "mine was ended by Ray Train itself: ValueError: odd." in str(error)
+
+
+def test_all_are_lost_with_their_controller(attempt: Any) -> None:
+    attempt._failures = {0: (False, pack_error(rx.ActorDiedError()), 1.0)}
+    error = attempt._error(rx.ActorDiedError())
+    assert all(isinstance(each, WorkerLostError) for each in error.failures.values())
+    assert len(error.failures) == 3
+
+
+def test_who_was_late(attempt: Any) -> None:
+    attempt._ends = {1: None}
+    error = attempt._late()
+    assert (error.first_rank, set(error.failures)) == (0, {0, 2})
+    assert "timeout_s=1.5" in str(error)
