@@ -7,6 +7,7 @@ numbers first.
 from __future__ import annotations
 
 import functools
+import logging
 import pickle
 import threading
 import weakref
@@ -17,6 +18,8 @@ from raypool import queues
 from raypool.errors import InternalError
 from raypool.feed import Feed
 from raypool.task import Running
+
+logger = logging.getLogger("raypool")
 
 CATCH_UP_S = 5.0
 """How long a reader waits for what was said before a task ended, and has not arrived [s]."""
@@ -137,6 +140,9 @@ class Hub:
     def _take(self, worker_id: int, kind: str, key: Any, *rest: Any) -> None:
         if kind == "queue":
             queues.deliver(key, *rest)
+            return
+        if kind == "warning":
+            logger.warning("%s", *rest)
             return
         if kind == "early":
             if self.on_early is not None:
