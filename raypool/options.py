@@ -23,6 +23,7 @@ class Options:
     retry_on: tuple[type[BaseException], ...] = ()
     retry_delay_s: float = 0.0
     timeout_s: float | None = None
+    mismatch_timeout_s: float | None = 600.0
     fresh_process: bool = False
     priority: int = 0
     worker: int | None = None
@@ -35,6 +36,7 @@ class Options:
         object.__setattr__(self, "retries", checked_count("retries", self.retries, least=0))
         object.__setattr__(self, "worker", optional_count("worker", self.worker, least=0))
         check_seconds("timeout_s", self.timeout_s)
+        check_seconds("mismatch_timeout_s", self.mismatch_timeout_s)
         check_delay("retry_delay_s", self.retry_delay_s)
         if not isinstance(self.fresh_process, bool):
             raise InvalidTypeError(f"fresh_process={self.fresh_process!r} is neither True nor False.")

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from raypool.errors import InvalidValueError, PoolClosedError, QueueClosedError, SerializationError
+from raypool.errors import InvalidValueError, PoolClosedError, QueueClosedError, SerializationError, WorkerLostError
 from raypool.task import Way, in_task
 
 Answer = Callable[[str], object]
@@ -308,7 +308,7 @@ class Home:
         if not self.has_travelled or not sources:
             return False
         for source in tuple(sources):
-            with contextlib.suppress(PoolClosedError):
+            with contextlib.suppress(PoolClosedError, WorkerLostError):
                 source.catch_up({})
         return True
 
@@ -323,7 +323,7 @@ class Home:
         try:
             if is_first and self.has_travelled:
                 for source in tuple(sources):
-                    with contextlib.suppress(PoolClosedError):
+                    with contextlib.suppress(PoolClosedError, WorkerLostError):
                         source.catch_up(source.ask("end_queue", self.key))
         finally:
             with self._lock:

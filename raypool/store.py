@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from raypool.errors import InvalidTypeError, InvalidValueError, PoolClosedError
+from raypool.errors import InvalidTypeError, InvalidValueError, PoolClosedError, WorkerLostError
 from raypool.queue_home import Listener, sources
 from raypool.queues import check_timeout
 from raypool.task import Way, link, note_here
@@ -30,7 +30,8 @@ class ValueStore:
     are in the memory of one process beside the workers, and go with the pool. Outside a pool `current_task().store` is a
     store of this process, so that a function runs unchanged by itself.
 
-    Keys are texts, whole numbers, or tuples of them. Every method may raise `PoolClosedError`: the pool has ended.
+    Keys are texts, whole numbers, or tuples of them. Every method may raise `PoolClosedError`: the pool has
+    ended; or `WorkerLostError`: the process that kept the values was lost, and the values with it.
 
     Source:
         MATLAB R2025b, ValueStore.
@@ -143,7 +144,7 @@ class ValueStore:
     def __repr__(self) -> str:
         try:
             return f"<ValueStore: {len(self)} values>"
-        except PoolClosedError:
+        except (PoolClosedError, WorkerLostError):
             return "<ValueStore: closed>"
 
     # --- what happens to them -----------------------------------------------------------------------------------------
@@ -182,7 +183,7 @@ class ValueStore:
 
     def _pass_on(self, number: int, listener: Listener) -> None:
         """Tell a listener what has changed, until it is removed or the pool has ended."""
-        with contextlib.suppress(PoolClosedError):
+        with contextlib.suppress(PoolClosedError, WorkerLostError):
             while (keys := self._ask("changes", number)) is not None:
                 for key in keys:
                     if listener.is_removed:
@@ -192,7 +193,7 @@ class ValueStore:
                 logger.warning("A listener of a store is too slow: too many changes wait for it. It hears of no more.")
 
     def _unwatch(self, number: int) -> None:
-        with contextlib.suppress(PoolClosedError):
+        with contextlib.suppress(PoolClosedError, WorkerLostError):
             self._ask("unwatch", number)
 
     # --- the way there ------------------------------------------------------------------------------------------------
@@ -222,7 +223,7 @@ def _arrived(key: str) -> ValueStore:
     if known is not None:
         return known
     for pool in tuple(sources):  # a task has sent it here
-        with contextlib.suppress(PoolClosedError):
+        with contextlib.suppress(PoolClosedError, WorkerLostError):
             if pool.ask("store", key, "identify") is not None:
                 return ValueStore(pool, key)
     return ValueStore(way_finder_here()(), key)

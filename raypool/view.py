@@ -55,6 +55,9 @@ class PoolView(LoopVerbs, TrainingVerbs, concurrent.futures.Executor):
                 before each further one, at most 300 s. `timeout_s`: an item that runs longer [s] is stopped as by
                 `Future.cancel`, and fails with `TaskTimeoutError`. With `workers_per_gpu="auto"` an item that found too little
                 GPU memory beside others runs again whatever `retries` says, and its wait for the GPU is part of its time.
+                `mismatch_timeout_s`: ranks (`spmd`, `train` and `fit` in the warm lane) that have waited for each other this long
+                [s] in places where they can't meet fail with a `CollectiveError`; None: never. One has ended or is in
+                `ray.train.report`, say, and another is in a collective of torch's. A rank that computes may take any time.
                 `fresh_process`: an item runs in a process in which nothing has run before, and which ends after it, whatever it
                 leaves behind there (it costs a worker's start; in pools of this process it means nothing). `priority`: higher
                 goes first; equal ones go in the order in which they were handed in. `worker`: run on the worker with this
@@ -308,8 +311,9 @@ class PoolView(LoopVerbs, TrainingVerbs, concurrent.futures.Executor):
             A `Composite`: what each rank has returned, still on its worker. `composite[rank]` fetches one.
 
         Raises:
-            SpmdError: A rank has failed, was lost, or the time was up (`options(timeout_s=...)`). The other ranks were ended, and
-                their workers go on.
+            SpmdError: A rank has failed or was lost, ranks have waited for each other in different places
+                (`options(mismatch_timeout_s=...)`), or the time was up (`options(timeout_s=...)`). The other ranks were ended,
+                and their workers go on.
             ResourceError: There are fewer workers than were asked for.
             InvalidValueError: A `Composite` is on other workers than the call.
             CompositeError: An argument is a `Composite` of which a part is not there.

@@ -9,6 +9,7 @@ import pickle
 import queue
 import threading
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -29,7 +30,7 @@ from raypool.engine.ray_calls import UNRECORDED, answered, aside, ask, when_done
 from raypool.engine.ray_session import is_up
 from raypool.engine.telemetry import Usage, sum_of
 from raypool.engine.worker import Introduction
-from raypool.errors import PoolClosedError
+from raypool.errors import PoolClosedError, WorkerLostError
 from raypool.queues import offer
 
 logger = logging.getLogger("raypool")
@@ -102,6 +103,7 @@ class Agents:
         self._inventory = inventory
         self._cancel_grace_s = cancel_grace_s
         self._agents: dict[str, Any] = {}  # by node
+        self._home_name, self._num_homes = f"raypool-{uuid.uuid4().hex}", 0  # workers find the next one by it
         self._by_worker: dict[int, tuple[Any, Any]] = {}  # the agent of its node, and the reference of its answer to `watch`
         self._outlived: list[Any] = []  # references: to drop one while Ray shuts down ends this process
         self._workers: dict[int, tuple[Introduction, Any, MemoryLimit | None]] = {}  # with their actors
@@ -144,7 +146,7 @@ class Agents:
         agent = self._agent_on(introduction.node_id)
         watched = agent.watch.remote(worker_id, introduction.process, introduction.info.gpus, actor)
         self._by_worker[worker_id] = agent, watched
-        actor.attach.remote(agent, self.home(), self._is_far)
+        actor.attach.remote(agent, self.home(), self._is_far, (self._home_name, self._num_homes))
         if introduction.mps_problem is not None:
             self._warn(introduction.mps_problem, mps.turns(introduction.info.host, introduction.mps_problem))
         if memory is not None:
@@ -237,7 +239,10 @@ class Agents:
             if agent is None:
                 driver = outside.driver_process() if node_id == outside.home_node() else None
                 place = NodeAffinitySchedulingStrategy(node_id, soft=False)
-                options = {"num_cpus": 0, "num_gpus": 0, "scheduling_strategy": place, "max_concurrency": 100_000}
+                options: dict[str, Any] = {"num_cpus": 0, "num_gpus": 0, "scheduling_strategy": place, "max_concurrency": 100_000}
+                if node_id == outside.home_node():
+                    self._num_homes += 1
+                    options["name"] = f"{self._home_name}-{self._num_homes}"
                 agent = ray.remote(NodeAgent).options(**options, **UNRECORDED).remote(driver, self._inventory)
                 self._agents[node_id] = agent
                 self._take(agent)
@@ -252,10 +257,16 @@ class Agents:
 
         Raises:
             PoolClosedError: The pool was shut down.
+            WorkerLostError: The agent has died.
         """
         if self._is_closed or os.getpid() != self._pid or not is_up():
             raise PoolClosedError(POOL_ENDED)
-        return ask(self.home(), method, *args)
+        try:
+            return ask(self.home(), method, *args)
+        except WorkerLostError:
+            if self._is_closed:
+                raise PoolClosedError(POOL_ENDED) from None
+            raise
 
     def pack(self, value: Any, what: str) -> bytes:
         """Pickle a value as it is now."""

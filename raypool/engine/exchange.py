@@ -25,7 +25,7 @@ END_TIMEOUT_S = 2.0
 MAX_CHANGES = 100_000
 """When so many changes of the store wait for a listener, it has gone with its process."""
 
-POOL_ENDED = "What the tasks of a pool share has gone: the pool was shut down (or its agent process was killed). Read it before."
+POOL_ENDED = "What the tasks of a pool share has gone: the pool was shut down. Read it before."
 
 LOOK_AGAIN_S = 0.05
 """Who waits looks again so often [s]: a cancelled task in a thread is told only while it runs Python code."""

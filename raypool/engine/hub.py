@@ -7,6 +7,7 @@ numbers first.
 from __future__ import annotations
 
 import functools
+import logging
 import pickle
 import threading
 import weakref
@@ -18,6 +19,8 @@ from raypool.engine.logs import Records
 from raypool.errors import InternalError
 from raypool.feed import Feed, LoopFeed
 from raypool.task import Running
+
+logger = logging.getLogger("raypool")
 
 CATCH_UP_S = 5.0
 """How long a reader waits for what was said before a task ended, and has not arrived [s]."""
@@ -145,6 +148,9 @@ class Hub:
             return
         if kind == "log":
             self.records.put(rest[-1])
+            return
+        if kind == "warning":
+            logger.warning("%s", *rest)
             return
         if kind == "early":
             if self.on_early is not None:

@@ -86,7 +86,7 @@ class NodeWatch:
         self._grace_s = grace_s
         self._leaving: dict[int, float] = {}  # places that the driver knows to be about to go, and when it thinks so
         self._lost: set[int] = set()  # those that it knows to be gone
-        self._warned: set[int] = set()  # those that are kept, and whose machines have given notice
+        self._warned: set[tuple[int, str]] = set()  # those that are kept, with the nodes on which they were told
         self._num_lost = 0  # workers, with their nodes; written by the thread that looks only
         self._num_made_up = 0  # so many of them are there again, or not wanted any more; guarded by `_growing`
         self._names: dict[str, str] = {}  # of all nodes that were seen
@@ -194,8 +194,8 @@ class NodeWatch:
         """Let those save what they have that have nowhere else to run; they go on while they can."""
         for place, node in where.items():
             left_s = nodes.draining.get(node or "", math.inf) - time.monotonic()
-            if node is not None and left_s < LAST_S and place not in self._warned:
-                self._warned.add(place)
+            if node is not None and left_s < LAST_S and (place, node) not in self._warned:
+                self._warned.add((place, node))
                 self._post(PlaceLeaving(place, is_kept=True), self._notice(node, left_s))
 
     def _lose(self, place: int, node: str) -> None:

@@ -11,7 +11,8 @@ import ray
 from ray import exceptions as rx
 
 from raypool.engine.exchange import POOL_ENDED
-from raypool.errors import PoolClosedError
+from raypool.engine.ray_failures import loss_reason, loss_text
+from raypool.errors import PoolClosedError, WorkerLostError
 
 UNRECORDED = {"enable_task_events": False}
 """An option of actors (it holds for their methods, too) and tasks: Ray's control store would keep about 5 KB of each call."""
@@ -53,7 +54,8 @@ def answer_to(ref: Any) -> Any:
     (Ray's own `get` looks for signals once a second.)
 
     Raises:
-        PoolClosedError: The agent has gone, and the pool with it.
+        WorkerLostError: The agent's process has died. The pool starts another one.
+        PoolClosedError: Ray, or the connection to it, has gone, and the pool with it.
     """
     answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
     when_done(ref, answers.put)
@@ -66,6 +68,13 @@ def answer_to(ref: Any) -> Any:
             continue
         if isinstance(answer, rx.RayTaskError):
             raise answer.as_instanceof_cause()
+        if isinstance(answer, rx.RayActorError) and ray.is_initialized():
+            raise WorkerLostError(
+                f"The pool's agent, through which its processes meet and share values, was lost: {loss_text(answer)}. Another "
+                "takes its place, without what was in pool.store. Run it again.",
+                reason=loss_reason(answer),
+                attempts=1,
+            ) from answer
         if isinstance(answer, rx.RayError):
             raise PoolClosedError(POOL_ENDED) from answer
         return answer

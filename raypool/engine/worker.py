@@ -10,6 +10,7 @@ import os
 import pickle
 import platform
 import sys
+import time
 import traceback
 from collections.abc import Callable, MutableMapping, Sequence
 from pathlib import Path
@@ -28,6 +29,7 @@ from raypool.engine import diary, mps
 from raypool.engine.answers import pack_narrowed, pack_results
 from raypool.engine.backend import Part, Refusal, WorkerInfo, function_name
 from raypool.engine.early import Early, Watch
+from raypool.engine.exchange import LOOK_AGAIN_S
 from raypool.engine.guard import ProcessGuard
 from raypool.engine.homes import FarHome, Home, sees
 from raypool.engine.logs import Forwarder, Levels
@@ -40,7 +42,7 @@ from raypool.engine.ray_calls import answer_to, ask
 from raypool.engine.runner import Surroundings, run_parts, set_up
 from raypool.engine.sharing import Sharing, Turns, settle
 from raypool.engine.upkeep import Leftover, Upkeep
-from raypool.errors import InvalidValueError, TaskError
+from raypool.errors import InvalidValueError, TaskError, WorkerLostError
 from raypool.folders import hold
 from raypool.left_globals import call_setup, share_left
 from raypool.shared import discard_all, is_any_here
@@ -52,6 +54,9 @@ COLLECT_BYTES = 16 * 1024 * 1024
 
 DRAIN_TIMEOUT_S = 2.0
 """How long a worker that ends waits until what it has said last is sent [s]."""
+
+NEXT_HOME_S = 10.0
+"""How long a worker waits for the next home of its pool [s]: after a few seconds there is one, unless the machine has gone."""
 
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
@@ -191,14 +196,14 @@ class PoolWorker:
         process = WorkerProcess(os.getpid(), self._guard.pipe, self._guard.board)
         return Introduction(self._info, process, context.get_node_id(), mps_problem)
 
-    def attach(self, agent: Any, home: Any, is_far: bool = False) -> None:
+    def attach(self, agent: Any, home: Any, is_far: bool, home_name: tuple[str, int]) -> None:
         """Take note of the agent of this node, and of the one where the pool's exchange is; of others, when they have died.
 
-        `is_far`: the driver is on none of their machines.
+        `is_far`: the driver is on none of their machines. `home_name`: what the home is called, and the how-many-th it is.
         """
         self._agent = agent
         self._rooms.attach(agent, home, is_far)
-        set_link(WorkerLink(self._worker_id, self._outbox, agent, home))
+        set_link(WorkerLink(self._worker_id, self._outbox, agent, home, home_name))
 
     def _push(self, number: int, batch: bytes) -> None:
         ray.get(self._agent.push.remote(self._worker_id, number, batch))
@@ -399,12 +404,13 @@ class Rooms:
 class WorkerLink:
     """This process's way to its pool; see `raypool.task.Link`."""
 
-    def __init__(self, worker_id: int, outbox: Outbox, agent: Any, home: Any) -> None:
+    def __init__(self, worker_id: int, outbox: Outbox, agent: Any, home: Any, home_name: tuple[str, int]) -> None:
         self.worker_id = worker_id
         self.send, self.send_latest = outbox.send, outbox.send_latest
         self._outbox = outbox
         self._agent = agent
         self._home = home
+        self._home_name = home_name
 
     def pack(self, value: Any, what: str) -> bytes:
         """Pickle a value as it is now."""
@@ -418,9 +424,24 @@ class WorkerLink:
         """Call a method of the pool's exchange, and wait for its answer; a cancelled task need not.
 
         Raises:
-            PoolClosedError: The exchange has gone, and the pool with it.
+            WorkerLostError: The process in which the exchange is has died.
+            PoolClosedError: The pool has ended.
         """
-        return ask(self._home, method, *args)
+        try:
+            return ask(self._home, method, *args)
+        except WorkerLostError:
+            self._find_next_home()  # what is tried again at once is to find it
+            raise
+
+    def _find_next_home(self) -> None:
+        """Wait until the pool has another home. It says so by a call, but this worker takes none before it has ended its task."""
+        name, number = self._home_name
+        deadline = time.monotonic() + NEXT_HOME_S
+        while ray.is_initialized() and time.monotonic() < deadline:
+            with contextlib.suppress(ValueError):  # there is none yet
+                self._home, self._home_name = ray.get_actor(f"{name}-{number + 1}"), (name, number + 1)
+                return
+            time.sleep(LOOK_AGAIN_S)
 
     def flush(self) -> int:
         """Send what waits to be sent, now; return the number of the newest batch."""

@@ -22,8 +22,10 @@ from raypool.spmd.failures import is_disconnect
 from raypool.spmd.lines import Alone, GlooLines, NcclLines, distributed
 from raypool.spmd.rendezvous import Assignment, find_others, in_thread
 from raypool.spmd.values import Packer
+from raypool.spmd.watch import ENDED, Place, Watch
 from raypool.spmd.wire import BEGIN, END, Word, find_disagreement, ordinal
 from raypool.spmd.world import (
+    begun_collectives,
     close_world,
     count_names,
     discard_world,
@@ -31,6 +33,7 @@ from raypool.spmd.world import (
     is_registered,
     let_names_begin_at,
     make_world,
+    progress,
     shown,
 )
 from raypool.task import Way, before_thread_ends, current_task
@@ -84,6 +87,8 @@ class Group:
         self._count = 0  # operations in this call
         self._has_said = self._is_ending = self._has_ended_well = False
         self._looks = self._seen_ended = 0
+        self._began = self._since = 0.0  # this call, and what this rank waits in (Unix time [s])
+        self.mismatch: CollectiveError | None = None
         if isinstance(lines, GlooLines):
             lines.waiting = _weakly(self)
 
@@ -109,7 +114,8 @@ class Group:
         self._num_calls += 1
         self._meetings = self._count = 0
         self._is_ending = self._has_ended_well = False
-        self.at_hand = None
+        self.at_hand = self.mismatch = None
+        self._began = time.time()
         if not isinstance(self.lines, GlooLines):
             if not self._has_world():
                 self.make_world()
@@ -130,7 +136,7 @@ class Group:
         Raises:
             CollectiveError: Some ranks have ended, and others wait for them.
         """
-        self._is_ending, self.at_hand = True, None
+        self._is_ending, self.at_hand, self._since = True, None, time.time()
         if self.nccl is not None:
             import torch
 
@@ -160,7 +166,7 @@ class Group:
     def operation(self, name: str, peer: int | None = None) -> Iterator[None]:
         """Note what this rank is in. After an error that is no finding of this module the note stays, for whoever reports it."""
         self._count += 1
-        self.at_hand = AtHand(name, self._count, peer)
+        self.at_hand, self._since = AtHand(name, self._count, peer), time.time()
         self._has_said, self._looks, self._seen_ended = False, 0, 0
         with self._in(f"{name} (the {ordinal(self._count)} operation of this call)"):
             try:
@@ -183,6 +189,8 @@ class Group:
             ) from error
 
     def _still_waiting(self, waited_s: float) -> None:
+        if self.mismatch is not None:
+            raise self.mismatch
         if self._is_ending:
             self._say_ended()
             return
@@ -230,6 +238,38 @@ class Group:
 
     def _ended_key(self, rank: int) -> str:
         return f"ended/{self._num_calls}/{rank}"
+
+    # --- ranks that can't meet ----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Have a thread watch, until the end of the call, for ranks that wait for each other in different places."""
+        if self.world is None or not isinstance(self.lines, GlooLines) or not progress():
+            yield
+            return
+        limit_s = self.assignment.mismatch_timeout_s
+        watch = Watch(self.rank, self.world_size, self.store, self._num_calls, limit_s, progress, self._place)
+        is_over = threading.Event()
+        threading.Thread(target=self._watch, args=(watch, is_over), name="raypool-watch", daemon=True).start()
+        try:
+            yield
+        finally:
+            is_over.set()
+
+    def _watch(self, watch: Watch, is_over: threading.Event) -> None:
+        with suppress(RuntimeError):  # the store has gone with rank 0: who waits for that hears it from the connection
+            while not is_over.wait(watch.pause_s):
+                verdict = watch.look(time.monotonic())
+                if verdict is not None and not is_over.is_set():
+                    self.mismatch = CollectiveError(verdict[0], missing=verdict[1])
+                    if watch.is_stuck and self.at_hand is None and not self._is_ending:  # else it raises that itself
+                        close_world(self.world)
+                    return
+
+    def _place(self) -> Place:
+        at_hand = AtHand(ENDED, 0, None) if self._is_ending else self.at_hand
+        begun = begun_collectives(self._began)
+        return Place(begun=begun) if at_hand is None else Place(*at_hand, self._since, begun)
 
     # --- torch's default group ----------------------------------------------------------------------------------------
 

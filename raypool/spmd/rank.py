@@ -43,7 +43,7 @@ class RankFunction:
             leave_other(assignment)
             _expose()
             group = join(assignment, way_finder_here()())
-            with group.visible():
+            with group.visible(), group.watched():
                 args = [self._arrived(arg, assignment.rank) for arg in open_args()]
                 context = SpmdContext(group)
                 try:
@@ -56,7 +56,9 @@ class RankFunction:
                     context._end()
         except BaseException as error:
             _shield()
-            outcome = _interruption(error, group, has_returned)
+            outcome: Exception | None = _interruption(error, group, has_returned)
+            if outcome is not None and group is not None and group.mismatch is not None:
+                outcome = group.mismatch
             _part(assignment, group)
             if outcome is None:
                 raise

@@ -31,7 +31,7 @@ class Assignment(NamedTuple):
     `local_rank`, `local_world_size`: on its host. `number`: of the group, unique in the pool; the same again means the group of
     the call before. `is_one_host`: all ranks are on one machine, and everything listens on the loopback only. `has_process`: the
     rank has a process of its own, whose environment and default group may be set. `key`: that the rank's value is kept under.
-    `stays_warm`: the worker keeps the group for the next call.
+    `stays_warm`: the worker keeps the group for the next call. `mismatch_timeout_s`: of the call's `Options`.
     """
 
     rank: int
@@ -43,6 +43,7 @@ class Assignment(NamedTuple):
     has_process: bool
     key: str
     stays_warm: bool = True
+    mismatch_timeout_s: float | None = None
 
 
 class Invitation(NamedTuple):

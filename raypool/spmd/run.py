@@ -52,7 +52,7 @@ class SpmdWork:
     def __init__(self, engine: Engine, function: Function, args: Sequence[Any], options: Options, size: int) -> None:
         self.function = function
         self.future = SpmdFuture(options.name or function.name)
-        self._timeout_s = options.timeout_s
+        self._timeout_s, self._mismatch_timeout_s = options.timeout_s, options.mismatch_timeout_s
         self._engine = engine
         self._open_args = engine.opener([marked(arg) for arg in args], f"the arguments of {self.future.name}")
         self._args: Sequence[Any] = args  # a Composite among them is not to be collected before the ranks have got their parts
@@ -104,6 +104,7 @@ class SpmdWork:
                     has_process=backend == "ray",
                     key=self._key,
                     stays_warm=backend != "inline",
+                    mismatch_timeout_s=self._mismatch_timeout_s,
                 )
             )
             num_seen[host] += 1

@@ -143,7 +143,7 @@ def _of_operations(words: Sequence[Word]) -> Disagreement:
     if ended and len(others) == 1:
         waits = [rank for rank, word in enumerate(words) if word.operation != END]
         return Disagreement(
-            f"{_ranks(ended).capitalize()} {_has(ended)} ended, {_ranks(waits)} {_wait(waits)} for {_it(ended)} in "
+            f"{list_ranks(ended).capitalize()} {_has(ended)} ended, {list_ranks(waits)} {_wait(waits)} for {_it(ended)} in "
             f"{waiting.operation} (the {ordinal(waiting.number)} collective of this call). Every rank has to call the same "
             "collectives: look for a return, a break or an if that not all ranks take, or for loops of different length.",
             ended,
@@ -166,7 +166,7 @@ def _of_targets(words: Sequence[Word]) -> Disagreement | None:
     if not odd:
         return None
     return Disagreement(
-        f"Rank {source.peer} broadcasts {_what(source)}, {_ranks(odd)} {_wait(odd, 'want')} it in {_what(words[odd[0]])} "
+        f"Rank {source.peer} broadcasts {_what(source)}, {list_ranks(odd)} {_wait(odd, 'want')} it in {_what(words[odd[0]])} "
         f"(the {ordinal(source.number)} collective of this call). Pass a tensor like that of rank {source.peer}, or None for a "
         "new one."
     )
@@ -218,11 +218,12 @@ def _parties(did: Sequence[str], word: Word) -> str:
 
 def _party(ranks: Sequence[int], deed: str) -> str:
     if deed == HAS_ENDED:
-        return f"{_ranks(ranks)} {_has(ranks)} ended"
-    return f"{_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} in {deed}"
+        return f"{list_ranks(ranks)} {_has(ranks)} ended"
+    return f"{list_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} in {deed}"
 
 
-def _ranks(ranks: Iterable[int]) -> str:
+def list_ranks(ranks: Iterable[int]) -> str:
+    """Return ranks in words, the first few by number."""
     named = [str(rank) for rank in ranks]
     if len(named) == 1:
         return f"rank {named[0]}"

@@ -6,9 +6,10 @@ Between calls both are hidden, so that whatever else runs on the worker finds th
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from raypool.spmd.lines import FOR_EVER, distributed, sever
 
@@ -74,6 +75,59 @@ def is_registered(world: Any) -> bool:
     from torch.distributed import distributed_c10d
 
     return world in distributed_c10d._world.pg_map
+
+
+class Begun(NamedTuple):
+    """What a rank has begun in one of torch's groups: the number of the newest collective, and what is under way.
+
+    `ranks`: all ranks of the group. `pending`: the number of the oldest collective that is not done, 0 if all are. `operation`:
+    its name. `since`: when it began (Unix time [s]).
+    """
+
+    ranks: tuple[int, ...]
+    newest: int
+    pending: int = 0
+    operation: str = ""
+    since: float = 0.0
+
+
+def progress() -> str:
+    """Return a text that changes when this process begins or ends a collective, in any group; "" if torch keeps no record."""
+    return "".join(str(json.loads(dump).get("pg_status") or "") for dump in _flight_records(is_whole=False))
+
+
+def begun_collectives(since: float) -> dict[str, Begun]:
+    """Return what this process has begun in each of torch's groups since then (Unix time [s]), by backend and group name."""
+    from torch.distributed import distributed_c10d
+
+    world = distributed_c10d._world
+    ranks = {name: tuple(sorted(world.pg_group_ranks.get(group, ()))) for group, name in list(world.pg_names.items())}
+    found: dict[str, Begun] = {}
+    for dump in _flight_records(is_whole=True):
+        for entry in json.loads(dump).get("entries", ()):
+            name, at, number = entry["process_group"][0], entry["time_created_ns"] / 1e9, entry["collective_seq_id"]
+            if entry["is_p2p"] or at < since or name not in ranks:
+                continue
+            backend, _, operation = entry["profiling_name"].partition(":")
+            key = f"{backend} {name}"
+            begun = found.get(key, Begun(ranks[name], 0))._replace(newest=number)
+            if not begun.pending and not entry["retired"]:
+                begun = begun._replace(pending=number, operation=operation, since=at)
+            found[key] = begun
+    return found
+
+
+def _flight_records(is_whole: bool) -> Iterator[bytes]:
+    """Yield what torch's flight recorders have: of gloo, of NCCL.
+
+    Torch 2.13 writes each collective into a ring of some 2,000 entries. It has no public way to read that in the process itself.
+    """
+    from torch._C import _distributed_c10d as c10d
+
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        dump = getattr(c10d, name, None)
+        if dump is not None:
+            yield dump(includeCollectives=is_whole, onlyActive=False)
 
 
 def close_world(world: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
-from raypool import ParallelPool, parpool
+from raypool import ParallelPool, SpmdError, WorkerLostError, parpool
 from raypool.engine import agents, ray_backend
 from tests.shared_pool import shared
 
@@ -28,6 +28,14 @@ def living_agents() -> list[psutil.Process]:
 def first(shared_pool: ParallelPool) -> Iterator[Any]:
     """Give the pool's first worker. Its store goes with the agent, so the next test gets another pool."""
     part, _ = shared_pool.partition(workers=[0])
+    yield part
+    shared.close()
+
+
+@pytest.fixture
+def pair(shared_pool: ParallelPool) -> Iterator[Any]:
+    """Give the pool's first two workers, likewise."""
+    part, _ = shared_pool.partition(workers=[0, 1])
     yield part
     shared.close()
 
@@ -75,6 +83,48 @@ def test_what_it_is_to_cancel_ends_without_it(
     assert future.cancel()
     assert first.parfeval(abs, -1).result(300) == 1
     assert eventually(lambda: not before.is_running())
+
+
+def add_up(context: Any) -> int:
+    return context.all_reduce(context.rank + 1)
+
+
+def train() -> int:
+    import ray.train
+
+    return ray.train.get_context().get_world_size()
+
+
+def test_one_that_dies_while_ranks_meet_is_a_lost_worker(
+    pair: ParallelPool, the_agent: Callable[[], psutil.Process], eventually: Eventually
+) -> None:
+    """A training goes on with the next agent; a call of spmd, which runs once only, fails and says what was lost."""
+    processes = [psutil.Process(worker.pid) for worker in pair.workers]
+
+    def call_without_agent(call: Callable[..., Any], fn: Callable[..., Any]) -> Any:
+        """Let rank 0 wait for rank 1, whose process stands still, and end the agent where they meet."""
+        assert eventually(lambda: pair.idle_workers == 2)
+        processes[0].suspend()
+        try:
+            work = call(fn, workers=[1, 0])
+            assert eventually(work.running)
+            agent = the_agent()
+            agent.kill()
+            assert eventually(lambda: not agent.is_running())
+        finally:
+            processes[0].resume()
+        return work
+
+    call = call_without_agent(pair.spmd_async, add_up)
+    with pytest.raises(SpmdError, match="agent, through which its processes meet") as caught:
+        call.result(300)
+    assert isinstance(caught.value.__cause__, WorkerLostError)
+    kept = pair.spmd(add_up, workers=[0, 1])  # until the end: to let go of it takes the worker that stands still
+    assert list(kept) == [3, 3]
+    run = call_without_agent(pair.train, train)
+    assert run.result(300).values == [2, 2]
+    assert run.attempts > 1
+    assert [worker.pid for worker in pair.workers] == [process.pid for process in processes]
 
 
 def test_what_it_does_not_end_is_ended_with_the_pool(

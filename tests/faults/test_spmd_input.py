@@ -68,6 +68,54 @@ def test_a_rank_that_never_sends(pool: ParallelPool) -> None:
     assert "Rank 1 has ended" in str(error)
 
 
+def one_batch_more(context: Any) -> None:
+    """Train with DDP; the last rank has a batch more than the others."""
+    import torch
+
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+    for _ in range(3 if context.rank == 2 else 2):
+        model(torch.ones(2, 4)).mean().backward()
+
+
+def barrier_on_one_rank(context: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    if context.rank == 0:
+        dist.barrier()
+    dist.all_reduce(torch.ones(2))
+
+
+def barriers_of_two_kinds(context: Any) -> None:
+    import torch.distributed as dist
+
+    if context.rank == 1:
+        dist.barrier()
+    else:
+        context.barrier()
+
+
+@pytest.mark.parametrize(
+    ("fn", "places"),
+    [
+        (one_batch_more, ["Ranks 0 and 1 have ended at", "rank 2 has been in torch.distributed.all_reduce since"]),
+        (barrier_on_one_rank, ["Rank 0 has been in torch.distributed.barrier", "been in torch.distributed.all_reduce since"]),
+        (barriers_of_two_kinds, ["in barrier (the 1st operation of this call)", "rank 1 has been in torch.distributed.barrier"]),
+    ],
+)
+def test_ranks_that_wait_for_each_other_in_different_places(
+    pool: ParallelPool, fn: Any, places: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Torch's collectives have no time limit; the driver is warned, and the call fails, naming who waits where."""
+    with pytest.raises(SpmdError) as caught:
+        pool.options(mismatch_timeout_s=1).spmd(fn)
+    assert isinstance(caught.value.__cause__, CollectiveError)
+    (warning,) = (text for text in caplog.messages if "They wait for each other" in text)
+    for place in [*places, "drop_last=True", "mismatch_timeout_s=1"]:
+        assert place in warning
+        assert place in str(caught.value)
+
+
 # --- what cannot travel -----------------------------------------------------------------------------------------------
 
 

@@ -19,6 +19,7 @@ from raypool import (
     ParallelPool,
     RunOptions,
     TaskTimeoutError,
+    TrainingError,
     TrainingOptions,
     current_task,
 )
@@ -219,6 +220,26 @@ def test_a_training_that_is_late(pool: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+def report_with_uneven_batches(config: dict[str, Any]) -> None:
+    import ray.train
+    import ray.train.torch
+
+    model = ray.train.torch.prepare_model(torch.nn.Linear(2, 1))
+    for epoch in range(2):
+        for _ in range(2 + ray.train.get_context().get_world_rank()):
+            model(torch.ones(4, 2)).mean().backward()
+        ray.train.report({"epoch": epoch})
+
+
+@on_shared_pool
+def test_one_rank_has_more_batches_than_another(pool: Any, tmp_path: Path) -> None:
+    run = pool.options(mismatch_timeout_s=1).train(report_with_uneven_batches, {}, options=RunOptions(run_dir=tmp_path))
+    with pytest.raises(
+        TrainingError, match=r"Rank 0 has been in ray\.train\.report .*rank 1 has been in torch\.distributed\.all_"
+    ):
+        run.result(300)
+
+
 @on_shared_pool
 def test_fit_that_is_late(pool: Any, tmp_path: Path) -> None:
     x = torch.ones(8, 1)

@@ -146,6 +146,22 @@ def test_where_no_node_stays_what_runs_is_told_shortly_before_the_end() -> None:
     assert told.news() == [PlaceLeaving(place, is_kept=True) for place in (0, 1)]
 
 
+def test_what_runs_is_told_of_each_machine_that_goes() -> None:
+    """A pool on one spot machine starts again on the next, which is taken back too."""
+    land = Land("b")
+    watch, told = watch_over(land)
+    land.draining["b"] = time.monotonic() + 60
+    watch.check()
+    assert told.news() == [PlaceLeaving(0, is_kept=True)]
+    del land.alive["b"]
+    land.alive["c"], land.moved[0] = "host-c", "c"
+    watch.check()
+    land.draining["c"] = time.monotonic() + 60
+    watch.check()
+    assert told[0][1].startswith("its node host-c is about to go")
+    assert told.news() == [PlaceLeaving(0, is_kept=True)]
+
+
 def test_a_node_that_is_lost_is_told_of_once() -> None:
     land = Land("a", "b")
     watch, told = watch_over(land)

@@ -1,0 +1,220 @@
+"""Finds ranks that wait for each other and can never meet: one has ended, another is in a collective of torch's, say.
+
+Torch's groups have no time limit of their own here (see `lines.FOR_EVER`), and a rank that is merely slow may take any time. So
+no rank is late by itself. What counts is that two ranks wait in different places, each for the other. Each rank has a thread that
+looks where it is, and writes that into the group's store when it is stuck. The thread of rank 0 reads what all have written.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from raypool.spmd.wire import list_ranks, ordinal
+from raypool.spmd.world import Begun
+from raypool.task import link
+
+logger = logging.getLogger("raypool")
+
+LOOK_S = 5.0
+"""How often a rank looks where it is [s]."""
+
+WARN_S = 30.0
+"""Ranks that have waited for each other this long are warned about, once [s]."""
+
+ENDED = "the end"
+"""The meeting of ranks whose function has returned."""
+
+HINT = (
+    "All ranks have to call the same collectives, equally often. Where one rank has more batches than another, use "
+    "drop_last=True in the DataLoader or torch.distributed.algorithms.Join. Where a collective, a break or a return is under a "
+    "condition, let all ranks take the same branch."
+)
+
+
+class Place(NamedTuple):
+    """Where a rank is.
+
+    `meeting`: the operation of raypool's own that it waits in ("ray.train.report"; `ENDED`), "" if in none. `number`: the
+    how-many-th operation of the call that is. `peer`: the only rank that it waits for there; None: all. `since`: from when on
+    (Unix time [s]). `begun`: what it has begun in torch's groups.
+    """
+
+    meeting: str = ""
+    number: int = 0
+    peer: int | None = None
+    since: float = 0.0
+    begun: Mapping[str, Begun] = {}
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether it waits for other ranks."""
+        return bool(self.meeting) or any(each.pending for each in self.begun.values())
+
+    def write(self) -> str:
+        """Return it as a text for the store."""
+        return json.dumps(self)
+
+    @staticmethod
+    def read(text: bytes) -> Place:
+        """Return what a rank has written."""
+        meeting, number, peer, since, begun = json.loads(text)
+        return Place(meeting, number, peer, since, {name: Begun(*each) for name, each in begun.items()})
+
+
+class Mismatch(NamedTuple):
+    """Two ranks that wait for each other; `waiting` is in this collective of a group of torch's, if `number` is not 0."""
+
+    waiting: int
+    missing: int
+    group: str
+    number: int
+
+
+def mismatches(places: Mapping[int, Place]) -> Iterator[Mismatch]:
+    """Yield who can never meet whom.
+
+    A rank in a meeting begins nothing else before the others have come there. So whoever waits for it elsewhere never gets on.
+    Nor do ranks that have begun different collectives as the same one of a group: gloo lets them wait.
+    """
+    for waiting, place in sorted(places.items()):
+        for name, begun in place.begun.items():
+            for rank in begun.ranks if begun.pending and not place.meeting else ():
+                other = places.get(rank, NOWHERE)
+                its = other.begun.get(name, Begun((), 0))
+                has_other = its.pending == begun.pending and its.operation != begun.operation
+                never_comes = bool(other.meeting) and other.peer in (None, waiting) and its.newest < begun.pending
+                if rank != waiting and (has_other or never_comes):
+                    yield Mismatch(waiting, rank, name, begun.pending)
+        if place.peer is not None:
+            other = places.get(place.peer, NOWHERE)
+            if other.meeting and (other.peer is None or (other.peer == waiting and other.meeting == place.meeting == "receive")):
+                yield Mismatch(waiting, place.peer, "", 0)
+
+
+NOWHERE = Place()
+
+
+class Watch:
+    """Looks on behalf of one rank during one call.
+
+    Args:
+        rank: Its number.
+        world_size: How many ranks there are.
+        store: The store of the group, a `torch.distributed.Store`.
+        call: The number of the call in the group.
+        limit_s: Ranks that have waited for each other this long fail [s]; None: never.
+        progress: Returns a text that changes whenever the rank begins or ends something that it waits in.
+        place: Returns where the rank is.
+    """
+
+    def __init__(  # noqa: PLR0913, PLR0917 - what it looks at, and whom it tells
+        self,
+        rank: int,
+        world_size: int,
+        store: Any,
+        call: int,
+        limit_s: float | None,
+        progress: Callable[[], str],
+        place: Callable[[], Place],
+    ) -> None:
+        self._rank, self._world_size, self._store, self._call = rank, world_size, store, call
+        self._limit_s = limit_s
+        self._progress, self._find_place = progress, place
+        self._progress_before: str | None = None
+        self._place: Place | None = None  # None: it moves
+        self._is_written = False  # the others read that this rank is stuck
+        self._first_seen: dict[Mismatch, float] = {}
+        self._has_warned = False
+        self.pause_s = LOOK_S if limit_s is None else min(LOOK_S, max(limit_s / 4, 0.01))
+
+    def look(self, now: float) -> tuple[str, tuple[int, ...]] | None:
+        """Look once.
+
+        Args:
+            now: The time by a clock that is never set back [s].
+
+        Returns:
+            What is wrong, and the ranks that can't come, once that has lasted for the limit; the same for every rank.
+        """
+        progress = self._progress()
+        if progress != self._progress_before:
+            self._progress_before, self._place = progress, None
+        elif self._place is None:
+            self._place = self._find_place()
+        if self.is_stuck != self._is_written:
+            self._is_written = self.is_stuck
+            self._store.set(self._key(self._rank), (self._place if self.is_stuck and self._place else NOWHERE).write())
+        if self._rank == 0:
+            self._judge(now)
+        if not self._store.check([self._key("verdict")]):
+            return None
+        text, missing = json.loads(self._store.get(self._key("verdict")))
+        return text, tuple(missing)
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether the rank has waited for others since the last look."""
+        return self._place is not None and self._place.is_stuck
+
+    def _key(self, what: int | str) -> str:
+        return f"watch/{self._call}/{what}"
+
+    def _judge(self, now: float) -> None:
+        places = {
+            rank: Place.read(self._store.get(self._key(rank))) for rank in range(self._world_size) if self._has_written(rank)
+        }
+        found = list(mismatches(places))
+        self._first_seen = {each: self._first_seen.get(each, now) for each in found}
+        lasted_s = now - min(self._first_seen.values(), default=now)
+        if not found:
+            return
+        told, limit_s = _told(places, found), self._limit_s
+        if lasted_s >= (WARN_S if limit_s is None else min(WARN_S, limit_s / 2)) and not self._has_warned:
+            self._has_warned = True
+            end = "" if limit_s is None else f"; after mismatch_timeout_s={limit_s:g} the call fails"
+            _warn(f"{told}. They wait for each other{end}. {HINT}")
+        if limit_s is not None and lasted_s >= limit_s:
+            missing = sorted({each.missing for each in found})
+            text = f"{told}. They have waited for each other for mismatch_timeout_s={limit_s:g}. {HINT}"
+            self._store.set(self._key("verdict"), json.dumps((text, missing)))
+
+    def _has_written(self, rank: int) -> bool:
+        return bool(self._store.check([self._key(rank)]))
+
+
+def _told(places: Mapping[int, Place], found: list[Mismatch]) -> str:
+    """Say which ranks are where, and since when."""
+    since: dict[str, float] = {}
+    ranks: dict[str, list[int]] = {}
+    for rank in sorted({each.waiting for each in found} | {each.missing for each in found}):
+        place = places[rank]
+        group = next(each.group for each in found if rank in (each.waiting, each.missing))
+        if place.meeting == ENDED:
+            deed, at = ENDED, place.since
+        elif place.meeting:
+            deed, at = f"{place.meeting} (the {ordinal(place.number)} operation of this call)", place.since
+        else:
+            deed, at = f"torch.distributed.{place.begun[group].operation}", place.begun[group].since
+        ranks.setdefault(deed, []).append(rank)
+        since[deed] = min(at, since.get(deed, at))
+    text = ", and ".join(_said(its, deed, since[deed]) for deed, its in ranks.items())
+    return text[0].upper() + text[1:]
+
+
+def _said(ranks: list[int], deed: str, at: float) -> str:
+    has = "has" if len(ranks) == 1 else "have"
+    when = time.strftime("%H:%M:%S", time.localtime(at))
+    return f"{list_ranks(ranks)} {has} {'ended at' if deed == ENDED else f'been in {deed} since'} {when}"
+
+
+def _warn(text: str) -> None:
+    """Warn in the process that has opened the pool, where somebody reads it."""
+    way = link()
+    if way is None:
+        logger.warning("%s", text)
+    else:
+        way.send("warning", None, text)
