@@ -401,3 +401,37 @@ def check_on_stack(pool: ParallelPool, callers: Callable[[int], list[str]], me: 
     assert me in pool.parfor(callers, [0])[0]
     assert me in pool.parfeval(callers, 0).result()
     assert me in pool.parfor(callers, [0], max_workers=0)[0]
+
+
+OTHER_USER = """
+import json, os, subprocess
+import psutil
+from raypool import parpool
+
+def meet(context):
+    import torch
+    context.all_reduce(torch.ones(2))
+    return [entry.path for entry in psutil.Process().open_files()]
+
+with parpool(2, quiet=True) as pool:
+    paths = {path for part in pool.spmd(meet) for path in part}
+    for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
+        try:
+            paths |= {entry.path for entry in process.open_files()}
+            paths |= {entry.laddr for entry in process.net_connections("unix") if entry.laddr.startswith("/")}
+        except psutil.Error:
+            pass
+    ours = sorted(path for path in paths if path.startswith("/tmp/") and os.path.exists(path))
+    can = "for path; do for how in -r -w -x; do test $how $path && echo $how $path; done; done"
+    other = {"user": 65534, "group": 65534, "extra_groups": []}
+    found = subprocess.run(["sh", "-c", can, "sh", *ours], **other, capture_output=True, text=True).stdout.splitlines()
+    print(json.dumps([len(ours), found]))
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_another_user_can_open_nothing_that_a_pool_has_open(run_python: Any) -> None:
+    """Neither logs and sockets of Ray, nor what ranks meet by."""
+    number, found = json.loads(run_python(OTHER_USER, TMPDIR="/tmp").stdout)
+    assert number > 10, "the test has seen nothing"
+    assert found == []
