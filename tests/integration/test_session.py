@@ -432,6 +432,6 @@ with parpool(2, quiet=True) as pool:
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_another_user_can_open_nothing_that_a_pool_has_open(run_python: Any) -> None:
     """Neither logs and sockets of Ray, nor what ranks meet by."""
-    number, found = json.loads(run_python(OTHER_USER, TMPDIR="/tmp").stdout)
+    number, found = json.loads(run_python(OTHER_USER, TMPDIR="/tmp", RAY_TMPDIR="/tmp").stdout)
     assert number > 10, "the test has seen nothing"
     assert found == []
