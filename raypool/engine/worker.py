@@ -65,8 +65,8 @@ PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 class News(NamedTuple):
     """What a worker does not know yet.
 
-    Functions, those that it may forget, and, if these have changed, the driver's modules, the levels of its loggers and its filters for
-    warnings (pickled).
+    Functions, those that it may forget, and, if these have changed, the driver's modules, the levels of its loggers, and its
+    filters for warnings (pickled).
     """
 
     functions: dict[int, Packed]
