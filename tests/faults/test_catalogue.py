@@ -50,10 +50,17 @@ class BadReduce(Exception):
 
 
 class NeedsTwo(Exception):
-    """Pickles, and fails to unpickle: its arguments are not those of its constructor."""
+    """Its arguments are not those of its constructor."""
 
     def __init__(self, first: int, second: int) -> None:
         super().__init__(f"{first} and {second}")
+
+
+class NeverMade(NeedsTwo):
+    """Pickles, and fails to unpickle."""
+
+    def __reduce__(self) -> Any:
+        return NeverMade, self.args
 
 
 class Parcel:
@@ -116,7 +123,8 @@ ROWS = [
     Row("raises", lambda: raise_it(KeyError, "missing", 3), KeyError, "missing"),
     Row("raises what cannot be pickled", lambda: raise_it(HoldsALock), TaskError, "HoldsALock: holds a lock"),
     Row("raises what fails to pickle itself", lambda: raise_it(BadReduce), TaskError, "BadReduce"),
-    Row("raises what cannot be rebuilt", lambda: raise_it(NeedsTwo, 1, 2), TaskError, "NeedsTwo: 1 and 2"),
+    Row("raises what takes other arguments", lambda: raise_it(NeedsTwo, 1, 2), NeedsTwo, "1 and 2"),
+    Row("raises what cannot be rebuilt", lambda: raise_it(NeverMade, 1, 2), TaskError, "NeverMade: 1 and 2"),
     Row("returns what cannot be pickled", threading.Lock, SerializationError, "a result.*lock"),
     Row("returns what cannot be opened here", lambda: Parcel(fail_at_home), SerializationError, "cannot be opened here"),
     Row("calls sys.exit", lambda: raise_it(SystemExit, 3), TaskError, r"^The task called sys\.exit\(3\)\."),

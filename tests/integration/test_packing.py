@@ -181,8 +181,8 @@ def local_things() -> dict[str, Any]:
         (lambda has: has["Splitter"]().run, "'rows' (a generator) of Splitter"),
         (lambda has: has["LeavesItsLock"](), "parts['a'][0].rows (a generator) of LeavesItsLock"),
         (lambda has: has["Net"](), "layers.1.gate (a lock) of Net"),
-        (lambda _: functools.partial(print, 1, lock, sep=""), "args[1] (a lock) of a partial of print"),
-        (lambda _: functools.partial(print, sep=lock), "'sep' (a lock) of a partial of print"),
+        (lambda _: functools.partial(sorted, 1, lock, key=""), "args[1] (a lock) of a partial of sorted"),
+        (lambda _: functools.partial(sorted, key=lock), "'key' (a lock) of a partial of sorted"),
         (lambda has: functools.partial(has["waits"], 1), "'event' (a threading.Event) used by waits"),
     ],
 )

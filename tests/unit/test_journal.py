@@ -49,6 +49,9 @@ class Unlucky(Exception):
     def __init__(self, code: int, reason: str) -> None:
         super().__init__(f"{reason} ({code})")
 
+    def __reduce__(self):
+        return Unlucky, self.args
+
 
 class Stubborn(Exception):
     def __str__(self) -> str:
