@@ -128,6 +128,8 @@ class Learner:
             try:
                 loss = self._loss_of(noting, batch)
             except UserWarning as warning:
+                if "target size" not in str(warning):
+                    raise  # another one, which the user's filters make an error
                 raise InvalidValueError(
                     "The loss was given outputs and targets of different shapes: "
                     f"{str(warning).split('. ')[0]}. Give targets the shape of the outputs, targets[:, None] for one."

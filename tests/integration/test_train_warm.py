@@ -247,7 +247,7 @@ def failure(pool: Any, loop: Callable[..., Any], config: Any = None, **options: 
     return caught.value
 
 
-def test_a_rank_that_reports_other_names(pool: Any) -> None:
+def test_a_rank_that_reports_other_names(pool: Any, caplog: pytest.LogCaptureFixture) -> None:
     """What rank 0 reports is kept; one warning says which rank is the first to differ, and in what."""
 
     def loop() -> None:
@@ -263,8 +263,8 @@ def test_a_rank_that_reports_other_names(pool: Any) -> None:
     run = pool.train(loop)
     assert run.result(300).metrics == {"loss": 2}
     assert "other" not in run.metrics
-    assert run.diary.count("Rank 1 has reported other metrics than rank 0: 'acc0', 'acc1', ") == 1
-    assert "and 492 more is missing, 'other' is not among those of rank 0. Only what rank 0 reports is kept" in run.diary
+    assert caplog.text.count("Rank 1 has reported other metrics than rank 0: 'acc0', 'acc1', ") == 1
+    assert "and 492 more is missing, 'other' is not among those of rank 0. Only what rank 0 reports is kept" in caplog.text
 
 
 def test_a_rank_that_returns_while_others_report(pool: Any) -> None:
