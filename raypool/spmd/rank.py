@@ -57,8 +57,8 @@ class RankFunction:
         except BaseException as error:
             _shield()
             outcome: Exception | None = _interruption(error, group, has_returned)
-            if outcome is not None and group is not None and group.mismatch is not None:
-                outcome = group.mismatch
+            if group is not None and group.mismatch is not None:
+                outcome = group.mismatch  # its group was closed for that, and torch may raise anything then
             _part(assignment, group)
             if outcome is None:
                 raise
