@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import threading
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -130,6 +131,9 @@ def _flight_records(is_whole: bool) -> Iterator[bytes]:
             yield dump(includeCollectives=is_whole, onlyActive=False)
 
 
+_closing = threading.Lock()
+
+
 def close_world(world: Any) -> None:
     """Close torch's default group, and all that were made from it: whoever waits in one, here or elsewhere, fails at once.
 
@@ -138,18 +142,19 @@ def close_world(world: Any) -> None:
     from torch.distributed import distributed_c10d
 
     dist = distributed()
-    if not is_registered(world):
-        return
-    swap_default(world)
-    try:
-        for group in list(distributed_c10d._world.pg_map):
-            _sever_gloo(group)
-        if "nccl" in dist.get_backend_config(world):
-            distributed_c10d._abort_process_group()  # destroying waits for what runs on the GPU, which waits for the others
-        else:
-            dist.destroy_process_group()
-    finally:
-        swap_default(None)
+    with _closing:  # a rank that the thread of its watch cuts off closes the same group
+        if not is_registered(world):
+            return
+        swap_default(world)
+        try:
+            for group in list(distributed_c10d._world.pg_map):
+                _sever_gloo(group)
+            if "nccl" in dist.get_backend_config(world):
+                distributed_c10d._abort_process_group()  # destroying waits for what runs on the GPU, which waits for the others
+            else:
+                dist.destroy_process_group()
+        finally:
+            swap_default(None)
 
 
 def _sever_gloo(group: Any) -> None:
