@@ -21,7 +21,7 @@ import time
 import weakref
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from raypool.core.messages import Signal
 from raypool.errors import TaskCancelled
@@ -56,6 +56,15 @@ THREAD_START_S = 10.0
 
 NOW = 0.0
 """A deadline that has passed."""
+
+
+class Terminated(SystemExit):
+    """This worker process was told to end (SIGTERM): no `sys.exit` of the task's, which would be the error of its item alone."""
+
+
+def terminate(*_: Any) -> NoReturn:
+    """End this process as one that was told to; a handler of SIGTERM. Ray's own raises what `sys.exit(1)` raises."""
+    raise Terminated(1)
 
 
 class Deadline(Protocol):

@@ -17,7 +17,7 @@ from raypool.engine import diary
 from raypool.engine.backend import Part, WorkerInfo
 from raypool.engine.coroutines import finished
 from raypool.engine.early import Early
-from raypool.engine.guard import NOW, Guard
+from raypool.engine.guard import NOW, Guard, Terminated
 from raypool.engine.open_call import OpenCall, RawResult
 from raypool.engine.sharing import Turns
 from raypool.engine.torch_modes import torch_modes
@@ -242,7 +242,13 @@ def _run_items(
 
 
 def as_error(error: BaseException) -> BaseException:
-    """Return what an item has raised; of `SystemExit` a `TaskError`, since it would end whoever asks for the value."""
+    """Return what an item has raised; of `SystemExit` a `TaskError`, since it would end whoever asks for the value.
+
+    Raises:
+        Terminated: That is what was raised: it ends this process.
+    """
+    if isinstance(error, Terminated):
+        raise error
     if not isinstance(error, SystemExit):
         return error
     failed = TaskError(f"The task called sys.exit({'' if error.code is None else repr(error.code)}).")

@@ -9,6 +9,7 @@ import gc
 import os
 import pickle
 import platform
+import signal
 import sys
 import time
 import traceback
@@ -31,7 +32,7 @@ from raypool.engine.answers import pack_narrowed, pack_results
 from raypool.engine.backend import Part, Refusal, WorkerInfo, function_name
 from raypool.engine.early import Early, Watch
 from raypool.engine.exchange import LOOK_AGAIN_S
-from raypool.engine.guard import ProcessGuard
+from raypool.engine.guard import ProcessGuard, terminate
 from raypool.engine.homes import FarHome, Home, sees
 from raypool.engine.logs import Forwarder, Levels
 from raypool.engine.mirrors import ItemFolders, home_here
@@ -132,6 +133,7 @@ class PoolWorker:
         self._worker_id = worker_id
         self._inventory = inventory
         self._guard = ProcessGuard()
+        signal.signal(signal.SIGTERM, terminate)
         self._sharing = sharing
         self._max_leftover_bytes = max_leftover_bytes
         self._upkeep: Upkeep | None = None

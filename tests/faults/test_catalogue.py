@@ -130,6 +130,7 @@ ROWS = [
     Row("calls sys.exit", lambda: raise_it(SystemExit, 3), TaskError, r"^The task called sys\.exit\(3\)\."),
     Row("calls os._exit", lambda: os._exit(4), WorkerLostError, "killed or crashed|exit code 4"),
     Row("is killed", lambda: os.kill(os.getpid(), signal.SIGKILL), WorkerLostError, "killed"),
+    Row("is told to end", lambda: os.kill(os.getpid(), signal.SIGTERM), WorkerLostError, "exit code 1|killed"),
     Row("crashes", lambda: os.kill(os.getpid(), signal.SIGSEGV), WorkerLostError, "crashed"),
     Row("dies while its value is pickled", DiesWhenPickled, WorkerLostError, "killed or crashed|exit code 5"),
     Row("dies while something is let go", let_go, WorkerLostError, "killed or crashed|exit code 6"),

@@ -413,7 +413,7 @@ def test_ray_on_this_machine_is_killed(on_cluster: Any, name: str, words: str) -
     assert "the pool ends" in said
 
 
-@pytest.mark.parametrize("name", ["gcs_server", "raylet"])
+@pytest.mark.parametrize("name", ["gcs_server", pytest.param("raylet", marks=pytest.mark.long)])
 def test_ray_on_this_machine_is_stopped(on_cluster: Any, name: str) -> None:
     """As by a debugger, or on a machine that swaps: time limits hold, the pool ends, and another can be opened."""
     facts, _ = on_cluster(
