@@ -86,7 +86,8 @@ class Wanted:
         if not self._has_told and time.monotonic() > self._begin + SILENT_S:
             self._has_told = True
             others = tuple(name for name in holders() if HOLDER not in name)  # what has come already is not waited for
-            logger.warning("Waiting for %s, for start_timeout_s=%g at most. %s", missing(), self._timeout_s, held_by(others))
+            who = held_by(others) if others else ""
+            logger.warning("Waiting for %s, for start_timeout_s=%g at most. %s", missing(), self._timeout_s, who)
 
     def is_over(self) -> bool:
         """Whether to give up."""
