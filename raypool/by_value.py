@@ -59,6 +59,9 @@ def _proxy(make: Callable[..., Any], *arguments: Any) -> Any:
 _globals: dict[str, dict[str, Any]] = {}
 """By module, the global variables that functions of a script share in this process where multiprocessing has brought them."""
 
+_last_run: dict[str, weakref.ref[types.FunctionType]] = {}
+"""By module, the function that ran last in this worker. It is not kept: its global variables may be large."""
+
 
 def teach_multiprocessing() -> None:
     """Let what a script defines travel to processes that this one starts by `multiprocessing`, and back.
@@ -72,7 +75,7 @@ def note_globals(fn: Callable[..., Any]) -> None:
     """Let functions that come to forked children of this process join the global variables of the one that is about to run."""
     function = function_in(fn)
     if function is not None:
-        _globals[function.__module__] = function.__globals__
+        _last_run[function.__module__] = weakref.ref(function)
 
 
 def _reduced_for_child(pickler: Any, value: Any) -> Any:
@@ -101,7 +104,9 @@ def _class_in_child(make: Callable[..., Any], *args: Any) -> Any:
 
 def _function_in_child(module: str, make: Callable[..., Any], code: Any, variables: dict[str, Any], *args: Any) -> Any:
     teach_multiprocessing()
-    return make(code, _globals.setdefault(module, variables), *args)
+    function = _last_run[module]() if module in _last_run else None
+    shared = _globals.setdefault(module, variables) if function is None else function.__globals__
+    return make(code, shared, *args)
 
 
 def _set_in_child(set_state: Callable[..., None], function: Any, state: tuple[dict[str, Any], dict[str, Any]]) -> None:

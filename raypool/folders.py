@@ -83,7 +83,7 @@ class TemporaryFolder:
         if self._remove is None:
             held = hold(self._path)
             self._remove = weakref.finalize(self, _let_go, self._path, held, os.getpid())
-            subprocess.run([sys.executable, "-I", "-S", "-c", _REMOVER, str(self._path)], check=False, start_new_session=True)
+            run_aside(_REMOVER, self._path)
         return self._path
 
     def remove(self) -> None:
@@ -92,6 +92,16 @@ class TemporaryFolder:
         if remove is not None:
             self._path = _new_name()  # somebody still waits for the end of the old one
             remove()
+
+
+def run_aside(code: str, folder: Path) -> None:
+    """Run Python code in a small process, with the name of a folder; it forks what is to stay.
+
+    Nothing of this process stays open there: whoever reads what this process prints need not wait for the other.
+    """
+    none = subprocess.DEVNULL
+    command = [sys.executable, "-I", "-S", "-c", code, str(folder)]
+    subprocess.run(command, check=False, start_new_session=True, cwd="/", stdin=none, stdout=none, stderr=none)
 
 
 def _new_name() -> Path:

@@ -26,9 +26,6 @@ from raypool.labels import for_ray
 
 POLL_S = 0.01
 
-HOLDER = f"raypool in process {os.getpid()} on {platform.node()}"
-"""What holds the claims of this process, as others see it."""
-
 SILENT_S = 1.0
 """Nobody is told of a wait that is shorter [s]."""
 
@@ -85,13 +82,18 @@ class Wanted:
         """Say what is waited for, once, and not before a second has passed."""
         if not self._has_told and time.monotonic() > self._begin + SILENT_S:
             self._has_told = True
-            others = tuple(name for name in holders() if HOLDER not in name)  # what has come already is not waited for
+            others = tuple(name for name in holders() if _holder() not in name)  # what has come already is not waited for
             who = held_by(others) if others else ""
             logger.warning("Waiting for %s, for start_timeout_s=%g at most. %s", missing(), self._timeout_s, who)
 
     def is_over(self) -> bool:
         """Whether to give up."""
         return self._closed.is_set() or time.monotonic() > self._begin + self._timeout_s
+
+
+def _holder() -> str:
+    """Return what holds the claims of this process, as others see it."""
+    return f"raypool in process {os.getpid()} on {platform.node()}"
 
 
 def release_all(claims: Sequence[Claim]) -> None:
@@ -105,7 +107,7 @@ def release_all(claims: Sequence[Claim]) -> None:
 def request(demand: Demand, node_id: str | None = None) -> Claim:
     """Ask Ray for what a claim takes, on a particular node if one is named."""
     labels = {**for_ray(demand.labels), **({"ray.io/node-id": node_id} if node_id is not None else {})}
-    name = f"{HOLDER}#{uuid.uuid4().hex}"  # Ray wants each name once
+    name = f"{_holder()}#{uuid.uuid4().hex}"  # Ray wants each name once
     return Claim(placement_group([demand.bundle], name=name, bundle_label_selector=[labels] if labels else None), demand)
 
 

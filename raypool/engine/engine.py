@@ -110,7 +110,7 @@ class Engine:
         self._why_closed = "The pool was shut down. Open another with parpool()."
         self.helpers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # they hand in more work of what is not done yet
         self._has_noted = False
-        self._has_warned_of: set[str] = set()  # functions with generators of their own
+        self._searched: set[tuple[str, Any]] = set()  # functions, for generators of their own
         self.driver.start(self.backend)
         _engines.add(self)
         if profile.setup is not None:
@@ -176,11 +176,12 @@ class Engine:
         In this process there are no copies: items draw one after the other, as in a loop without a pool.
         """
         name = function_name(fn)
-        if self.profile.backend != "ray" or name in self._has_warned_of:
+        key = name, getattr(fn, "__code__", None)
+        if self.profile.backend != "ray" or key in self._searched:
             return
+        self._searched.add(key)
         found = generators_of(fn)
         if found:
-            self._has_warned_of.add(name)
             logger.warning(
                 "%s draws from %s, and each worker has its own copy of that: items on different workers get the same random "
                 "numbers, and the next run gives others. Use parfor with seed=0, which seeds it for each item, or make the "

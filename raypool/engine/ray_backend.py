@@ -7,9 +7,7 @@ import functools
 import logging
 import pickle
 import platform
-import sys
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -34,14 +32,14 @@ from raypool.engine.ray_failures import loss_reason, loss_text
 from raypool.engine.ray_nodes import CutOff, look, why_cut_off
 from raypool.engine.ray_session import connection, give_up_ray, is_up, leave_ray
 from raypool.engine.ray_values import MessageValues, StoredValues, bring_home
-from raypool.engine.seat import Filters, Seat, note_stale
+from raypool.engine.seat import Seat, note_stale
 from raypool.engine.seating import Seating
 from raypool.engine.sharing import Sharing
 from raypool.engine.traffic import Traffic
 from raypool.engine.upkeep import Leftover
 from raypool.engine.verdicts import different_module
 from raypool.engine.worker import Introduction, News, PoolWorker, pack_call
-from raypool.errors import LossReason, SerializationError
+from raypool.errors import LossReason
 from raypool.futures import Values
 from raypool.profiles import Profile
 from raypool.queues import add_source, drop_source
@@ -351,7 +349,7 @@ class RayBackend:
                     seat.known.add(function.fn_id)
                     new[function.fn_id] = function.packed
                     weakref.finalize(function, note_stale, weakref.ref(seat), function.fn_id).atexit = False
-            news = News(new, stale, self._news(seat, functions), None if levels is seat.levels else levels, _new_filters(seat))
+            news = News(new, stale, self._news(seat, functions), None if levels is seat.levels else levels)
             seat.levels = levels
             call = pack_call(attempt_id, parts, news, seat.is_spent, behind)
             status, values = seat.run(call.header, call.refs) if call.refs else seat.run(call.header)
@@ -483,24 +481,3 @@ class RayBackend:
             drop_source(self._agents)
             self._left.set()
             leave_ray(bring_home, self._joined)
-
-
-def _new_filters(seat: Seat) -> bytes | None:
-    """Return the filters for warnings that the script has set, if the worker in a place does not have them yet."""
-    filters = tuple(each for each in warnings.filters if each not in _filters_of_options())
-    if filters == seat.filters:
-        return None
-    seat.filters = filters
-    try:
-        return packing.snapshot(filters, "the filters for warnings")
-    except SerializationError:  # a category that only this process can make
-        return None
-
-
-@functools.cache
-def _filters_of_options() -> Filters:
-    """Return what `python -W` has set: that is about this process, and PYTHONWARNINGS is about all."""
-    with warnings.catch_warnings():
-        warnings.resetwarnings()
-        warnings._processoptions(sys.warnoptions)  # type: ignore[attr-defined]  # there is no public way to read them
-        return tuple(warnings.filters)

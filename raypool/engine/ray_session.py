@@ -10,7 +10,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -28,7 +27,7 @@ from raypool.devices.visible import visible_gpus
 from raypool.engine.quiet_import import import_ray
 from raypool.engine.ray_helpers import without_helpers
 from raypool.errors import StartupError
-from raypool.folders import hold, make_private, remove_unheld
+from raypool.folders import LOCK, hold, make_private, remove_unheld, run_aside
 from raypool.profiles import CLIENT, LOOPBACK, Profile
 
 LOOPBACK_ONLY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
@@ -207,6 +206,8 @@ def _after_fork() -> None:
     """
     global _has_forked, _lock, _users, _ours, _files
     _has_forked = _has_forked or _is_initialized()
+    if _files is not None:
+        os.close(_files[1])  # else the folder would be held as long as this child lives
     _lock, _users, _ours, _files = threading.Lock(), 0, None, None
     if signal.getsignal(signal.SIGTERM) is _exit_terminated:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -331,6 +332,7 @@ def keep_logs() -> Path | None:
     if _files is None:
         return None
     (folder, _), _files = _files, None
+    (folder / LOCK).unlink(missing_ok=True)  # the next Ray removes what has a lock that nobody holds
     return folder / "session_latest" / "logs"
 
 
@@ -354,7 +356,7 @@ def _make_files() -> tuple[Path, int]:
         remove_unheld(folder)
     folder = parent / uuid.uuid4().hex[:8]  # short: the names of sockets below it have 107 letters at most
     held = hold(folder)
-    subprocess.run([sys.executable, "-I", "-S", "-c", END_WHAT_IS_LEFT, str(folder)], check=False, start_new_session=True)
+    run_aside(END_WHAT_IS_LEFT, folder)
     return folder, held
 
 

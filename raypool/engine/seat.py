@@ -5,16 +5,13 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from typing import Any, TypeAlias
+from typing import Any
 
 from raypool.engine import outside
 from raypool.engine.claims import Claim
 from raypool.engine.logs import Levels
 from raypool.engine.pulse import Pulse
 from raypool.engine.ray_session import is_up
-
-Filters: TypeAlias = tuple[tuple[Any, ...], ...]
-"""`warnings.filters` of a process."""
 
 
 class Seat:
@@ -25,7 +22,6 @@ class Seat:
         "actor",
         "calls",
         "claim",
-        "filters",
         "is_ending",
         "is_spent",
         "known",
@@ -52,7 +48,6 @@ class Seat:
         """Begin anew, with another worker."""
         self.worker_id = worker_id
         self.known: set[int] = set()  # functions that the worker has
-        self.filters: Filters = ()  # for warnings, that the worker has from here
         self.levels: Levels | None = None  # of the driver's loggers, as the worker knows them
         self.stale: deque[int] = deque()  # those of them that nobody will call again
         self.project = -1  # the number of the newest snapshot of the driver's modules that the worker has

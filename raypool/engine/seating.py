@@ -276,11 +276,6 @@ class Seating:
         """Return the places on a claim that nobody was told to leave, in order."""
         return [place for place, other in self._claims.items() if other is claim and place not in self._leaving]
 
-    @property
-    def num_claims(self) -> int:
-        """How many claims the pool has."""
-        return len({id(claim) for claim in list(self._claims.values())})
-
     # --- fewer of them ------------------------------------------------------------------------------------------------
 
     def leave(self, place: int) -> Claim | None:

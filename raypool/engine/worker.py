@@ -13,7 +13,6 @@ import signal
 import sys
 import time
 import traceback
-import warnings
 from collections.abc import Callable, MutableMapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -66,15 +65,13 @@ PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 class News(NamedTuple):
     """What a worker does not know yet.
 
-    Functions, those that it may forget, and, if these have changed, the driver's modules, the levels of its loggers, and its
-    filters for warnings (pickled).
+    Functions, those that it may forget, and, if these have changed, the driver's modules and the levels of its loggers.
     """
 
     functions: dict[int, Packed]
     stale: Sequence[int]
     project: Snapshot | None
     levels: Levels | None
-    filters: bytes | None
 
 
 def pack_call(attempt_id: int, parts: Sequence[Part], news: News, is_spent: bool, behind: int | None) -> Parcel:
@@ -84,8 +81,8 @@ def pack_call(attempt_id: int, parts: Sequence[Part], news: News, is_spent: bool
 
     One pickle of plain tuples: Ray would take each argument, and each tuple with a name, by itself.
     """
-    functions, stale, project, levels, filters = news
-    told = (functions, stale, project and tuple(project), None if levels is None else tuple(levels), filters)
+    functions, stale, project, levels = news
+    told = (functions, stale, project and tuple(project), None if levels is None else tuple(levels))
     call = (attempt_id, [tuple(part) for part in parts], told, is_spent, behind)
     if all(isinstance(part.items, bytes) for part in parts) and all(isinstance(fn, bytes) for fn in functions.values()):
         return Parcel(pickle.dumps(call, protocol=5), [], [])
@@ -223,12 +220,10 @@ class PoolWorker:
         """
         fetched_before = Fetched.num_bytes
         attempt_id, fields, told, is_known, behind = load(Parcel(call, [], list(refs)))
-        functions, stale, project, levels, filters = told
+        functions, stale, project, levels = told
         parts = [Part(*entries) for entries in fields]
         del call, refs, fields, told
         self._guard.begin_call(attempt_id)
-        if filters is not None:
-            _take_filters(filters)
         if levels is not None:
             self._forwarder.heed(Levels(*levels))
         self.forget(stale, is_idle=False)
@@ -343,13 +338,6 @@ class PoolWorker:
         finally:
             self._outbox.drain(DRAIN_TIMEOUT_S)
         return None
-
-
-def _take_filters(packed: bytes) -> None:
-    """Let warnings be treated here as in the driver."""
-    filters = pickle.loads(packed)
-    warnings.resetwarnings()
-    warnings.filters.extend(filters)  # type: ignore[attr-defined]
 
 
 def refuse_breakpoint(*_: Any, **__: Any) -> NoReturn:

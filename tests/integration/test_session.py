@@ -58,6 +58,16 @@ def tells_metrics(port):
         except OSError:
             return False
 
+def watch_of(files):
+    "What is open as standard input, output and error in the process that waits for the end of this one."
+    for process in psutil.process_iter():
+        try:
+            command = process.cmdline()
+            if command[-1:] and command[-1].startswith("/") and str(files).startswith(command[-1]) and "flock" in command[-2]:
+                return [os.readlink(f"/proc/{process.pid}/fd/{number}") for number in range(3)]
+        except (psutil.Error, OSError):
+            continue
+
 STRANGER = '''
 import sys
 from ray._raylet import GcsClient
@@ -121,6 +131,7 @@ def first(run_python: Run, home: Path) -> tuple[dict[str, Any], subprocess.Compl
         facts["metrics"] = [name for name, (_, port) in ports.items() if tells_metrics(port)]
         files = Path(ray._private.worker._global_node.get_session_dir_path())
         facts["files"] = [str(files), files.parents[1].stat().st_mode & 0o777]
+        facts["watch"] = watch_of(files)
         facts["commands"] = [" ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)]
         try:
             import ray.util.state
@@ -205,6 +216,11 @@ def test_the_token_is_for_its_owner_only(first: Any, home: Path) -> None:
 
 def test_nobody_is_told_its_metrics(first: Any) -> None:
     assert first[0]["metrics"] == []
+
+
+def test_what_watches_over_it_holds_nobodys_output(first: Any) -> None:
+    """It outlives the driver; whoever reads what that has printed need not wait for it."""
+    assert first[0]["watch"] == ["/dev/null"] * 3
 
 
 def test_its_files_are_this_users_and_go_with_it(first: Any) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import gc
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 
 from raypool import left_globals
+from raypool.by_value import note_globals
 from raypool.engine.backend import function_name
 from raypool.left_globals import call_setup, share_left
 
@@ -220,3 +223,14 @@ def test_elsewhere_nothing_is_kept(script: dict[str, Any], monkeypatch: pytest.M
     call_setup(script["load"], 7)
     assert script["model"] == 7
     assert left_globals._left == {}
+
+
+def test_what_children_are_to_share_is_not_kept_for_them() -> None:
+    """A worker forgets a function with its global variables, although processes that it starts would join these."""
+    scope: dict[str, Any] = {"__name__": "a_script"}
+    exec("class Large: pass\nlarge = Large()\ndef fn(): return large", scope)
+    large = weakref.ref(scope["large"])
+    note_globals(scope["fn"])
+    scope.clear()
+    gc.collect()
+    assert large() is None
