@@ -103,7 +103,7 @@ _lock = threading.Lock()
 _users = 0
 _ended = threading.Event()
 _shipped: dict[str, Any] = {}  # with our connection
-_ours: str | None = None  # our connection to the Ray that was started here; unique, so that another Ray is never taken for it
+_ours: str | None = None  # the connection that raypool has made; unique, so that no other is taken for it
 _files: tuple[Path, int] | None = None  # the folder of that Ray, and the descriptor that holds it
 _is_given_up = False  # whoever asked the Ray that this process is connected to would wait forever
 
@@ -192,11 +192,17 @@ def is_forked() -> bool:
 
 def _lacks_threads() -> bool:
     """Whether the thread that every driver of Ray 2.60 has is missing; raypool may have been imported after the fork."""
-    if "ray.util.client" in sys.modules and sys.modules["ray.util.client"].ray.is_connected():
-        return False  # Ray Client has no such thread
+    if _client() is not None:
+        return False  # it has no such thread
     with contextlib.suppress(OSError):  # Linux only
         return all(name.read_text().strip() != RAYS_THREAD for name in Path("/proc/self/task").glob("*/comm"))
     return False
+
+
+def _client() -> Any:
+    """Return the connection of Ray Client, None if this process has none."""
+    module = sys.modules.get("ray.util.client")
+    return module.ray.get_context().client_worker if module is not None and module.ray.is_connected() else None
 
 
 def _after_fork() -> None:
@@ -218,9 +224,15 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def connection() -> str:
-    """Return an id of this process's connection to Ray. The id of a driver alone is the same in each new local Ray."""
+    """Return an id of this process's connection to Ray, without asking a cluster for it: it may be beyond reach.
+
+    The id of a driver alone is the same in each new local Ray.
+    """
     import ray
 
+    client = _client()
+    if client is not None:
+        return str(client._client_id)  # private, checked on Ray 2.60
     context = ray.get_runtime_context()
     return f"{context.get_worker_id()} on {context.get_node_id()}"
 
@@ -293,7 +305,9 @@ def _wake() -> list[int]:
     """
     if not is_ours():
         return []
-    node = sys.modules["ray"]._private.worker._global_node  # private, checked on Ray 2.60
+    node = sys.modules["ray"]._private.worker._global_node  # private, checked on Ray 2.60; None if Ray runs elsewhere
+    if node is None:
+        return []
     processes = [info.process.pid for infos in node.all_processes.values() for info in infos]
     _signal(processes, signal.SIGCONT)
     return processes
@@ -369,7 +383,7 @@ def _remove_files() -> None:
 
 
 def is_ours() -> bool:
-    """Whether the Ray that runs in this process was started by us."""
+    """Whether raypool has connected this process to the Ray that it is connected to."""
     if not _is_initialized():
         return False
     return _ours == connection()

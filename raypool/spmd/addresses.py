@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 LOOPBACK = "127.0.0.1"
 
@@ -57,12 +56,16 @@ def listen(address: str) -> socket.socket:
     return listener
 
 
-@contextmanager
-def free_port(address: str) -> Iterator[int]:
-    """Find a free port, and hold it meanwhile, so that no other rank finds the same."""
-    with socket.socket() as holder:
-        holder.bind((address, 0))
-        yield int(holder.getsockname()[1])
+def hold_port(address: str) -> tuple[socket.socket, int]:
+    """Find a free port; return a socket that holds it, and its number.
+
+    Until the socket is closed, the system gives the port to nobody who asks for any. Torch can listen there nevertheless: it sets
+    SO_REUSEADDR, too, and a socket that does not listen itself is not in its way.
+    """
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind((address, 0))
+    return holder, int(holder.getsockname()[1])
 
 
 def knock(address: tuple[str, int]) -> None:

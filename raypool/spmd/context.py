@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from raypool.errors import InvalidValueError
 from raypool.spmd import collectives
-from raypool.spmd.addresses import free_port
+from raypool.spmd.addresses import hold_port
 from raypool.spmd.collectives import Op
 from raypool.spmd.group import Assignment, Group, connect
 from raypool.spmd.wire import check_other, check_rank
@@ -360,7 +360,8 @@ class SpmdContext:
         self._check_process("TF_CONFIG is in the environment", "TensorFlow works with a process for each rank")
         group = self._group
         if not group.tf_addresses:
-            with free_port(group.address) as port:
+            holder, port = hold_port(group.address)  # so that no other rank finds the same
+            with holder:
                 group.tf_addresses = self.all_gather(f"{group.address}:{port}")
         config = {"cluster": {"worker": group.tf_addresses}, "task": {"type": "worker", "index": self.rank}}
         if self._group.assignment.has_process:  # one worker alone needs none
@@ -386,7 +387,8 @@ class SpmdContext:
             (1, 0)
         """
         self._check_process("jax.distributed is set up once in a process", "JAX works with a process for each rank")
-        with free_port(self._group.address) as port:
+        holder, port = hold_port(self._group.address)
+        with holder:
             address = self.broadcast(f"{self._group.address}:{port}", src=0)
         return {"coordinator_address": address, "num_processes": self.world_size, "process_id": self.rank}
 

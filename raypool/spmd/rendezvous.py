@@ -9,15 +9,15 @@ sign their messages. Calls that wait in native code run in a thread, and only af
 from __future__ import annotations
 
 import secrets
+import socket
 import threading
 import uuid
 from collections.abc import Callable
-from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 from raypool.folders import folder_of_process, make_private
-from raypool.spmd.addresses import LOOPBACK, free_port, knock, listen, own_address
+from raypool.spmd.addresses import LOOPBACK, hold_port, knock, listen, own_address
 from raypool.spmd.lines import SLICE_S, distributed
 from raypool.task import Way, current_task, note_here
 
@@ -59,29 +59,33 @@ class Invitation(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The store of a new group, the address of this rank, and what rank 0 has told."""
+    """The store of a new group, the address of this rank, and what rank 0 has told.
+
+    `port` holds the port of the invitation, on rank 0.
+    """
 
     store: Any
     address: str
     invitation: Invitation
     has_nccl: bool
+    port: socket.socket | None
 
 
 def find_others(assignment: Assignment, way: Way) -> Found:
     """Find the other ranks, and wait until all are there. Can be interrupted."""
-    store, address, invitation = None, "", None
-    with ExitStack() as stack:
-        if assignment.rank == 0:
-            store, place, address = _open_store(assignment)
-            invitation = Invitation(place, (address, stack.enter_context(free_port(address))), secrets.token_bytes(32))
-        said = _gpu_uuid(assignment), None if invitation is None else tuple(invitation)  # plain data for the exchange
-        met = way.ask("meet", assignment.number, assignment.rank, assignment.world_size, said)
+    store, address, invitation, holder = None, "", None, None
+    if assignment.rank == 0:
+        store, place, address = _open_store(assignment)
+        holder, port = hold_port(address)
+        invitation = Invitation(place, (address, port), secrets.token_bytes(32))
+    said = _gpu_uuid(assignment), None if invitation is None else tuple(invitation)  # plain data for the exchange
+    met = way.ask("meet", assignment.number, assignment.rank, assignment.world_size, said)
     if invitation is None:
         invitation = Invitation(*met[0][1])
         store, address = _join_store(assignment, invitation.store)
     uuids = [gpu_uuid for gpu_uuid, _ in met]
     has_nccl = None not in uuids and len(set(uuids)) == len(uuids)  # NCCL wants a GPU of its own for each rank
-    return Found(store, address, invitation, has_nccl)
+    return Found(store, address, invitation, has_nccl, holder)
 
 
 def _gpu_uuid(assignment: Assignment) -> str | None:

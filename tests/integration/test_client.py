@@ -262,6 +262,7 @@ try_it("raypool", token_file=TOKEN)
 raypool.__version__ = version
 with pool_of(1) as pool:
     said["in the end"] = pool.parfeval(abs, -1).result()
+said["afterwards"] = ray.is_initialized()
 """
 
 
@@ -281,6 +282,7 @@ def test_what_is_in_the_way_is_said_within_seconds(laptop: Laptop, head: Any) ->
     for name, words in expected.items():
         assert words in said[name], name
     assert said["in the end"] == 1  # a process whose token was wrong can mend it
+    assert said["afterwards"] is False  # the pool has made the connection, and ends it
 
 
 BROKEN = """
@@ -299,11 +301,12 @@ with pool_of(2) as pool:
                 process.kill()
         except psutil.Error:
             pass
+    from raypool.engine import outside, ray_nodes, ray_session
+    said["ours"] = ray_session.is_ours()  # asks nobody
     try:
         future.result(300)
     except RaypoolError as error:
         said["error"] = type(error).__name__, f"{error} {error.__cause__!r}"
-    from raypool.engine import outside, ray_nodes
     said["asked"] = []
     for ask in (ray_nodes.look, outside.home_node):
         try:
@@ -320,6 +323,7 @@ def test_a_connection_that_breaks_ends_the_pool(laptop: Laptop) -> None:
     assert "The connection to the cluster has ended" in words or "The cluster has not answered for" in words
     assert not said["begun"], "".join(said["begun"][0])  # Ray starts a new one on this machine if it is asked anything afterwards
     assert said["asked"] == ["PoolClosedError"] * 2
+    assert said["ours"] is True
 
 
 LEFT = """

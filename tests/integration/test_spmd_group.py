@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -264,16 +265,23 @@ def test_the_environment_is_that_of_torchrun(pool: ParallelPool) -> None:
 
 
 def test_what_is_in_the_environment_makes_a_group(pool: ParallelPool) -> None:
-    """A script that is written for torchrun finds the others by it, beside the group that is there."""
+    """A script that is written for torchrun finds the others by it, beside the group that is there.
+
+    The port is held for it: it must not be given to another process meanwhile.
+    """
 
     def fn(context: Any) -> Any:
         import torch
         import torch.distributed as dist
 
         dist.destroy_process_group()
+        if context.rank == 0:
+            with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
+                stranger.bind((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
         dist.init_process_group("gloo")
         x = torch.tensor(context.rank + 1.0)
         dist.all_reduce(x)
+        context.barrier()  # gloo drops what a rank has not read yet when another one closes the connection
         dist.destroy_process_group()
         return x.item()
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from raypool.engine.backend import WorkerInfo
 from raypool.errors import CollectiveError, LossReason, RankInterrupted, SpmdError, TaskTimeoutError, WorkerLostError
 from raypool.spmd.blame import RankFailure, spmd_error
+from raypool.spmd.failures import is_disconnect
 from raypool.spmd.roster import Roster
 
 
@@ -35,6 +38,14 @@ def test_the_first_in_time_is_named_and_the_rest_is_counted():
     assert error.first_rank == 2
     assert error.__cause__ is error.failures[2]
     assert set(error.failures) == {1, 2}
+
+
+def test_a_port_that_is_taken_is_the_fault_of_the_rank_itself():
+    dist = pytest.importorskip("torch.distributed")
+    first = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with pytest.raises(dist.DistError) as raised:
+        dist.TCPStore("127.0.0.1", first.port, is_master=True, wait_for_workers=False)
+    assert not is_disconnect(raised.value)
 
 
 def test_a_lost_rank_is_named_with_the_reason():
