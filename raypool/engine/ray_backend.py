@@ -38,6 +38,7 @@ from raypool.engine.sharing import Sharing
 from raypool.engine.traffic import Traffic
 from raypool.engine.upkeep import Leftover
 from raypool.engine.verdicts import different_module
+from raypool.engine.warning_filters import filters_here
 from raypool.engine.worker import Introduction, News, PoolWorker, pack_call
 from raypool.errors import LossReason
 from raypool.futures import Values
@@ -340,7 +341,7 @@ class RayBackend:
             return
         if self._cards is not None:
             parts = self._cards.sent(seat.place, seat.claim, attempt_id, parts)
-        levels = levels_here()
+        levels, filters = levels_here(), filters_here()
         with seat.lock:
             seat.calls[attempt_id] = behind
             stale, new = seat.take_stale(), {}
@@ -349,8 +350,14 @@ class RayBackend:
                     seat.known.add(function.fn_id)
                     new[function.fn_id] = function.packed
                     weakref.finalize(function, note_stale, weakref.ref(seat), function.fn_id).atexit = False
-            news = News(new, stale, self._news(seat, functions), None if levels is seat.levels else levels)
-            seat.levels = levels
+            news = News(
+                new,
+                stale,
+                self._news(seat, functions),
+                None if levels is seat.levels else levels,
+                None if filters is seat.filters else filters,
+            )
+            seat.levels, seat.filters = levels, filters
             call = pack_call(attempt_id, parts, news, seat.is_spent, behind)
             status, values = seat.run(call.header, call.refs) if call.refs else seat.run(call.header)
         self._traffic.add(seat.place, len(call.header), 0)

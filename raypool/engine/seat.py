@@ -22,6 +22,7 @@ class Seat:
         "actor",
         "calls",
         "claim",
+        "filters",
         "is_ending",
         "is_spent",
         "known",
@@ -49,6 +50,7 @@ class Seat:
         self.worker_id = worker_id
         self.known: set[int] = set()  # functions that the worker has
         self.levels: Levels | None = None  # of the driver's loggers, as the worker knows them
+        self.filters: tuple[bytes, ...] = ()  # for warnings, likewise
         self.stale: deque[int] = deque()  # those of them that nobody will call again
         self.project = -1  # the number of the newest snapshot of the driver's modules that the worker has
         self.calls: dict[int, int | None] = {}  # in flight, each with the one that it waits behind

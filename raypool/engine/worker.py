@@ -43,6 +43,7 @@ from raypool.engine.ray_calls import answer_to, ask
 from raypool.engine.runner import Surroundings, run_parts, set_up
 from raypool.engine.sharing import Sharing, Turns, settle
 from raypool.engine.upkeep import Leftover, Upkeep
+from raypool.engine.warning_filters import WarningFilters
 from raypool.errors import InvalidValueError, TaskError, WorkerLostError
 from raypool.folders import hold
 from raypool.left_globals import call_setup, share_left
@@ -65,13 +66,15 @@ PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 class News(NamedTuple):
     """What a worker does not know yet.
 
-    Functions, those that it may forget, and, if these have changed, the driver's modules and the levels of its loggers.
+    Functions, those that it may forget, and, if these have changed, the driver's modules, the levels of its loggers and its
+    filters for warnings.
     """
 
     functions: dict[int, Packed]
     stale: Sequence[int]
     project: Snapshot | None
     levels: Levels | None
+    filters: tuple[bytes, ...] | None
 
 
 def pack_call(attempt_id: int, parts: Sequence[Part], news: News, is_spent: bool, behind: int | None) -> Parcel:
@@ -81,8 +84,8 @@ def pack_call(attempt_id: int, parts: Sequence[Part], news: News, is_spent: bool
 
     One pickle of plain tuples: Ray would take each argument, and each tuple with a name, by itself.
     """
-    functions, stale, project, levels = news
-    told = (functions, stale, project and tuple(project), None if levels is None else tuple(levels))
+    functions, stale, project, levels, filters = news
+    told = (functions, stale, project and tuple(project), None if levels is None else tuple(levels), filters)
     call = (attempt_id, [tuple(part) for part in parts], told, is_spent, behind)
     if all(isinstance(part.items, bytes) for part in parts) and all(isinstance(fn, bytes) for fn in functions.values()):
         return Parcel(pickle.dumps(call, protocol=5), [], [])
@@ -125,6 +128,7 @@ class PoolWorker:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # and those of its children, which would be init's otherwise
         diary.install()
         self._forwarder = Forwarder()
+        self._warning_filters = WarningFilters()
         sys.breakpointhook = refuse_breakpoint
         os.environ.pop("PYTHONBREAKPOINT", None)  # Ray's, for children of this process
         self._worker_id = worker_id
@@ -220,7 +224,7 @@ class PoolWorker:
         """
         fetched_before = Fetched.num_bytes
         attempt_id, fields, told, is_known, behind = load(Parcel(call, [], list(refs)))
-        functions, stale, project, levels = told
+        functions, stale, project, levels, filters = told
         parts = [Part(*entries) for entries in fields]
         del call, refs, fields, told
         self._guard.begin_call(attempt_id)
@@ -231,6 +235,8 @@ class PoolWorker:
         if project is not None:
             self._follower.follow(Snapshot(*project))
             self._outdated = self._follower.outdated()
+        if filters is not None:
+            self._warning_filters.follow(filters)  # their categories may be in the driver's modules
         must_run = is_known or parts[0].is_rank
         if self._outdated and not self._renew_modules(must_run or bool(kept.treasures)):
             self._is_spent = True

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import socket
 import threading
 import time
 import weakref
@@ -81,7 +80,6 @@ class Group:
         self.interfaces: dict[str, str] = {}  # variables that say which network to use
         self.at_hand: AtHand | None = None
         self.master = (LOOPBACK, 0)
-        self.master_port: socket.socket | None = None  # holds that port on rank 0, for code that is written for torchrun
         self.tf_addresses: list[str] = []  # of all ranks, once somebody has asked for them
         self._num_worlds = 0
         self._num_calls = 0
@@ -320,7 +318,7 @@ class Group:
         if self.world is not None:
             with suppress(RuntimeError, ValueError):  # what the user has done to it is none of our business now
                 close_world(self.world)
-        self.world = self.nccl = self.store = self.master_port = None
+        self.world = self.nccl = self.store = None
         self.lines = _Closed()
 
 
@@ -436,6 +434,7 @@ def connect(assignment: Assignment, way: Way | None) -> Group:
     packer = Packer(found.invitation.secret, way if assignment.has_process else None)
     group = Group(assignment, in_thread(make, discard=lambda lines: lines.sever()), packer)
     group.store, group.address, group.master = found.store, found.address, found.invitation.master
-    group.master_port = found.port
+    if found.port is not None:
+        weakref.finalize(group, found.port.close)
     group.has_nccl, group.interfaces = found.has_nccl, interfaces_for(found.address)
     return group

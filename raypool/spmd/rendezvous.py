@@ -49,8 +49,8 @@ class Assignment(NamedTuple):
 class Invitation(NamedTuple):
     """What rank 0 tells the others.
 
-    `store`: its address or file, or the store itself if ranks are threads. `master`: an address with a free port. `secret`: the
-    ranks sign their messages with it.
+    `store`: its address or file, or the store itself if ranks are threads. `master`: an address, and a port held for torch.
+    `secret`: the ranks sign their messages with it.
     """
 
     store: Any
@@ -61,7 +61,7 @@ class Invitation(NamedTuple):
 class Found(NamedTuple):
     """The store of a new group, the address of this rank, and what rank 0 has told.
 
-    `port` holds the port of the invitation, on rank 0.
+    `port` holds the port of the invitation as long as the group lives, on rank 0 of processes.
     """
 
     store: Any
@@ -76,7 +76,7 @@ def find_others(assignment: Assignment, way: Way) -> Found:
     store, address, invitation, holder = None, "", None, None
     if assignment.rank == 0:
         store, place, address = _open_store(assignment)
-        holder, port = hold_port(address)
+        holder, port = hold_port(address) if assignment.has_process else (None, 0)
         invitation = Invitation(place, (address, port), secrets.token_bytes(32))
     said = _gpu_uuid(assignment), None if invitation is None else tuple(invitation)  # plain data for the exchange
     met = way.ask("meet", assignment.number, assignment.rank, assignment.world_size, said)

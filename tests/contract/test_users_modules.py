@@ -86,7 +86,7 @@ def test_a_worker_with_a_constant_is_replaced_where_a_module_was_reloaded(pool: 
     write(lab.__name__, source.format("edited"))
     is_one, version, pid = pool.parfeval(lab.train, net).result()
 
-    assert is_one
+    assert is_one, (version, pid, before)
     assert version == "edited"
     assert pid not in [pid for *_, pid in before]
 
