@@ -16,6 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from raypool.captured import generators_of
 from raypool.core.messages import ResizeRequested, ShutdownRequested
 from raypool.core.model import PoolState
 from raypool.core.scheduler import Scheduler
@@ -29,7 +30,6 @@ from raypool.engine.trace import TraceWriter
 from raypool.engine.traffic import Traffic
 from raypool.engine.verdicts import Tell
 from raypool.errors import InvalidValueError, PoolBrokenError, PoolClosedError, StartupError
-from raypool.generators import generators_of
 from raypool.profiles import Profile
 from raypool.shared import discard
 from raypool.store import FindWay, ValueStore

@@ -37,7 +37,7 @@ from raypool.engine.seating import Seating
 from raypool.engine.sharing import Sharing
 from raypool.engine.traffic import Traffic
 from raypool.engine.upkeep import Leftover
-from raypool.engine.verdicts import different_module
+from raypool.engine.verdicts import changed_model, different_module
 from raypool.engine.warning_filters import filters_here
 from raypool.engine.worker import Introduction, News, PoolWorker, pack_call
 from raypool.errors import LossReason
@@ -91,6 +91,7 @@ class RayBackend:
         self._teardown = packing.pack(profile.teardown, "the teardown") if profile.teardown is not None else None
         self._leaky: set[str] = set()  # functions of which it was said that they leave too much on a GPU
         self._project: Snapshot | None = None  # the newest of the driver's modules that a function came with
+        self._changing: set[tuple[str, str]] = set()  # functions of which it was said that they change a model
         self._different: set[tuple[str, str]] = set()  # modules, and machines of which it was said that they have other versions
         self._retiring: dict[int, tuple[Any, Chore]] = {}  # workers that have not quite ended, and what is to be done then
         self._retired = threading.Condition()
@@ -415,7 +416,7 @@ class RayBackend:
         if not isinstance(answer, bytes):
             self._lose(worker_id, loss_reason(answer), loss_text(answer))
             return
-        sendables, (number, batch), fetched_bytes, weight, header, leftover, others = pickle.loads(answer)
+        sendables, (number, batch), fetched_bytes, weight, header, leftover, others, changed = pickle.loads(answer)
         self._traffic.add(place, fetched_bytes, len(answer))
         catch_up = None
         if number:  # it has said something, now or before
@@ -433,6 +434,8 @@ class RayBackend:
             self._note_leftover(leftover)
         if others:
             self._note_others(others)
+        for name, model in changed:
+            self._note_changed(name, model)
         self._post(AttemptFinished(worker_id, attempt_id, (), is_spent), results)
 
     def _on_early(self, worker_id: int, message: bytes) -> None:
@@ -454,6 +457,12 @@ class RayBackend:
             if (name, host) not in self._different:
                 self._different.add((name, host))
                 logger.warning("%s", different_module(name, file, host))
+
+    def _note_changed(self, name: str, model: str) -> None:
+        """Say, once for each function, that it has changed a model that it captures."""
+        if (name, model) not in self._changing:
+            self._changing.add((name, model))
+            logger.warning("%s", changed_model(name, model))
 
     def close(self) -> None:
         """End all workers, give back all claims, and end Ray if it was started for this pool; values stay within reach.

@@ -13,6 +13,7 @@ from math import inf
 from time import perf_counter, time
 from typing import Any, NamedTuple, Protocol
 
+from raypool.captured import Generator, generators_of
 from raypool.engine import diary
 from raypool.engine.backend import Part, WorkerInfo
 from raypool.engine.coroutines import finished
@@ -23,7 +24,6 @@ from raypool.engine.sharing import Turns
 from raypool.engine.torch_modes import torch_modes
 from raypool.engine.upkeep import Upkeep, note_shortage
 from raypool.errors import TaskCancelled, TaskError
-from raypool.generators import Generator, generators_of
 from raypool.task import Folders, Running, Say, is_retired, item_seed, running, unbroken
 
 UNCHANGEABLE = frozenset({int, float, bool, str, bytes, type(None)})

@@ -22,6 +22,7 @@ import psutil
 import ray
 
 from raypool.by_value import note_globals, teach_multiprocessing
+from raypool.captured import CapturedModels
 from raypool.core.sharing import fraction_for
 from raypool.devices.gpus import Inventory, index_of
 from raypool.devices.kept import kept
@@ -146,6 +147,7 @@ class PoolWorker:
         self._outbox = Outbox(self._push)
         self._packed: dict[int, Packed] = {}  # functions that were not called yet
         self._functions: dict[int, Callable[..., Any]] = {}
+        self._models: dict[int, CapturedModels] = {}  # of each of these
         self._process = psutil.Process()
         self._used_bytes = self._process.memory_info().rss  # after the last collection
         self._keeper = ParcelKeeper()
@@ -256,8 +258,9 @@ class PoolWorker:
         weight = None if self._turns is None else self._turns.weigh()
         header, large = (parcel.header, None) if parcel.is_small else (None, parcel.for_ray())
         others = [] if self._outdated else [(*other, self._info.host) for other in self._follower.others()]
+        changed = self._changed_models(parts)
         self._guard.end_call()
-        return pickle.dumps((sendables, said, fetched, weight, header, leftover, others), protocol=5), large
+        return pickle.dumps((sendables, said, fetched, weight, header, leftover, others, changed), protocol=5), large
 
     def _renew_modules(self, must_run: bool) -> bool:
         """Reload modules that the driver has in another version; False if this process is to be replaced instead.
@@ -308,12 +311,22 @@ class PoolWorker:
         self._is_spent = leftover is not None and leftover.is_spent
         return leftover
 
+    def _changed_models(self, parts: Sequence[Part]) -> list[tuple[str, str]]:
+        """Return the functions that have changed a model that they capture, with its name; each once."""
+        changed = []
+        for fn_id in {part.fn_id for part in parts}:
+            model = self._models[fn_id].changed() if fn_id in self._models else None
+            if model is not None:
+                changed.append((function_name(self._functions[fn_id]), model))
+        return changed
+
     def _function(self, fn_id: int) -> Callable[..., Any]:
         fn = self._functions.get(fn_id)
         if fn is None:
             with kept.on_purpose():
                 fn = self._functions[fn_id] = unpack(self._packed[fn_id])
                 share_left(fn)
+            self._models[fn_id] = CapturedModels(fn)
             del self._packed[fn_id]
         note_globals(fn)
         return fn
@@ -327,8 +340,8 @@ class PoolWorker:
         if not fn_ids:
             return
         for fn_id in fn_ids:
-            self._functions.pop(fn_id, None)
-            self._packed.pop(fn_id, None)
+            for known in (self._functions, self._packed, self._models):
+                known.pop(fn_id, None)
         used = self._process.memory_info().rss
         if is_idle or used > self._used_bytes + COLLECT_BYTES:
             gc.collect()

@@ -17,9 +17,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from raypool.captured import generators_of
 from raypool.engine.runner import seed_everything
 from raypool.errors import JournalError
-from raypool.generators import generators_of
 from raypool.journal.files import Damaged, check_owner, check_run, load, read_file
 from raypool.journal.opening import Contents
 from raypool.journal.outcomes import get_back

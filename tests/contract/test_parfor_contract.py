@@ -500,6 +500,29 @@ def test_a_generator_that_is_copied_to_each_worker_is_warned_of_once(
     assert [record.message.partition(",")[0] for record in caplog.records] == [f"train_by_{verb} draws from the generator RNG"]
 
 
+@pytest.mark.processes
+def test_a_captured_model_that_a_task_trains_is_warned_of_once(pool: ParallelPool, caplog: pytest.LogCaptureFixture) -> None:
+    """It trains a copy, and the script's own model stays untrained; one that it only calls is nothing to warn of."""
+    torch = pytest.importorskip("torch")
+    net, judge = torch.nn.Linear(2, 1), torch.nn.Linear(1, 1)
+
+    def train(_: int) -> float:
+        import torch
+
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        loss = judge(net(torch.ones(2))).sum()
+        (gradient,) = torch.autograd.grad(loss, [net.bias])
+        net.bias.grad = gradient
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    for _ in range(2):
+        pool.parfor(train, range(6))
+
+    assert [record.message.partition(",")[0] for record in caplog.records] == ["train has changed net"]
+
+
 def test_without_a_seed_there_is_none(pool: ParallelPool) -> None:
     assert list(pool.parfor(lambda _: current_task().seed, range(3))) == [None] * 3
     numbers = list(pool.parfor(lambda _: random.random(), range(30)))

@@ -54,7 +54,7 @@ LAYERS = [
     ["reports", "feed", "futures", "task", "queues", "queue_away", "queue_home", "store", "engine.exchange", "folders"],
     ["core", "reasons", "lean_future"],
     ["devices"],
-    ["counts", "errors", "extras", "tables", "generators", "users_code"],
+    ["counts", "errors", "extras", "tables", "captured", "users_code"],
 ]
 
 RAY_MAY_STAND_IN = {

@@ -1,6 +1,7 @@
-"""Finds the random generators that a function uses besides the global ones, and gives them other numbers.
+"""Finds the random generators and the models that a function captures: in its closure, its global variables, its arguments.
 
-A function that travels takes a copy of each generator along, in the state of that moment: all workers would draw the same.
+A function that travels takes a copy of each along. All workers would draw the same numbers from a generator, so it gets others;
+a model that a function changes stays as it was in the script, so that is said.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import random
 import sys
 import types
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from raypool.users_code import is_users
@@ -90,9 +91,46 @@ def generators_of(fn: Any) -> list[Generator]:
     what is found there: other functions and classes of the user's, lists, tuples and dicts. Global generators
     (`np.random.normal`) do not count, nor do those that a function makes or imports while it runs.
     """
-    found: list[Generator] = []
+    known = _global_ones()
+    found = []
+    for name, generator in _search(fn, _generator_in):
+        if all(generator is not other for other in known):
+            known.append(generator)
+            found.append(Generator(name, generator))
+    return found
+
+
+class CapturedModels:
+    """The torch modules that a function captures, found in the same places, and what its parameters were when it was found."""
+
+    def __init__(self, fn: Any) -> None:
+        models = _search(fn, _model_in) if "torch" in sys.modules else ()
+        self._models = [(name, model, _version(model)) for name, model in models]
+
+    def changed(self) -> str | None:
+        """Return the name of one whose parameters were changed, once: its variable, if it has one, else its class."""
+        for name, model, version in self._models:
+            if _version(model) != version:
+                self._models = []
+                return name or type(model).__name__
+        return None
+
+
+def _version(model: Any) -> int:
+    """Return a number that grows as the parameters change. What a fused optimizer does is not counted, but leaves gradients."""
+    try:
+        return sum(parameter._version + (parameter.grad is not None) for parameter in model.parameters())
+    except Exception:  # tensors that were made in inference mode have no version
+        return 0
+
+
+def _model_in(value: Any) -> Any:
+    return value if isinstance(value, sys.modules["torch"].nn.Module) else None
+
+
+def _search(fn: Any, pick: Callable[[Any], Any]) -> Iterator[tuple[str, Any]]:
+    """Yield what `pick` makes of the values that a function captures, unless that is None, with the names of their variables."""
     seen: dict[int, Any] = {}  # by identity; what is in here stays, so that nothing else has its identity
-    others = _global_ones()
     left = deque([("", fn)])
     while left and len(seen) < MOST_VALUES:
         name, value = left.popleft()
@@ -100,14 +138,13 @@ def generators_of(fn: Any) -> list[Generator]:
             continue
         seen[id(value)] = value
         try:
-            generator = _generator_in(value)
-            parts = [] if generator is not None else list(_parts(value))
+            picked = pick(value)
+            parts = [] if picked is not None else list(_parts(value, pick))
         except Exception:  # a proxy of something that is not there yet, say
             continue
         left.extend((inner or name, part) for inner, part in parts)
-        if generator is not None and all(generator is not other for other in (*others, *(each.value for each in found))):
-            found.append(Generator(name, generator))
-    return found
+        if picked is not None:
+            yield name, picked
 
 
 def _generator_in(value: Any) -> Any:
@@ -133,7 +170,7 @@ def _global_ones() -> list[Any]:
     return found
 
 
-def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+def _parts(value: Any, pick: Callable[[Any], Any]) -> Iterator[tuple[str, Any]]:
     """Yield what a value consists of, with the names of variables."""
     for kind, attributes in INSIDE:
         if isinstance(value, kind):
@@ -152,7 +189,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         kinds = value.__mro__ if is_users(value.__module__) else ()
         yield from (entry for kind in kinds if is_users(kind.__module__) for entry in vars(kind).items())
     elif not isinstance(value, types.ModuleType):
-        yield from _parts_of_object(value)
+        yield from _parts_of_object(value, pick)
 
 
 def _parts_of_function(fn: types.FunctionType) -> Iterator[tuple[str, Any]]:
@@ -173,8 +210,8 @@ def _parts_of_function(fn: types.FunctionType) -> Iterator[tuple[str, Any]]:
         yield names[-1] if isinstance(fn.__globals__.get(names[0]), types.ModuleType) else names[0], value
 
 
-def _parts_of_object(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what an object holds: one of a class of the user's all, any other the generators in its own attributes."""
+def _parts_of_object(value: Any, pick: Callable[[Any], Any]) -> Iterator[tuple[str, Any]]:
+    """Yield what an object holds: one of a class of the user's all, any other what is looked for in its own attributes."""
     kind, own = type(value), getattr(value, "__dict__", {})
     if is_users(kind.__module__):
         slots = [name for base in kind.__mro__ for name in getattr(base, "__slots__", ()) if isinstance(name, str)]
@@ -182,7 +219,7 @@ def _parts_of_object(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((name, getattr(value, name, None)) for name in slots)
         yield "", kind
     else:
-        yield from ((name, part) for name, part in own.items() if _generator_in(part) is not None or name == "__wrapped__")
+        yield from ((name, part) for name, part in own.items() if pick(part) is not None or name == "__wrapped__")
 
 
 @functools.lru_cache(1024)
