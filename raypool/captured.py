@@ -1,7 +1,7 @@
 """Finds the random generators and the models that a function captures: in its closure, its global variables, its arguments.
 
-A function that travels takes a copy of each along. All workers would draw the same numbers from a generator, so it gets others;
-a model that a function changes stays as it was in the script, so that is said.
+A function takes a copy of each to its worker. Copies of a generator would give all workers the same numbers, so each item seeds
+its own. A model that a function changes stays unchanged in the script, so raypool warns.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ class TemporaryFolder:
 def run_aside(code: str, folder: Path) -> None:
     """Run Python code in a small process, with the name of a folder; it forks what is to stay.
 
-    Nothing of this process stays open there: whoever reads what this process prints need not wait for the other.
+    The other process inherits no open files, so a reader of this process's output does not wait for it.
     """
     none = subprocess.DEVNULL
     command = [sys.executable, "-I", "-S", "-c", code, str(folder)]

@@ -242,7 +242,7 @@ def _run_items(
 
 
 def as_error(error: BaseException) -> BaseException:
-    """Return what an item has raised; of `SystemExit` a `TaskError`, since it would end whoever asks for the value.
+    """Return the error of an item. A `SystemExit` becomes a `TaskError`: it would end the process that asks for the value.
 
     Raises:
         Terminated: That is what was raised: it ends this process.

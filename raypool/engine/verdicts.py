@@ -141,9 +141,9 @@ def missing_module(name: str, host: str) -> str | None:
 def changed_model(name: str, model: str) -> str:
     """Return what to say of a function that has changed a model that it captures."""
     return (
-        f"{name} has changed {model}, which it does not get as an argument. Each worker has its own copy of that: the model in "
-        "this process stays as it was, and an item sees what earlier items on its worker have done. Make the model in the "
-        "function, or return it (or its state_dict())."
+        f"{name} has changed {model}, a model that it captures. Each worker has its own copy: the model in this process is "
+        "unchanged, and an item sees the changes of earlier items on its worker. Make the model in the function, or return it "
+        "(or its state_dict())."
     )
 
 

@@ -59,8 +59,8 @@ def listen(address: str) -> socket.socket:
 def hold_port(address: str) -> tuple[socket.socket, int]:
     """Find a free port; return a socket that holds it, and its number.
 
-    Until the socket is closed, the system gives the port to nobody who asks for any. Torch can listen there nevertheless: it sets
-    SO_REUSEADDR, too, and a socket that does not listen itself is not in its way.
+    Until the socket is closed, the system assigns the port to no other socket. Torch can still listen at it, because both set
+    SO_REUSEADDR and the holder does not listen.
     """
     holder = socket.socket()
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

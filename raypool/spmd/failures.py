@@ -34,5 +34,5 @@ def _is_itself(error: BaseException) -> bool:
     distributed = sys.modules.get("torch.distributed")
     base = getattr(distributed, "DistError", None)
     if base is not None and isinstance(error, base):
-        return "failed to listen" not in str(error)  # its own port is taken: no other rank has to do with that
+        return "failed to listen" not in str(error)  # its own port is taken, which is no other rank's fault
     return type(error) is RuntimeError and any(mark in str(error) for mark in MARKS)

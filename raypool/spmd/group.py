@@ -13,7 +13,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NamedTuple
 
 from raypool.errors import CollectiveError, InvalidValueError, RaypoolError
@@ -423,18 +423,18 @@ def connect(assignment: Assignment, way: Way | None) -> Group:
     """Find the other ranks, and make a group with them."""
     if way is None or (assignment.world_size == 1 and not assignment.has_process):
         return Group(assignment, Alone(), Packer(b""))
-    found = find_others(assignment, way)
+    with ExitStack() as held:
+        found = find_others(assignment, way, held)
 
-    def make() -> GlooLines | Alone:
-        if assignment.world_size == 1:
-            return Alone()
-        store = distributed().PrefixStore("control", found.store)
-        return GlooLines(store, assignment.rank, assignment.world_size, found.address)
+        def make() -> GlooLines | Alone:
+            if assignment.world_size == 1:
+                return Alone()
+            store = distributed().PrefixStore("control", found.store)
+            return GlooLines(store, assignment.rank, assignment.world_size, found.address)
 
-    packer = Packer(found.invitation.secret, way if assignment.has_process else None)
-    group = Group(assignment, in_thread(make, discard=lambda lines: lines.sever()), packer)
-    group.store, group.address, group.master = found.store, found.address, found.invitation.master
-    if found.port is not None:
-        weakref.finalize(group, found.port.close)
-    group.has_nccl, group.interfaces = found.has_nccl, interfaces_for(found.address)
+        packer = Packer(found.invitation.secret, way if assignment.has_process else None)
+        group = Group(assignment, in_thread(make, discard=lambda lines: lines.sever()), packer)
+        group.store, group.address, group.master = found.store, found.address, found.invitation.master
+        weakref.finalize(group, held.pop_all().close)
+        group.has_nccl, group.interfaces = found.has_nccl, interfaces_for(found.address)
     return group

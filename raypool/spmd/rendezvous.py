@@ -9,10 +9,10 @@ sign their messages. Calls that wait in native code run in a thread, and only af
 from __future__ import annotations
 
 import secrets
-import socket
 import threading
 import uuid
 from collections.abc import Callable
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -59,24 +59,22 @@ class Invitation(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The store of a new group, the address of this rank, and what rank 0 has told.
-
-    `port` holds the port of the invitation as long as the group lives, on rank 0 of processes.
-    """
+    """The store of a new group, the address of this rank, and what rank 0 has told."""
 
     store: Any
     address: str
     invitation: Invitation
     has_nccl: bool
-    port: socket.socket | None
 
 
-def find_others(assignment: Assignment, way: Way) -> Found:
-    """Find the other ranks, and wait until all are there. Can be interrupted."""
-    store, address, invitation, holder = None, "", None, None
+def find_others(assignment: Assignment, way: Way, held: ExitStack) -> Found:
+    """Find the other ranks, and wait until all are there. Can be interrupted. `held` keeps the port that torch may listen at."""
+    store, address, invitation, port = None, "", None, 0
     if assignment.rank == 0:
         store, place, address = _open_store(assignment)
-        holder, port = hold_port(address) if assignment.has_process else (None, 0)
+        if assignment.has_process:
+            holder, port = hold_port(address)
+            held.enter_context(holder)
         invitation = Invitation(place, (address, port), secrets.token_bytes(32))
     said = _gpu_uuid(assignment), None if invitation is None else tuple(invitation)  # plain data for the exchange
     met = way.ask("meet", assignment.number, assignment.rank, assignment.world_size, said)
@@ -85,7 +83,7 @@ def find_others(assignment: Assignment, way: Way) -> Found:
         store, address = _join_store(assignment, invitation.store)
     uuids = [gpu_uuid for gpu_uuid, _ in met]
     has_nccl = None not in uuids and len(set(uuids)) == len(uuids)  # NCCL wants a GPU of its own for each rank
-    return Found(store, address, invitation, has_nccl, holder)
+    return Found(store, address, invitation, has_nccl)
 
 
 def _gpu_uuid(assignment: Assignment) -> str | None:

@@ -219,7 +219,7 @@ def test_nobody_is_told_its_metrics(first: Any) -> None:
 
 
 def test_what_watches_over_it_holds_nobodys_output(first: Any) -> None:
-    """It outlives the driver; whoever reads what that has printed need not wait for it."""
+    """It outlives the driver, but a reader of the driver's output does not wait for it."""
     assert first[0]["watch"] == ["/dev/null"] * 3
 
 
