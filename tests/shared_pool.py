@@ -17,11 +17,14 @@ class SharedPool:
 
     def open(self) -> ParallelPool:
         """Return it; a test that has closed it, or has failed, has left the next one a new pool."""
+        from tests.leaks import poll  # it imports this module
+
         if self._pool is None or self._pool.is_closed:
             self._pool = parpool(3, quiet=True)
             # What a first call starts in the driver (the threads of the exchange, say) stays as long as the pool.
             assert list(self._pool.spmd(lambda context: context.all_reduce(1))) == [3, 3, 3]
             self.folder = Path(self._pool.parfeval(lambda: str(current_task().checkpoint_dir)).result(60)).parent.parent
+            assert poll(self.is_at_rest)  # a result may be there a moment before its worker is idle
         return self._pool
 
     @property
@@ -36,11 +39,11 @@ class SharedPool:
 
     def close(self) -> None:
         """End it, and wait until Ray has all GPUs back."""
+        from tests.leaks import poll
+
         pool, self._pool, self.folder = self._pool, None, None
         if pool is not None and not pool.is_closed:
             import ray
-
-            from tests.leaks import poll  # it imports this module
 
             pool.delete()
             assert poll(lambda: ray.available_resources().get("GPU") == ray.cluster_resources()["GPU"])

@@ -168,7 +168,7 @@ def test_a_worker_is_replaced_on_the_same_gpu(pool: ParallelPool, eventually: An
     assert eventually(lambda: pool.workers[1].pid != before[1].pid and pool.workers[1].state == "idle")
     after = pool.workers
     assert [(worker.index, worker.gpu) for worker in after] == [(0, 0), (1, 1), (2, 2)]
-    assert (after[0], after[2]) == (before[0], before[2])
+    assert (after[0].pid, after[2].pid) == (before[0].pid, before[2].pid)
     assert pool.parfeval_on_all(look).result(300) == [(index, index, str(index)) for index in range(3)]
 
 
