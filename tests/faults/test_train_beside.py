@@ -178,10 +178,10 @@ def test_a_handle_is_a_future_like_any_other(pool: ParallelPool) -> None:
     assert set(called) == {*runs, failing}
 
 
-def test_it_can_be_awaited(pool: ParallelPool, eventually: Any) -> None:
+def test_it_can_be_awaited(pool: ParallelPool, waits: Any, eventually: Any) -> None:
     """And whoever awaits it can cancel it."""
-    long = pool.train(lambda: threading.Event().wait(60))
-    assert eventually(lambda: long.state == "running")
+    long = pool.train(waits)
+    begun(eventually, long)  # a new worker that still imports torch may need longer than `cancel_grace_s` to end
     behind = [pool.train(lambda config: config["n"], {"n": number}) for number in range(3)]
 
     async def main() -> list[int]:
@@ -196,14 +196,14 @@ def test_it_can_be_awaited(pool: ParallelPool, eventually: Any) -> None:
     assert long.cancelled()
 
 
-def test_all_that_runs_is_cancelled(pool: ParallelPool, eventually: Any, tmp_path: Path) -> None:
+def test_all_that_runs_is_cancelled(pool: ParallelPool, waits: Any, eventually: Any) -> None:
     """The training too, of which there is no other attempt."""
-    runs = [pool.train(lambda: threading.Event().wait(60)) for _ in range(3)]
-    assert eventually(lambda: runs[0].state == "running")
+    runs = [pool.train(waits) for _ in range(3)]
+    begun(eventually, runs[0])
     pool.cancel_all()
     for run in runs:
         with pytest.raises(concurrent.futures.CancelledError):
-            run.result(20)
+            run.result(300)
         assert run.state == "cancelled"
     assert eventually(lambda: pool.queue.queued == pool.queue.running == [])
 
