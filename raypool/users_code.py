@@ -160,11 +160,17 @@ class Modules:
 
     def versions(self) -> Mapping[str, Version]:
         """Return them by name, those first that others import; the same object if nothing has changed."""
-        is_patched = not PATCHERS.isdisjoint(sys.modules)
-        for name, known in list(self._loaded.items()):
-            module = sys.modules.get(name)
-            if module is not known.module or module.__spec__ is not known.spec or (is_patched and _is_edited(known)):
-                self._look_again(name, known, module)
+        modules = sys.modules
+        is_patched = any(name in modules for name in PATCHERS)  # not a set's `isdisjoint`, which goes through all modules
+        changed = [
+            (name, known, module)
+            for name, known in self._loaded.items()
+            if (module := modules.get(name)) is not known.module
+            or module.__spec__ is not known.spec
+            or (is_patched and _is_edited(known))
+        ]
+        for name, known, module in changed:
+            self._look_again(name, known, module)
         if (newest := _newest_import()) != self._newest:
             self._newest = newest
             for name, module in list(sys.modules.items()):
