@@ -31,7 +31,6 @@ SUITE = {
     "cloud": "Files of clusters, and the command line",
     "devices": "Looking at GPUs",
     "telemetry": "Looking at GPUs all the time",
-    "kinds": "GPUs of several kinds",
     "scheduler": "The scheduler by itself",
     "ray_limits": "What one driver costs on Ray",
     "two_level": "More workers than one driver serves",

@@ -10,7 +10,7 @@ import math
 import numbers
 import time
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from raypool.core.messages import CancelRequested, ItemsAdded
 from raypool.core.model import TaskSpec, TaskState
@@ -72,22 +72,8 @@ def listed(items: Any) -> Sequence[Any] | Iterator[Any]:
     return list(iterator) if hasattr(items, "__len__") else iterator
 
 
-class Ranking(NamedTuple):
-    """The items of a loop by cost: their numbers in the order in which they go, and what each of them costs, by number.
-
-    `order`: None if they are in that order already. `costs`: None if they could not be times: below 0, or beyond any measure.
-    """
-
-    order: list[int] | None
-    costs: list[float] | None
-
-    def of(self, numbers: Sequence[int]) -> tuple[float, ...] | None:
-        """Return the costs of these items."""
-        return None if self.costs is None else tuple(map(self.costs.__getitem__, numbers))
-
-
-def longest_first(items: Sequence[Any] | Iterator[Any], cost: Any) -> Ranking:
-    """Return the items by cost: the one that costs most first, equal ones as they are.
+def longest_first(items: Sequence[Any] | Iterator[Any], cost: Any) -> list[int] | None:
+    """Return the numbers of the items, the one that costs most first, equal ones as they are; None if that is their order.
 
     Raises:
         InvalidValueError: The items come from a generator; there are not as many numbers as items, or one is NaN.
@@ -105,16 +91,7 @@ def longest_first(items: Sequence[Any] | Iterator[Any], cost: Any) -> Ranking:
         if not value <= math.inf:
             raise InvalidValueError(f"The cost of item {index} is NaN, which is neither more nor less than others.")
     order = sorted(range(len(costs)), key=costs.__getitem__, reverse=True)
-    return Ranking(None if order == list(range(len(costs))) else order, _as_times(costs))
-
-
-def _as_times(costs: list[Any]) -> list[float] | None:
-    """Return costs as plain numbers, if they could be how long something takes."""
-    try:
-        times = [float(cost) for cost in costs]
-    except OverflowError:
-        return None
-    return times if all(0 <= seconds < math.inf for seconds in times) else None
+    return None if order == list(range(len(costs))) else order
 
 
 def _cost(cost: Callable[[Any], Any], index: int, item: Any) -> Any:

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from raypool.core.model import Slice, TaskSpec
+from raypool.core.model import TaskSpec
 from raypool.counts import optional_count
 from raypool.engine.backend import Function
 from raypool.engine.engine import Engine, serial_engine
@@ -66,9 +66,8 @@ class LoopVerbs:
                 instead: the same on any number of workers, to the last bit.
             init: The first operand of `reduce`; None begins with the first value.
             cost: How long each item will take, roughly and in any unit: a number for each, or a function of the item. Those with
-                the largest go first, so that no long one begins when the others are done. Where the pool has GPUs of several
-                kinds, it learns how fast each of them is, and gives long items to fast ones. Nothing else changes.
-                It takes a list of items, not a generator.
+                the largest go first, so that no long one begins when the others are done. Nothing else changes. It takes a
+                list of items, not a generator.
             max_workers: Use at most so many workers; 0 runs serially in this process.
             chunk_size: Send so many items in a call, whatever they take. None: by measured time.
             seed: Give every item its own random numbers, which depend on the seed and the item's number only: those of Python's,
@@ -136,7 +135,7 @@ class LoopVerbs:
         if reduce is not None and not callable(reduce):
             raise InvalidTypeError(f"reduce={reduce!r} is not callable. Give a function of two values.")
         sequence = listed(items)
-        ranking = None if cost is None else longest_first(sequence, cost)
+        order = None if cost is None else longest_first(sequence, cost)
         if max_workers == 0:
             engine, max_workers = serial_engine(self._engine.find_way), None
         else:
@@ -147,9 +146,7 @@ class LoopVerbs:
         fn_id, label = function.fn_id, name or self._options.name or function.name
         options, where = self._options, self._where(engine)
         home = None if options.checkpoints is None else (str(options.checkpoints), checkpoint_owner(fn))
-        how = LoopOptions(
-            label, options.retry_on, seed, on_error == "stop", chunk_size is not None, ranking and ranking.order, home
-        )
+        how = LoopOptions(label, options.retry_on, seed, on_error == "stop", chunk_size is not None, order, home)
 
         def make_spec(task_id: int, size: int, is_open: bool) -> TaskSpec:
             return TaskSpec(
@@ -167,7 +164,6 @@ class LoopVerbs:
                 retry_delay_s=options.retry_delay_s,
                 fail_fast=on_error == "stop",
                 chunk_size=chunk_size,
-                costs=ranking and ranking.of(work.numbers(Slice(task_id, 0, size, 1))),
             )
 
         work = LoopWork(function, (), how) if run_dir is None else durable_loop(fn, function, how, run_dir, rerun)

@@ -11,7 +11,7 @@ from heapq import heappop, heappush
 
 from raypool.core import messages as m
 from raypool.core.invariants import check_invariants
-from raypool.core.model import Counts, Report, Slice, TaskSpec
+from raypool.core.model import Counts, Report, TaskSpec
 from raypool.core.policy import MAX_IN_FLIGHT
 from raypool.core.scheduler import Scheduler
 from raypool.errors import LossReason
@@ -30,10 +30,9 @@ class FaultPlan:
         p_straggler: Probability that a call takes `straggler_factor` times as long.
         straggler_factor: How much longer.
         start_s: How long a worker takes to come up [s].
-        item_s: How long an item takes, on average [s]; in `simulate`, where a task has costs, an item of cost 1.
+        item_s: How long an item takes, on average [s].
         spread: It takes between `1 - spread` and `1 + spread` times as long.
         speeds: How fast the workers are: the first in place 0, and so on, then from the beginning again.
-        knows_kinds: Whether the scheduler is told that workers of one speed are of one kind; else all seem alike.
         submit_s: When the tasks are handed in [s]; for `simulate`.
     """
 
@@ -48,16 +47,11 @@ class FaultPlan:
     item_s: float = 0.1
     spread: float = 0.5
     speeds: tuple[float, ...] = (1.0,)
-    knows_kinds: bool = True
     submit_s: float = 0.0
 
     def speed(self, place: int) -> float:
         """Return how fast the worker in a place is."""
         return self.speeds[place % len(self.speeds)]
-
-    def kind(self, place: int) -> int:
-        """Return of what kind the worker in a place is."""
-        return self.speeds.index(self.speed(place)) if self.knows_kinds else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +149,6 @@ class _Simulation:
         self._hash = hashlib.blake2b(digest_size=16)
         self._now = self._work_s = self._end_s = 0.0
         self._num_events = self._num_ended = self._count = 0
-        self._specs: dict[int, TaskSpec] = {}  # those with costs
         self._places: dict[int, int] = {}  # by worker
         self._handle(m.ResizeRequested(add=tuple(range(num_workers))))
 
@@ -163,8 +156,6 @@ class _Simulation:
         while self._heap and self._heap[0][0] <= self._dice.plan.submit_s:
             self._step()
         for spec in specs:
-            if spec.costs is not None:
-                self._specs[spec.task_id] = spec
             self._handle(m.TaskSubmitted(spec))
         self._handle(m.ShutdownRequested())
         while self._heap:
@@ -198,7 +189,7 @@ class _Simulation:
             fails = self._dice.happens(plan.p_failed_start)
             lost = m.WorkerLost(command.worker_id, LossReason.START)
             self._places[command.worker_id] = command.place
-            self._later(plan.start_s, lost if fails else m.WorkerReady(command.worker_id, plan.kind(command.place)))
+            self._later(plan.start_s, lost if fails else m.WorkerReady(command.worker_id))
         elif isinstance(command, m.SetTimer) and command.kind != "ready":
             self._later(command.at - self._now, m.TimerFired(*command[1:]))
         elif isinstance(command, m.SignalTask):
@@ -214,16 +205,10 @@ class _Simulation:
         if self._dice.happens(plan.p_loss):
             return seconds, m.WorkerLost(command.worker_id, LossReason.EXIT)
         counts = [piece.stop - piece.start for piece in command.slices]
-        reports = tuple([Report(n, busy_s=seconds * self._cost(piece)) for n, piece in zip(counts, command.slices, strict=True)])
+        reports = tuple([Report(count, busy_s=seconds * count) for count in counts])
         busy_s = sum(report.busy_s for report in reports)
         self._work_s += busy_s
         return busy_s, m.AttemptFinished(command.worker_id, command.attempt_id, reports)
-
-    def _cost(self, piece: Slice) -> float:
-        spec = self._specs.get(piece.task_id)
-        if spec is None or spec.costs is None:
-            return piece.stop - piece.start
-        return sum(spec.costs[piece.start : piece.stop])
 
     def _later(self, delay_s: float, event: m.Event) -> None:
         self._count += 1

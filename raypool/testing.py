@@ -146,7 +146,7 @@ class SimBackend(InlineBackend):
         self._clock.put_later(self._dice.plan.start_s, self._answers.pop(worker_id))
 
     def _note(self, worker_id: int, place: int) -> WorkerInfo:
-        info = replace(super()._note(worker_id, place), gpus=(place,), gpu_name=f"simulated GPU {self._dice.plan.kind(place)}")
+        info = replace(super()._note(worker_id, place), gpus=(place,), gpu_name="simulated GPU")
         self._workers[worker_id] = info
         return info
 

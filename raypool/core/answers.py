@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from raypool.core.backlog import Backlog
 from raypool.core.crew import Crew
 from raypool.core.faults import Faults
-from raypool.core.kinds import learn
 from raypool.core.ledger import Ledger
 from raypool.core.losses import Losses
-from raypool.core.model import Attempt, Report, Slice, Task, Worker
+from raypool.core.model import Attempt, Report, Task, Worker
 
 
 class Answers:
@@ -33,7 +32,7 @@ class Answers:
             task = self._backlog.land(piece, attempt_id)
             if task is not None:
                 wanted = task
-                self._settle(worker, task, piece, report, attempt_id)
+                self._ledger.settle(task, piece, report, attempt_id)
         self._observe(worker, attempt, reports, wanted)
 
     def take_part(self, worker: Worker, attempt_id: int, reports: Sequence[Report], kept: Sequence[int]) -> None:
@@ -51,13 +50,13 @@ class Answers:
                 continue
             wanted = task
             if not count:
-                self._settle(worker, task, piece, report, attempt_id)
+                self._ledger.settle(task, piece, report, attempt_id)
                 continue
             self._backlog.fly(task, at_hand, (attempt_id, worker.worker_id))
             if at_hand.stop < piece.stop:
                 self._backlog.run_again(task, [piece._replace(start=at_hand.stop)])
             if report.done:
-                self._settle(worker, task, piece._replace(stop=at_hand.start), report, attempt_id)
+                self._ledger.settle(task, piece._replace(stop=at_hand.start), report, attempt_id)
             else:
                 self._ledger.go_on(task)
         worker.attempts[attempt_id] = attempt._replace(slices=tuple(left), lasts=True)
@@ -74,11 +73,6 @@ class Answers:
                 if task is not None:
                     self._backlog.run_again(task, [piece])
                     self._ledger.go_on(task)
-
-    def _settle(self, worker: Worker, task: Task, piece: Slice, report: Report, attempt_id: int) -> None:
-        if task.fit is not None:
-            learn(task, task.fit, worker.kind, piece, report)
-        self._ledger.settle(task, piece, report, attempt_id)
 
     def _observe(self, worker: Worker, attempt: Attempt, reports: Sequence[Report], wanted: Task | None) -> None:
         """Learn from what was done; `wanted` is the last task of it that somebody waits for, if any."""

@@ -133,9 +133,6 @@ class Backlog:
             self.rouse(task)
         task.pace.waiting -= task.waiting
         pieces = list(task.again or ())
-        if task.ladder is not None:
-            pieces += [Slice(task.spec.task_id, start, stop, 1) for start, stop in task.ladder.runs()]
-            task.ladder = None
         if task.cursor < task.size:
             pieces.append(Slice(task.spec.task_id, task.cursor, task.size, 1))
         task.again, task.cursor = None, task.size
@@ -167,8 +164,6 @@ class Backlog:
 
     def _first(self, task: Task, room: int) -> Slice:
         """Take up to so many of the items that were never dispatched."""
-        if task.ladder is not None:
-            return Slice(task.spec.task_id, *task.ladder.take_run(room), 1)
         start = task.cursor
         task.cursor = min(start + room, task.size)
         return Slice(task.spec.task_id, start, task.cursor, 1)
@@ -181,20 +176,6 @@ class Backlog:
             if aside.task.again is None:
                 aside.task.again = deque()
             aside.task.again.appendleft(aside.piece)
-
-    def bring_forward(self, task: Task, item: int) -> None:
-        """Let an item of a task that has a ladder be its next."""
-        if task.again is None:
-            task.again = deque()
-        for number, piece in enumerate(task.again):
-            if piece.start <= item < piece.stop:
-                del task.again[number]
-                task.again.extendleft(reversed(piece.without((item,))))
-                task.again.appendleft(piece._replace(start=item, stop=item + 1))
-                return
-        assert task.ladder is not None
-        task.ladder.take(item)
-        task.again.appendleft(Slice(task.spec.task_id, item, item + 1, 1))
 
     def wants_look_ahead(self, task: Task, num_workers: int) -> bool:
         """Whether the next slice of a task may queue up behind a running call."""

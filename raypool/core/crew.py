@@ -7,7 +7,6 @@ from collections import OrderedDict
 from raypool.core import policy
 from raypool.core.messages import Command, DropPlace, ParkWorker, SetTimer, StartWorker, Vacate
 from raypool.core.model import Attempt, Bench, Gathering, Lane, Leaving, Place, Streak, Task, TaskSpec, Worker, WorkerState
-from raypool.core.squads import Squads
 from raypool.errors import LossReason
 
 IDLE = WorkerState.IDLE  # Python 3.11 takes its time to look these up
@@ -33,8 +32,6 @@ class Crew:
         self.gatherings: dict[int, Gathering] = {}  # gangs that collect their workers, by task; no two want one place
         self.lanes: dict[tuple[int, ...] | int, Lane] = {}  # that have places, by key
         self.calling: dict[tuple[int, ...] | int, Lane] = {}  # those that may have work for somebody idle
-        self.pausing: dict[tuple[int, ...] | int, Lane] = {}  # those whose free workers leave what waits to others, for now
-        self.squads = Squads()
         self.deserted: list[Lane] = []  # those that have lost their last place, until somebody looks after their tasks
         self.bench = Bench()  # of all idle workers
         self.streaks: dict[int, list[Streak]] = {}  # by place: what has failed there since anything went well
@@ -91,7 +88,7 @@ class Crew:
         place = self.places[worker.place]
         lane = self.lanes.pop(worker.worker_id, None)
         if lane is not None:
-            for group in (self.calling, self.pausing, place.lanes):
+            for group in (self.calling, place.lanes):
                 group.pop(lane.key, None)
         successor = self.renew(worker)
         if lane is not None:
@@ -153,7 +150,6 @@ class Crew:
 
     def _dismiss(self, worker: Worker, state: WorkerState) -> None:
         worker.state = state
-        self.squads.dismiss(worker)
         del self.workers[worker.worker_id]
         self._set_aside(worker)
         self.retiring.pop(worker.worker_id, None)
@@ -233,38 +229,10 @@ class Crew:
         elif self.gatherings and (gathering := self.gathering_for(worker)) is not None:
             gathering.members[worker.worker_id] = None
         else:
-            self.rest(worker)
-
-    def rest(self, worker: Worker) -> None:
-        """Let a free worker wait for anything."""
-        self.idle[worker.worker_id] = None
-        self.bench.seat(worker)
-        if self.squads.is_mixed:
-            self.squads.seat(worker)
-        for lane in self.places[worker.place].lanes.values() if self.lanes else ():
-            lane.bench.seat(worker)
-
-    def idle_by_kind(self, lane: Lane | None) -> dict[int, Worker]:
-        """Return the idle worker of each kind that is in the lowest place (of a lane)."""
-        if lane is None:
-            return self.squads.first_idle(self.workers, self.idle)
-        found: dict[int, Worker] = {}
-        for place in sorted(lane.places):
-            worker = self.workers[self.places[place].worker_id]
-            if worker.worker_id in self.idle and worker.kind is not None:
-                found.setdefault(worker.kind, worker)
-        return found
-
-    def look_again(self) -> None:
-        """Let those who wait with a gang, or leave what waits to others, look again what there is for them."""
-        self.tear()
-        self.calling.update(self.pausing)
-        self.pausing.clear()
-
-    def pause(self, lane: Lane) -> None:
-        """Let a lane be: its free workers leave what waits to others."""
-        self.calling.pop(lane.key, None)
-        self.pausing[lane.key] = lane
+            self.idle[worker.worker_id] = None
+            self.bench.seat(worker)
+            for lane in lanes:
+                lane.bench.seat(worker)
 
     def engage(self, worker: Worker, attempt: Attempt) -> None:
         """Note that a worker has a call, under the next number."""
@@ -276,8 +244,7 @@ class Crew:
 
     def offer_ahead(self, worker: Worker, last: Attempt) -> None:
         """Let a busy worker take one more call or not, now that `last` is the last that it has."""
-        pace = last.pace  # nothing is to wait behind something long, nor where workers differ, for one that others do quicker
-        is_brief = pace.is_brief and (pace.is_short or not self.squads.is_mixed) and not (last.runs_alone or last.lasts)
+        is_brief = last.pace.is_brief and not (last.runs_alone or last.lasts)  # nothing is to wait behind something long
         if is_brief and len(worker.attempts) < policy.MAX_IN_FLIGHT and self._is_for_all(worker):
             self.ahead[worker.worker_id] = None
         elif self.ahead:

@@ -6,7 +6,6 @@ from raypool.core import messages as m
 from raypool.core.backlog import Backlog
 from raypool.core.crew import Crew
 from raypool.core.faults import Faults
-from raypool.core.kinds import Kinds, Later
 from raypool.core.ledger import Ledger
 from raypool.core.model import Attempt, Gathering, Task, TaskState, Worker, WorkerState
 from raypool.core.queue import Order, Queue
@@ -22,7 +21,6 @@ class Dispatcher:
         self._crew = crew
         self._ledger = ledger
         self._faults = faults
-        self._kinds = Kinds(crew)
         self._now = 0.0
         self._out: list[m.Command] = []
 
@@ -34,8 +32,8 @@ class Dispatcher:
         backlog, crew, queue, waiting_gangs = self._backlog, self._crew, self._backlog.queue, self._backlog.waiting_gangs
         self._now = now
         self._out = []
-        if crew.barred or crew.pausing:
-            crew.look_again()
+        if crew.barred:
+            crew.tear()
         while True:
             while waiting_gangs and self._see_to_gangs():
                 pass
@@ -47,8 +45,8 @@ class Dispatcher:
             called = self._first_called() if crew.calling else None
             if called is not None and (head is None or called.order < head.order):
                 self._give(called)
-            elif head is not None and crew.idle and self._give(head):
-                pass
+            elif head is not None and crew.idle:
+                self._give(head)
             elif crew.torn:
                 self._offer(crew.workers[next(iter(crew.torn))])
             elif head is not None and crew.ahead and not crew.is_reserved and backlog.wants_look_ahead(head, crew.size):
@@ -67,31 +65,9 @@ class Dispatcher:
                 del crew.calling[lane.key]  # whoever becomes free there will look by himself
         return min(heads, key=lambda head: head.order, default=None)
 
-    def _give(self, task: Task) -> bool:
-        """Give the first task of a queue to somebody who is idle; False if they leave it to others."""
-        crew, lane = self._crew, task.lane
-        if not crew.squads.is_mixed or not self._kinds.matter_for(task):
-            self._send(crew.first_idle(crew.bench if lane is None else lane.bench), task)
-            return True
-        is_only_queue = not crew.calling if lane is None else len(crew.calling) == 1 and not self._backlog.queue
-        return self._give_by_kind(task, crew.idle_by_kind(lane), is_only_queue)
-
-    def _give_by_kind(self, task: Task, free: dict[int, Worker], is_only_queue: bool) -> bool:
-        """Give the first task of a queue to one of these; False if they leave it to others, having nothing else to do."""
-        queue = self._backlog.queue if task.lane is None else task.lane.queue
-        choice = self._kinds.choose(task, free, is_only_queue and len(queue) == 1, self._now)
-        if isinstance(choice, Later):
-            if not task.is_held:
-                task.is_held = True
-                self._out.append(m.SetTimer(choice.at, "look", -1, task_id=task.spec.task_id))
-            if task.lane is not None:
-                self._crew.pause(task.lane)
-            return False
-        worker, item = choice
-        if item is not None and worker.place not in self._crew.streaks:
-            self._backlog.bring_forward(task, item)
-        self._send(worker, task)
-        return True
+    def _give(self, task: Task) -> None:
+        """Give the first task of a queue to somebody who is idle."""
+        self._send(self._crew.first_idle(self._crew.bench if task.lane is None else task.lane.bench), task)
 
     def _offer(self, worker: Worker) -> None:
         """Let a free worker do what comes first: something in its lanes, the gang that collects, or the pool's next."""
@@ -105,10 +81,7 @@ class Dispatcher:
             may_run = False
         else:
             may_run = gathering is None or (first.lane is not None and first.order < gathering.gang.order)
-        if may_run and first is not None and worker.kind is not None and self._kinds.matter_for(first):
-            if not self._give_by_kind(first, {worker.kind: worker}, len(heads) == 1 and gathering is None):
-                crew.rest(worker)
-        elif may_run and first is not None:
+        if may_run and first is not None:
             self._send(worker, first)
         elif gathering is not None:
             crew.join(worker, gathering)

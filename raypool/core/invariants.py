@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import pairwise
-from math import isclose
 
 from raypool.core.model import Lane, PoolState, Slice, Task, Worker, WorkerState
 from raypool.core.policy import MAX_IN_FLIGHT, Pace
@@ -54,10 +53,6 @@ def _check_groups(scheduler: Scheduler) -> None:
     assert crew.streaks.keys() <= crew.places.keys(), "failures are remembered of a place that is gone"
     assert not crew.torn, "a free worker whose lanes may have work was not asked"
     assert not crew.calling, "a lane that may have work for somebody was not asked"
-    assert all(crew.lanes.get(key) is lane for key, lane in crew.pausing.items()), "a lane that is gone is to be asked again"
-    ups = Counter(worker.kind for worker in crew.workers.values() if worker.kind is not None)
-    assert crew.squads.counts == ups, "wrong count of the workers of a kind"
-    assert crew.squads.is_mixed == (len(ups) > 1), "mixed, or not"
     assert not crew.deserted, "nobody has looked after the tasks of a lane without places"
     assert not crew.parked or not scheduler.backlog.tasks, "workers are parked although there is work"
     for bench, workers in [
@@ -144,10 +139,6 @@ def _in_flight(scheduler: Scheduler) -> dict[int, list[tuple[int, int, Slice]]]:
 
 def _check_task(task: Task, flights: list[tuple[int, int, Slice]]) -> None:
     name, spec, again = f"task {task.spec.task_id}", task.spec, list(task.again or ())
-    left = task.ladder.runs() if task.ladder is not None else []
-    again += [Slice(spec.task_id, start, stop, 1) for start, stop in left]
-    assert not left or task.cursor == task.size, f"{name}: has a cursor and a ladder"
-    _check_ladder(task)
     resting = [piece for rest in task.rests or () for piece in rest.pieces]
     assert task.items_resting == sum(p.stop - p.start for p in resting), f"{name}: wrong count of items that rest"
     assert all(piece.attempt > 1 for piece in resting), f"{name}: something rests that has never run"
@@ -164,16 +155,6 @@ def _check_task(task: Task, flights: list[tuple[int, int, Slice]]) -> None:
     pending = sum(stop - start for start, stop in edges) + task.size - task.cursor
     assert pending + task.settled == task.size, f"{name}: an item is lost or doubled"
     assert all(1 <= piece.attempt <= spec.retries + 1 for piece in flying + again), f"{name}: an attempt too many"
-
-
-def _check_ladder(task: Task) -> None:
-    """What is counted of the items on a ladder is what is there."""
-    ladder, name = task.ladder, f"task {task.spec.task_id}"
-    if ladder is not None:
-        waiting = list(ladder.waiting())
-        assert task.spec.costs is not None, f"{name}: a ladder without costs"
-        assert ladder.count == len(waiting), f"{name}: wrong count of items on its ladder"
-        assert isclose(ladder.cost, sum(task.spec.costs[item] for item in waiting), abs_tol=1e-6), f"{name}: wrong sum of costs"
 
 
 def _check_gang(scheduler: Scheduler, task: Task) -> None:
@@ -240,25 +221,16 @@ def _num_running(scheduler: Scheduler, pace: Pace) -> int:
 def _check_work_conserving(scheduler: Scheduler) -> None:
     crew, backlog = scheduler.crew, scheduler.backlog
     head = backlog.head(backlog.queue)
-    is_held = head is not None and _is_left_to_others(scheduler, head)
-    assert head is None or not crew.idle or is_held, f"task {head.spec.task_id} waits although workers are free"
+    assert head is None or not crew.idle, f"task {head.spec.task_id} waits although workers are free"
     for lane in crew.lanes.values():
         waiting = backlog.head(lane.queue)
-        is_held = waiting is not None and lane.key in crew.pausing and _is_left_to_others(scheduler, waiting)
-        assert waiting is None or not _idle_in(scheduler, lane) or is_held, f"lane {lane.key} waits although workers are free"
+        assert waiting is None or not _idle_in(scheduler, lane), f"lane {lane.key} waits although workers are free"
     for worker_id in crew.barred:
         first = min((task.order for task in _heads_for(scheduler, worker_id)), default=None)
         assert first is not None, f"worker {worker_id} waits for nothing"
         assert backlog.tasks[first[1]].spec.is_gang, f"worker {worker_id} waits although task {first[1]} could run"
     _check_gatherings(scheduler)
     _check_called_gangs(scheduler)
-
-
-def _is_left_to_others(scheduler: Scheduler, task: Task) -> bool:
-    """Whether somebody is busy to whom free workers may leave what waits of a task, and a timer is set in case he stays away."""
-    places = scheduler.crew.places if task.lane is None else task.lane.places
-    workers = [scheduler.crew.workers[scheduler.crew.places[place].worker_id] for place in places]
-    return task.is_held and task.spec.costs is not None and any(worker.state is WorkerState.BUSY for worker in workers)
 
 
 def _heads_for(scheduler: Scheduler, worker_id: int) -> list[Task]:

@@ -54,10 +54,9 @@ class StopRequested(NamedTuple):
 
 
 class WorkerReady(NamedTuple):
-    """A worker has come up and passed its checks. Those whose devices are alike have the same `kind`."""
+    """A worker has come up and passed its checks."""
 
     worker_id: int
-    kind: int = 0
 
 
 class WorkerLost(NamedTuple):
@@ -256,7 +255,7 @@ class SetTimer(NamedTuple):
 
     "start": a worker's delayed start. "ready": it has to have come up. "timeout": the attempt has to have come back. "leave":
     what still runs on the worker has to go elsewhere. Of no worker: "idle": the pool may have had no task for long enough;
-    "retry": something of the task may run again; "look": who has left something of the task to others might take it after all.
+    "retry": something of the task may run again.
     """
 
     at: float

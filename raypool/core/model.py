@@ -16,10 +16,8 @@ from heapq import heappop, heappush
 from itertools import pairwise
 from typing import NamedTuple
 
-from raypool.core.ladder import Ladder
 from raypool.core.policy import Pace
 from raypool.core.queue import Order, Queue
-from raypool.core.speeds import Fit
 from raypool.errors import LossReason
 
 Flight = tuple[int, int]
@@ -75,8 +73,8 @@ class TaskSpec(NamedTuple):
     call takes so many items, whatever they take (None: by their pace). `timeout_s`: an item that runs longer has failed [s];
     such items never share a call. `is_fresh`: each item runs in a process that has run nothing before, and ends after it.
     `retry_delay_s`: an item that runs again waits so long first, twice as long each time.
-    `costs`: roughly what each item costs, in any unit, the most expensive first. `is_loan`: a gang that wants the places
-    only: the workers of its ranks end, and others start there when the ranks have come back.
+    `is_loan`: a gang that wants the places only: the workers of its ranks end, and others start there when the ranks have
+    come back.
     """
 
     task_id: int
@@ -94,7 +92,6 @@ class TaskSpec(NamedTuple):
     timeout_s: float | None = None
     is_fresh: bool = False
     retry_delay_s: float = 0.0
-    costs: tuple[float, ...] | None = None
     is_loan: bool = False
 
     @property
@@ -104,8 +101,6 @@ class TaskSpec(NamedTuple):
             return False  # a bound task means a process, not a place
         if self.is_gang and (self.is_open or self.fail_fast or self.is_fresh or self.max_workers is not None):
             return False  # one failure ends a gang anyway, but not before all ranks have come back
-        if self.costs is not None and (self.is_gang or self.is_open or not _falls(self.costs, self.size)):
-            return False
         if self.is_loan and not self.is_gang:
             return False
         may_start = (self.max_workers is None or self.max_workers > 0) and (self.chunk_size is None or self.chunk_size > 0)
@@ -119,11 +114,6 @@ class TaskSpec(NamedTuple):
     def runs_alone(self) -> bool:
         """Whether an item of it never shares a call, and nothing is queued behind it."""
         return self.retries == 0 or self.timeout_s is not None or self.is_fresh
-
-
-def _falls(costs: tuple[float, ...], size: int) -> bool:
-    """Whether these are costs of so many items, and none is higher than the one before."""
-    return len(costs) == size and (not costs or 0 <= costs[-1] <= costs[0] < math.inf) and all(a >= b for a, b in pairwise(costs))
 
 
 class Slice(NamedTuple):
@@ -256,9 +246,6 @@ class Task:
     items_resting: int = 0
     settled: int = 0
     is_queued: bool = False  # stands in a queue
-    ladder: Ladder | None = None  # holds what was never dispatched, instead of the cursor, once it matters who takes what
-    fit: Fit | None = None  # what is learned of speeds; None while there is no ladder
-    is_held: bool = False  # somebody free has left what waits to others, and a timer is set to look again
 
     @property
     def order(self) -> Order:
@@ -318,7 +305,6 @@ class Worker:
     state: WorkerState = WorkerState.STARTING
     attempts: dict[int, Attempt] = field(default_factory=dict)
     has_delivered: bool = False  # an attempt has come back from it
-    kind: int | None = None  # of its device; None while it is not up
     since: float = 0.0  # when it became busy
 
 

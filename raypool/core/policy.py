@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from raypool.core.speeds import Speeds
 from raypool.errors import LossReason
 
 SHORT_S = 0.050
@@ -53,8 +52,6 @@ LONGEST_DELAY_S = 30.0
 LONGEST_RETRY_DELAY_S = 300.0
 """Nothing waits longer than this before it runs again [s]."""
 
-UNKNOWN = Speeds()
-
 
 @dataclass(slots=True)
 class Pace:
@@ -71,7 +68,6 @@ class Pace:
     lost: int = 0  # calls that have taken their worker with them, or too long
     blamed: int = 0  # of these two, calls for which their place was taken out
     longest_s: float = math.inf  # an item has taken so long of late, on average in its call
-    speeds: Speeds = UNKNOWN  # of the kinds of workers, where costs are known
 
     @property
     def is_short(self) -> bool:

@@ -213,7 +213,6 @@ class Scheduler:
         self.crew.places[worker.place].failed_starts = 0
         if self._idleness is not None:
             self._idleness.end()  # the time runs from where it could have done something
-        self.crew.squads.enlist(worker, event.kind, self.crew.workers, self.crew.idle)
         if worker.attempts:  # it was started for this one
             self._out += self._dispatcher.begin(worker, self._now)
         if not worker.attempts:
@@ -226,8 +225,6 @@ class Scheduler:
                 self._park_if_idle()
             elif event.kind == "retry":
                 self._rouse(event.task_id)
-            elif event.kind == "look" and (task := self.backlog.tasks.get(event.task_id)) is not None:
-                task.is_held = False
         elif event.kind == "timeout":
             self._losses.time_out(worker, event.attempt_id)
         elif event.kind == "leave":

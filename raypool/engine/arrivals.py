@@ -18,7 +18,6 @@ class Arrivals:
 
     def __init__(self, is_closed: Callable[[], bool]) -> None:
         self.infos: dict[int, WorkerInfo] = {}  # of the newest worker in each place that was up
-        self._kinds: dict[str | None, int] = {}  # by the name of the device
         self._is_closed = is_closed
         self._failed: dict[int, str] = {}  # place -> why
         self._awaited: Counter[int] = Counter()  # places that somebody waits for
@@ -29,10 +28,6 @@ class Arrivals:
         with self.changed:
             self.infos[place] = info
             self.changed.notify_all()
-
-    def kind(self, info: WorkerInfo) -> int:
-        """Return a number for what kind of worker this is: the same for those whose devices have one name."""
-        return self._kinds.setdefault(info.gpu_name, len(self._kinds))
 
     def note_failed(self, place: int, why: str) -> bool:
         """Note that nobody need wait for the worker in a place; return whether somebody does, and so will be told."""

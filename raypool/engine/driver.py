@@ -306,7 +306,7 @@ class Driver:
     def _note_ready(self, event: m.WorkerReady, info: WorkerInfo) -> m.WorkerReady:
         if (worker := self.scheduler.crew.workers.get(event.worker_id)) is not None:
             self.arrivals.note_ready(worker.place, info)
-        return event._replace(kind=self.arrivals.kind(info))
+        return event
 
     def _note_narrowed(self, event: m.AttemptNarrowed, results: Sequence[SliceResult]) -> m.AttemptNarrowed:
         self._speaker = self._info_of(event.worker_id)

@@ -69,8 +69,6 @@ def decode(line: str) -> tuple[float, m.Event]:
         spec = fields["spec"]
         if spec["places"] is not None:
             spec["places"] = tuple(spec["places"])
-        if spec.get("costs") is not None:
-            spec["costs"] = tuple(spec["costs"])
         fields["spec"] = TaskSpec(**spec)
     elif kind in ("WorkerLost", "PlaceLost"):
         fields["reason"] = LossReason(fields["reason"])

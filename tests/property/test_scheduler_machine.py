@@ -103,7 +103,6 @@ class World(RuleBasedStateMachine):
         self.used_at = 0.0  # when there was a task for the last time
         self.now = 0.0
         self.jobs: dict[int, Job] = {}
-        self.is_mixed = False  # workers in even places are of another kind than the others
         self.hands: dict[int, Hand] = {}  # workers that are there, or about to be
         self.places: dict[int, int | None] = {}  # place -> worker; None: it is parked
         self.calls: dict[int, m.RunTasks] = {}  # in flight, as far as anybody can tell
@@ -126,11 +125,9 @@ class World(RuleBasedStateMachine):
         num_places=st.integers(1, 4),
         num_ready=st.integers(0, 4),
         idle_timeout_s=st.sampled_from([None, IDLE_S]),
-        is_mixed=st.booleans(),
     )
-    def open_pool(self, num_places: int, num_ready: int, idle_timeout_s: float | None, is_mixed: bool) -> None:
+    def open_pool(self, num_places: int, num_ready: int, idle_timeout_s: float | None) -> None:
         self.idle_timeout_s = idle_timeout_s
-        self.is_mixed = is_mixed
         self.scheduler = Scheduler(start_timeout_s=60.0, idle_timeout_s=idle_timeout_s)
         self.tell(m.ResizeRequested(add=tuple(range(num_places))))
         for _ in range(min(num_ready, num_places)):
@@ -199,20 +196,6 @@ class World(RuleBasedStateMachine):
         if spec.place is not None and worker_id is None:  # it was parked, and is starting now
             job.worker_id = self.places.get(spec.place)
 
-    @rule(
-        fn_id=st.integers(1, 2),
-        costs=st.lists(st.sampled_from([0.0, 1.0, 1.0, 2.0, 9.0]), min_size=1, max_size=30),
-        priority=st.sampled_from([0, 0, 0, 1]),
-        retries=st.sampled_from([0, 2, 2]),
-        chunk_size=st.sampled_from([None, None, None, 1, 3]),
-        places=st.sampled_from([None, None, None, (0, 1), (1, 2, 3)]),
-        is_fresh=st.sampled_from([False, False, False, True]),
-        retry_delay_s=DELAYS,
-    )
-    def submit_costs(self, fn_id, costs, **wishes) -> None:
-        costs = tuple(sorted(costs, reverse=True))
-        self.submit_spec(TaskSpec(len(self.jobs), fn_id, len(costs), costs=costs, **wishes))
-
     @precondition(lambda self: any(job.is_open for job in self.jobs.values()))
     @rule(pick=PICK, count=st.integers(0, 8), stays_open=st.booleans())
     def add_items(self, pick: int, count: int, stays_open: bool) -> None:
@@ -265,7 +248,7 @@ class World(RuleBasedStateMachine):
         worker_id = picked(self.starting(), pick)
         hand = self.hands[worker_id]
         hand.is_ready = True
-        self.tell(m.WorkerReady(worker_id, hand.place % 2 if self.is_mixed else 0))
+        self.tell(m.WorkerReady(worker_id))
 
     def starting(self) -> list[int]:
         return [worker_id for worker_id, hand in self.hands.items() if hand.is_launched and not hand.is_ready]

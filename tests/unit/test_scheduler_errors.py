@@ -64,7 +64,7 @@ def test_the_error_tells_the_story_of_the_worker(pool_of):
     pool.now = 2.5
     with pytest.raises(InternalError) as caught:
         pool.ready(0)
-    assert caught.value.story == ("0.000000 WorkerReady(worker_id=0, kind=0)", "2.500000 WorkerReady(worker_id=0, kind=0)")
+    assert caught.value.story == ("0.000000 WorkerReady(worker_id=0)", "2.500000 WorkerReady(worker_id=0)")
     assert caught.value.story[-1] in str(caught.value)
 
 
@@ -83,7 +83,7 @@ def test_the_whole_story_is_kept_for_a_while(pool_of):
     pool = pool_of(1)
     assert [line.split()[1] for line in pool.scheduler.story()] == [
         "ResizeRequested(add=(0,),",
-        "WorkerReady(worker_id=0,",
+        "WorkerReady(worker_id=0)",
     ]
     for task_id in range(STORY_LENGTH + 50):
         pool.submit(task_id)
