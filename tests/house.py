@@ -172,6 +172,20 @@ def components(edges: dict[str, set[str]]) -> list[list[str]]:
     return found
 
 
+def classes_named_twice(all_modules: list[Module]) -> list[str]:
+    names = Counter(node.name for module in all_modules for node in ast.walk(module.tree) if isinstance(node, ast.ClassDef))
+    return sorted(name for name, count in names.items() if count > 1 and not name.startswith("_"))
+
+
+def files_named_twice(all_modules: list[Module]) -> list[str]:
+    names = Counter(module.path.name for module in all_modules)
+    return sorted(name for name, count in names.items() if count > 1 and name not in ("__init__.py", "base.py"))
+
+
+def files_with_private_ray(all_modules: list[Module], package: Path) -> list[str]:
+    return [module_name(module.path, package) for module in all_modules if uses_private_ray(module.tree)]
+
+
 def measure(checkout: Path) -> Iterator[tuple[str, object]]:
     package = checkout / "raypool"
     found = modules(package)
@@ -179,11 +193,9 @@ def measure(checkout: Path) -> Iterator[tuple[str, object]]:
     yield "modules", len(found)
     yield "modules at the top level", sum(module.path.parent == package for module in found)
     yield "sets of modules that import each other", len(cycles(found, package))
-    classes = Counter(node.name for m in found for node in definitions(m.tree, (ast.ClassDef,)) if isinstance(node, ast.ClassDef))
-    yield "public class names defined twice", sum(count > 1 and not name.startswith("_") for name, count in classes.items())
-    files = Counter(module.path.name for module in found)
-    yield "file names used twice", sum(count > 1 and name not in ("__init__.py", "base.py") for name, count in files.items())
-    yield "files that use private names of Ray", sum(uses_private_ray(module.tree) for module in found)
+    yield "public class names defined twice", len(classes_named_twice(found))
+    yield "file names used twice", len(files_named_twice(found))
+    yield "files that use private names of Ray", len(files_with_private_ray(found, package))
     once, functions = used_once(found)
     yield "private functions used once, of all [%]", round(100 * once / functions, 1)
     code, comments = (sum(numbers) for numbers in zip(*(lines_of_code(module.text) for module in found), strict=True))

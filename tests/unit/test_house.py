@@ -1,0 +1,46 @@
+"""The rules of the package's structure, with those who break them today: these lists may only get shorter."""
+
+from __future__ import annotations
+
+from tests import house
+
+PACKAGE = house.HERE / "raypool"
+MODULES = house.modules(PACKAGE)
+
+CYCLES = [
+    ["queue_away", "queue_home", "queues", "store", "task"],
+    ["interop.joblib", "interop.joblib_backend", "interop.joblib_batches", "interop.joblib_tasks"],
+]
+
+CLASSES_NAMED_TWICE = """
+    Answers Call Course Crew Driver Entry Failure Gathering Home Job Keeper Kept Lane Outcome Part Piece Place Plan Seat Segment
+    Sent Share Source Training Watch Watcher Work
+"""
+
+FILES_NAMED_TWICE = """
+    answers calls files job lines loop losses machines messages nodes options plan run sharing training
+"""
+
+PRIVATE_NAMES_OF_RAY = """
+    cloud.begin cloud.connect cloud.dashboard cloud.launcher_checks cloud.preemption cloud.sealed cloud.shipping
+    engine.growth engine.machine engine.outside engine.own_memory engine.ray_helpers engine.ray_nodes engine.ray_session
+    engine.shortages train.managed train.managed_ranks train.session
+"""
+
+
+def test_no_modules_import_each_other() -> None:
+    found = [sorted(name.removeprefix("raypool.") for name in group) for group in house.cycles(MODULES, PACKAGE)]
+    assert found == CYCLES
+
+
+def test_a_public_class_has_a_name_of_its_own() -> None:
+    assert house.classes_named_twice(MODULES) == CLASSES_NAMED_TWICE.split()
+
+
+def test_a_file_has_a_name_of_its_own() -> None:
+    assert [name.removesuffix(".py") for name in house.files_named_twice(MODULES)] == FILES_NAMED_TWICE.split()
+
+
+def test_private_names_of_ray_are_in_few_files() -> None:
+    found = house.files_with_private_ray(MODULES, PACKAGE)
+    assert [name.removeprefix("raypool.") for name in found] == PRIVATE_NAMES_OF_RAY.split()
