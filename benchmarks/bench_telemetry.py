@@ -12,9 +12,9 @@ import time
 from pathlib import Path
 
 from benchmarks.measuring import Line, in_turns
-from raypool.devices.nvml import NvmlInventory
-from raypool.devices.simulated import SimulatedGpus
 from raypool.engine.telemetry import LOOK_S, Telemetry
+from raypool.gpu.nvml import NvmlInventory
+from raypool.gpu.simulated import SimulatedGpus
 from tests.unit.fake_nvml import FakeCard, FakeNvml
 
 CARDS = 8

@@ -12,9 +12,7 @@ import typing
 if typing.TYPE_CHECKING:
     from raypool.batches import batch, find_job
     from raypool.checkpoint import load_checkpoint, save_checkpoint
-    from raypool.devices.hand import as_device, copy_to, cpu, gpu
     from raypool.engine.backend import WorkerInfo
-    from raypool.engine.machine import gpu_device_count, gpu_device_table
     from raypool.errors import (
         CloudError,
         CollectiveError,
@@ -40,6 +38,8 @@ if typing.TYPE_CHECKING:
         WorkerLostError,
     )
     from raypool.futures import Future
+    from raypool.gpu.handover import as_device, copy_to, cpu, gpu
+    from raypool.gpu.table import gpu_device_count, gpu_device_table
     from raypool.interop.joblib import register_joblib
     from raypool.job import Job
     from raypool.journal.reading import load_results
@@ -189,19 +189,19 @@ _HOMES = {
     "WorkerResources": "raypool.resources",
     "after_all": "raypool.waiting",
     "after_each": "raypool.waiting",
-    "as_device": "raypool.devices.hand",
+    "as_device": "raypool.gpu.handover",
     "batch": "raypool.batches",
-    "copy_to": "raypool.devices.hand",
-    "cpu": "raypool.devices.hand",
+    "copy_to": "raypool.gpu.handover",
+    "cpu": "raypool.gpu.handover",
     "current_task": "raypool.task",
     "fetch_next": "raypool.waiting",
     "fetch_outputs": "raypool.waiting",
     "find_job": "raypool.batches",
     "fit": "raypool.pool",
     "gcp": "raypool.pool",
-    "gpu": "raypool.devices.hand",
-    "gpu_device_count": "raypool.engine.machine",
-    "gpu_device_table": "raypool.engine.machine",
+    "gpu": "raypool.gpu.handover",
+    "gpu_device_count": "raypool.gpu.table",
+    "gpu_device_table": "raypool.gpu.table",
     "load_checkpoint": "raypool.checkpoint",
     "load_results": "raypool.journal.reading",
     "parpool": "raypool.pool",

@@ -26,13 +26,12 @@ from packaging.requirements import Requirement
 
 from raypool import doctor
 from raypool.cloud.tokens import token_path
-from raypool.devices.cores import usable_cpus
-from raypool.devices.gpus import Inventory
-from raypool.devices.nvml import load_pynvml
 from raypool.doctor import Driver, Finding, Import
-from raypool.engine.machine import NVIDIAS, gpus_here
 from raypool.engine.ray_session import folder_of_ray
 from raypool.errors import RaypoolError
+from raypool.gpu.devices import Inventory, usable_cpus
+from raypool.gpu.nvml import load_pynvml
+from raypool.gpu.table import NVIDIAS, gpus_here
 from raypool.profile_files import nearest_file
 
 IMPORT_TIMEOUT_S = 120.0

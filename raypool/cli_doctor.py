@@ -10,8 +10,8 @@ import click
 from raypool.cli_pipes import echo
 
 if TYPE_CHECKING:
-    from raypool.devices.gpus import Inventory
     from raypool.doctor import Finding
+    from raypool.gpu.devices import Inventory
 
 COLORS = {"ok": "green", "warning": "yellow", "problem": "red"}
 

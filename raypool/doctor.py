@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from raypool.devices.gpus import GpuDevice
+from raypool.gpu.devices import GpuDevice
 
 GIB = 2**30
 

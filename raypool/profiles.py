@@ -8,10 +8,9 @@ from os import PathLike
 from typing import Literal
 
 from raypool import profile_checks
-from raypool.devices.gpus import Inventory
-from raypool.devices.links import FAST_LINKS
-from raypool.devices.nvml import NvmlInventory
 from raypool.errors import InvalidValueError
+from raypool.gpu.devices import FAST_LINKS, Inventory
+from raypool.gpu.nvml import NvmlInventory
 from raypool.resources import WorkerResources
 from raypool.tls import Tls
 

@@ -9,8 +9,8 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from raypool.devices.kept import kept
 from raypool.errors import InvalidTypeError
+from raypool.gpu.memory import kept
 from raypool.left_globals import call_setup
 from raypool.task import current_task
 

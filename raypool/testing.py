@@ -25,14 +25,14 @@ from typing import Any, NamedTuple
 from raypool.core import messages as m
 from raypool.core.invariants import check_invariants
 from raypool.core.scheduler import Scheduler
-from raypool.devices.gpus import GpuDevice
-from raypool.devices.simulated import SimulatedGpus
 from raypool.engine.backend import Function, NodeDevices, Part, WorkerInfo, nothing_done
 from raypool.engine.engine import Engine
 from raypool.engine.inbox import Message
 from raypool.engine.inline import InlineBackend
 from raypool.engine.trace import read_settings, read_trace
 from raypool.errors import LossReason
+from raypool.gpu.devices import GpuDevice
+from raypool.gpu.simulated import SimulatedGpus
 from raypool.pool import ParallelPool
 from raypool.profiles import Profile
 from raypool.simulation import Course, Dice, FaultPlan, SimReport, simulate

@@ -17,7 +17,6 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raypool.core.messages import Signal
-from raypool.devices.gpus import Inventory
 from raypool.engine import mps, outside
 from raypool.engine.backend import GpuMemory, NodeDevices, WorkerInfo
 from raypool.engine.claims import Claim, locate
@@ -31,6 +30,7 @@ from raypool.engine.ray_session import is_up
 from raypool.engine.telemetry import Usage, sum_of
 from raypool.engine.worker import Introduction
 from raypool.errors import PoolClosedError, WorkerLostError
+from raypool.gpu.devices import Inventory
 from raypool.queues import offer
 
 logger = logging.getLogger("raypool")

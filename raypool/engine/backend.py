@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 from raypool.core.messages import Event, Signal
-from raypool.devices.gpus import GpuDevice
 from raypool.futures import Values
+from raypool.gpu.devices import GpuDevice
 from raypool.task import Way
 from raypool.users_code import Snapshot
 

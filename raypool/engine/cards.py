@@ -15,12 +15,12 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from raypool.core.messages import ResizeRequested
-from raypool.core.sharing import CONTEXT_BYTES, MOST, Load, fitting, fraction_for, seats_for
 from raypool.engine.backend import Part, Post, SliceResult
 from raypool.engine.claims import Claim
 from raypool.engine.seating import Seating
 from raypool.engine.sharing import Sharing, Weight
 from raypool.engine.telemetry import Usage
+from raypool.gpu.sharing import CONTEXT_BYTES, MOST, Load, fitting, fraction_for, seats_for
 from raypool.reasons import is_gpu_out_of_memory
 
 REMEMBERED = 32

@@ -19,9 +19,9 @@ from ray.util import placement_group, placement_group_table, remove_placement_gr
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from raypool.devices.gpus import GpuDevice
 from raypool.engine.demands import Demand
 from raypool.engine.shortages import held_by, holders
+from raypool.gpu.devices import GpuDevice
 from raypool.labels import for_ray
 
 POLL_S = 0.01

@@ -33,13 +33,13 @@ from raypool.engine.backend import (
 from raypool.engine.diary import listening
 from raypool.engine.early import Early
 from raypool.engine.guard import ThreadGuard
-from raypool.engine.machine import gpus_here
 from raypool.engine.mirrors import ItemFolders, home_here, temporary_here
 from raypool.engine.open_call import RawResult
 from raypool.engine.runner import Surroundings, run_parts, set_up
 from raypool.engine.time_limit import TimeLimit
 from raypool.errors import LossReason, ResourceError
 from raypool.folders import TemporaryFolder
+from raypool.gpu.table import gpus_here
 from raypool.profiles import Profile
 from raypool.store import FindWay, way_finder_here
 from raypool.task import Say, Way, in_task

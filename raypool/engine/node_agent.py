@@ -21,7 +21,6 @@ import psutil
 import ray
 
 from raypool.core.messages import Signal
-from raypool.devices.gpus import GpuDevice, Inventory
 from raypool.engine.backend import GpuMemory
 from raypool.engine.exchange import Exchange
 from raypool.engine.guard import AT_HAND, NOTHING, SIGNALS, STOP_SIGNAL, WHOLE, WISH
@@ -30,6 +29,7 @@ from raypool.engine.memory import is_over, memory_used
 from raypool.engine.mps import Mps, MpsState
 from raypool.engine.telemetry import Telemetry, Usage
 from raypool.folders import TemporaryFolder
+from raypool.gpu.devices import GpuDevice, Inventory
 
 FIRST_LOOK_S = 0.02
 LONGEST_LOOK_S = 0.5

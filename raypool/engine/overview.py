@@ -6,10 +6,10 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from raypool.core.model import Attempt, WorkerState
-from raypool.devices import table as devices
-from raypool.devices.gpus import GpuDevice
 from raypool.engine.backend import NodeDevices, WorkerInfo
 from raypool.engine.driver import Driver
+from raypool.gpu import table as devices
+from raypool.gpu.devices import GpuDevice
 
 if TYPE_CHECKING:
     import pandas as pd

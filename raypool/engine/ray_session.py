@@ -21,13 +21,11 @@ from typing import Any, NoReturn
 
 from raypool.cloud import connect, shipping
 from raypool.cloud.tokens import make_token, token_path
-from raypool.devices.cores import usable_cpus
-from raypool.devices.gpus import Inventory
-from raypool.devices.visible import visible_gpus
-from raypool.engine.quiet_import import import_ray
 from raypool.engine.ray_helpers import without_helpers
 from raypool.errors import StartupError
 from raypool.folders import LOCK, hold, make_private, remove_unheld, run_aside
+from raypool.gpu.devices import Inventory, usable_cpus, visible_gpus
+from raypool.gpu.table import import_ray
 from raypool.profiles import CLIENT, LOOPBACK, Profile
 
 LOOPBACK_ONLY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"

@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from raypool.devices.cores import usable_cores
 from raypool.engine import claims as claiming
 from raypool.engine import shortages
 from raypool.engine.choosing import Choice, Spot, spots
@@ -25,6 +24,7 @@ from raypool.engine.growth import growth
 from raypool.engine.outside import is_outside
 from raypool.engine.survey import Survey
 from raypool.errors import PoolClosedError, RaypoolError, ResourceError
+from raypool.gpu.devices import usable_cores
 from raypool.profiles import Profile
 from raypool.resources import WorkerResources
 

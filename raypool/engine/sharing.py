@@ -14,9 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from raypool.core.sharing import fraction_for
-from raypool.devices.gpus import Inventory
 from raypool.engine.backend import Part
+from raypool.gpu.devices import Inventory
+from raypool.gpu.sharing import fraction_for
 
 PATIENCE_S = 30.0
 """Whoever comes lets go first what wants to run alone, but no longer than this [s]: what is awaited may itself wait for him."""

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import NamedTuple
 
-from raypool.devices.gpus import GpuDevice, Inventory
 from raypool.engine.backend import GpuMemory
-from raypool.engine.machine import gpus_here
+from raypool.gpu.devices import GpuDevice, Inventory
+from raypool.gpu.table import gpus_here
 
 LOOK_S = 1.0
 """How often the GPUs are looked at [s]; the driver says how busy one was in the last 1/6 s to 1 s."""

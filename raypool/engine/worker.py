@@ -23,10 +23,6 @@ import ray
 
 from raypool.by_value import note_globals, teach_multiprocessing
 from raypool.captured import CapturedModels
-from raypool.core.sharing import fraction_for
-from raypool.devices.gpus import Inventory, index_of
-from raypool.devices.kept import kept
-from raypool.devices.links import prefer_fast_links
 from raypool.engine import diary, mps
 from raypool.engine.answers import pack_narrowed, pack_results
 from raypool.engine.backend import Part, Refusal, WorkerInfo, function_name
@@ -47,6 +43,9 @@ from raypool.engine.upkeep import Leftover, Upkeep
 from raypool.engine.warning_filters import WarningFilters
 from raypool.errors import InvalidValueError, TaskError, WorkerLostError
 from raypool.folders import hold
+from raypool.gpu.devices import Inventory, index_of, prefer_fast_links
+from raypool.gpu.memory import kept
+from raypool.gpu.sharing import fraction_for
 from raypool.left_globals import call_setup, share_left
 from raypool.shared import discard_all, is_any_here
 from raypool.task import is_retired, let_notes_travel, mark_worker_process, set_link

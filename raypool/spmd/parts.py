@@ -9,9 +9,9 @@ from __future__ import annotations
 import sys
 from typing import Any, NamedTuple
 
-from raypool.devices.kept import kept
 from raypool.engine.runner import UNCHANGEABLE
 from raypool.errors import CompositeError
+from raypool.gpu.memory import kept
 
 PLAIN_BYTES = 1024
 """A value that cannot change and takes no more memory than this [bytes] also stays with whoever holds the Composite."""

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from raypool.devices.kept import kept
 from raypool.errors import InvalidTypeError, InvalidValueError
+from raypool.gpu.memory import kept
 from raypool.task import notes_here
 from raypool.train.samples import Piece, batch_of, call_model, changed, mapped
 

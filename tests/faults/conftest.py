@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from raypool import ParallelPool
-from raypool.devices.allocator import TorchAllocator
-from raypool.devices.gpus import GpuDevice
+from raypool.gpu.devices import GpuDevice
+from raypool.gpu.memory import TorchAllocator
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from raypool import ResourceError, WorkerResources, parpool
-from raypool.devices.nvml import NvmlInventory
+from raypool.gpu.nvml import NvmlInventory
 
 pytestmark = [pytest.mark.gpu]
 

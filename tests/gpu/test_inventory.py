@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from raypool import gpu_device_count, gpu_device_table
-from raypool.devices.nvml import NvmlInventory
-from raypool.devices.visible import visible_gpus
+from raypool.gpu.devices import visible_gpus
+from raypool.gpu.nvml import NvmlInventory
 
 pytestmark = [pytest.mark.gpu]
 

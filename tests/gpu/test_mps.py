@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from raypool import WorkerResources, parpool
-from raypool.devices.nvml import nvml
 from raypool.engine import mps
+from raypool.gpu.nvml import nvml
 
 with nvml() as library:
     HAS_GPU = library is not None and library.nvmlDeviceGetCount() > 0

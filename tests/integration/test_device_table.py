@@ -13,8 +13,8 @@ import pandas as pd
 import pytest
 
 from raypool import ParallelPool, PoolClosedError, WorkerResources, parpool
-from raypool.devices.gpus import GpuDevice
-from raypool.devices.simulated import CONTEXT_BYTES, SimulatedGpus
+from raypool.gpu.devices import GpuDevice
+from raypool.gpu.simulated import CONTEXT_BYTES, SimulatedGpus
 
 pytestmark = pytest.mark.usefixtures("ray_session", "by_value")
 

@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 
 from raypool import parpool
-from raypool.devices.simulated import CONTEXT_BYTES, SimulatedGpus
 from raypool.engine.backend import GpuMemory
+from raypool.gpu.simulated import CONTEXT_BYTES, SimulatedGpus
 
 GIBIBYTE = 2**30
 

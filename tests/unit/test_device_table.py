@@ -11,11 +11,10 @@ import pandas as pd
 import pytest
 
 from raypool import InvalidValueError, gpu_device_count, gpu_device_table
-from raypool.devices.gpus import GpuDevice, GpuProcess
-from raypool.devices.nvml import NvmlInventory
-from raypool.devices.simulated import SimulatedGpus
-from raypool.devices.table import COLUMNS
-from raypool.engine.machine import NVIDIAS, gpus_here, known_to_ray, manager_of_gpus
+from raypool.gpu.devices import GpuDevice, GpuProcess
+from raypool.gpu.nvml import NvmlInventory
+from raypool.gpu.simulated import SimulatedGpus
+from raypool.gpu.table import COLUMNS, NVIDIAS, gpus_here, known_to_ray, manager_of_gpus
 from tests.unit.fake_nvml import FakeCard, FakeNvml, error
 
 GIB = 2**30

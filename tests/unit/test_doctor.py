@@ -17,7 +17,6 @@ from click.testing import CliRunner, Result
 
 from raypool import checkup
 from raypool.cli import main
-from raypool.devices.gpus import GpuDevice, GpuProcess
 from raypool.doctor import (
     MISMATCH,
     NO_LIBRARY,
@@ -38,6 +37,7 @@ from raypool.doctor import (
     judge_shared_memory,
     judge_torch,
 )
+from raypool.gpu.devices import GpuDevice, GpuProcess
 
 GIB = 2**30
 DRIVER = Driver("550.54.15", (12, 4))

@@ -53,7 +53,7 @@ LAYERS = [
     ["left_globals", "by_value"],
     ["reports", "feed", "futures", "task", "queues", "queue_away", "queue_home", "store", "engine.exchange", "folders"],
     ["core", "reasons", "lean_future"],
-    ["devices"],
+    ["gpu"],
     ["counts", "errors", "extras", "tables", "captured", "users_code"],
 ]
 
@@ -62,7 +62,6 @@ RAY_MAY_STAND_IN = {
     "engine.answers",
     "engine.node_agent",
     "engine.outside",
-    "engine.quiet_import",
     "engine.ray_backend",
     "engine.ray_calls",
     "engine.ray_failures",
@@ -77,7 +76,7 @@ RAY_MAY_STAND_IN = {
     "engine.growth",
     "engine.shortages",
     "engine.survey",
-    "engine.machine",  # asks Ray's accelerator managers of GPUs that are not NVIDIA's
+    "gpu.table",  # asks Ray's accelerator managers of GPUs that are not NVIDIA's
     "engine.own_memory",
     "engine.packing",
     "engine.worker",

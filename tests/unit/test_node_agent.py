@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from raypool.devices.nvml import NvmlInventory
 from raypool.engine import node_agent
 from raypool.engine.node_agent import memory_back
+from raypool.gpu.nvml import NvmlInventory
 
 
 def each(read: Callable[[], int | None]) -> Callable[[], Awaitable[int | None]]:

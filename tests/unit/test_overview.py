@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from raypool.devices.gpus import GpuDevice, GpuProcess
-from raypool.devices.simulated import SimulatedGpus
 from raypool.engine.backend import NodeDevices, WorkerInfo
 from raypool.engine.overview import COLUMNS, device_table
+from raypool.gpu.devices import GpuDevice, GpuProcess
+from raypool.gpu.simulated import SimulatedGpus
 from raypool.testing import sim_pool
 
 GIBIBYTE = 2**30

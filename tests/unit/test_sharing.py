@@ -18,13 +18,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raypool.core.messages import ResizeRequested
-from raypool.core.sharing import CONTEXT_BYTES, MARGIN, MOST, Load, fitting, fraction_for, seats_for, worthwhile
-from raypool.devices.simulated import CONTEXT_BYTES as SIMULATED_CONTEXT
-from raypool.devices.simulated import SimulatedGpus
 from raypool.engine.backend import Failure, LocalValues, Part, SliceResult
 from raypool.engine.cards import TRIES_ALONE, Cards
 from raypool.engine.sharing import Turns, Weight
 from raypool.engine.telemetry import Usage
+from raypool.gpu.sharing import CONTEXT_BYTES, MARGIN, MOST, Load, fitting, fraction_for, seats_for, worthwhile
+from raypool.gpu.simulated import CONTEXT_BYTES as SIMULATED_CONTEXT
+from raypool.gpu.simulated import SimulatedGpus
 
 GIBIBYTE = 2**30
 
@@ -104,8 +104,8 @@ def test_torch_is_told_its_part_before_it_is_there(tmp_path: Path) -> None:
     code = f"""
 import os, sys
 from pathlib import Path
-from raypool.devices.allocator import TorchAllocator
-from raypool.devices.simulated import SimulatedGpus
+from raypool.gpu.memory import TorchAllocator
+from raypool.gpu.simulated import SimulatedGpus
 from raypool.engine.sharing import Sharing, settle
 
 class Cards(SimulatedGpus):

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from raypool import ResourceError
-from raypool.devices.gpus import GpuDevice
-from raypool.devices.simulated import SimulatedGpus
 from raypool.engine.claims import Claim
 from raypool.engine.demands import Demand, name_of
 from raypool.engine.shortages import lacking, said_of
 from raypool.engine.survey import Survey
+from raypool.gpu.devices import GpuDevice
+from raypool.gpu.simulated import SimulatedGpus
 
 GIB = 2**30
 

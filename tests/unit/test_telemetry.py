@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from raypool.devices.gpus import Allocator, GpuDevice
-from raypool.devices.simulated import SimulatedGpus
 from raypool.engine.telemetry import KEPT, Reading, Telemetry, Usage
+from raypool.gpu.devices import Allocator, GpuDevice
+from raypool.gpu.simulated import SimulatedGpus
 
 GIBIBYTE = 2**30
 

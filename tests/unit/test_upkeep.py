@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from raypool.devices.kept import kept
-from raypool.devices.simulated import SimulatedAllocator, SimulatedGpus
 from raypool.engine.backend import Part, WorkerInfo
 from raypool.engine.guard import Guard
 from raypool.engine.open_call import RawResult
 from raypool.engine.runner import Surroundings, run_parts
 from raypool.engine.upkeep import Leftover, Upkeep
+from raypool.gpu.memory import kept
+from raypool.gpu.simulated import SimulatedAllocator, SimulatedGpus
 from raypool.spmd import parts
 
 MIB = 2**20

@@ -13,6 +13,7 @@ from raypool.errors import InvalidTypeError, InvalidValueError
 if TYPE_CHECKING:
     import torch
 
+
 T = TypeVar("T")
 
 

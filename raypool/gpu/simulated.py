@@ -12,9 +12,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from raypool.devices.allocator import fraction_of
-from raypool.devices.gpus import GpuDevice, GpuProcess, memory_of, named, only_load
-from raypool.devices.visible import ORDER, visible_gpus
+from raypool.gpu.devices import ORDER, GpuDevice, GpuProcess, memory_of, named, only_load, visible_gpus
+from raypool.gpu.memory import fraction_of
 
 CONTEXT_BYTES = 400 * 2**20
 """A process that uses a simulated GPU takes so much of it beside what it allocates [bytes]."""
