@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from raypool.core import messages as m
 from raypool.core.backlog import Backlog
-from raypool.core.crew import Crew
-from raypool.core.faults import Faults
-from raypool.core.ledger import Ledger
+from raypool.core.faulty_places import Faults
 from raypool.core.model import Attempt, Gathering, Task, TaskState, Worker, WorkerState
+from raypool.core.outcomes import Ledger
 from raypool.core.queue import Order, Queue
+from raypool.core.workers import Crew
 
 BUSY = WorkerState.BUSY  # Python 3.11 takes its time to look these up
 

@@ -10,18 +10,19 @@ The `Backlog` knows what waits, the `Crew` who is there; this class lets the one
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
+from math import inf
 from typing import Any, NoReturn
 
 from raypool.core import messages as m
-from raypool.core.answers import Answers
+from raypool.core import policy
 from raypool.core.backlog import Backlog
-from raypool.core.crew import Crew
 from raypool.core.dispatch import Dispatcher
-from raypool.core.faults import Faults
-from raypool.core.idleness import Idleness
-from raypool.core.ledger import Ledger
-from raypool.core.losses import Losses
-from raypool.core.model import PoolState, Report, Task, TaskState, Worker, WorkerState
+from raypool.core.faulty_places import Faults
+from raypool.core.messages import SetTimer
+from raypool.core.model import Attempt, Leaving, PoolState, Report, Task, TaskState, Worker, WorkerState
+from raypool.core.outcomes import Ledger
+from raypool.core.workers import Crew
 from raypool.errors import InternalError, LossReason
 
 STORY_LENGTH = 200
@@ -371,3 +372,211 @@ class Scheduler:
             "This is a mistake in raypool; report it with the story below.\n" + "\n".join(story),
             story=story,
         )
+
+
+# --- answers ----------------------------------------------------------------------------------------------------------
+
+
+class Answers:
+    """Has the ledger say what becomes of items that have come back, and learns from them how long their function takes."""
+
+    def __init__(self, backlog: Backlog, crew: Crew, ledger: Ledger, faults: Faults, losses: Losses) -> None:
+        self._backlog = backlog
+        self._crew = crew
+        self._ledger = ledger
+        self._faults = faults
+        self._losses = losses
+
+    def take(self, worker: Worker, attempt_id: int, reports: Sequence[Report]) -> None:
+        """Take in what has become of an attempt, one report for each slice."""
+        attempt = worker.attempts.pop(attempt_id)
+        worker.has_delivered = True
+        attempt.pace.running -= 1
+        wanted = None
+        for piece, report in zip(attempt.slices, reports, strict=True):
+            task = self._backlog.land(piece, attempt_id)
+            if task is not None:
+                wanted = task
+                self._ledger.settle(task, piece, report, attempt_id)
+        self._observe(worker, attempt, reports, wanted)
+
+    def take_part(self, worker: Worker, attempt_id: int, reports: Sequence[Report], kept: Sequence[int]) -> None:
+        """Take in what is done of an attempt that lasts; the worker keeps so many items of each slice, and nothing behind it."""
+        attempt = worker.attempts[attempt_id]
+        self._take_back_behind(worker, attempt_id)
+        self._crew.ahead.pop(worker.worker_id, None)
+        wanted, left = None, []
+        for piece, report, count in zip(attempt.slices, reports, kept, strict=True):
+            at_hand = piece._replace(start=piece.start + report.done, stop=piece.start + report.done + count)
+            if count:
+                left.append(at_hand)
+            task = self._backlog.land(piece, attempt_id)
+            if task is None:
+                continue
+            wanted = task
+            if not count:
+                self._ledger.settle(task, piece, report, attempt_id)
+                continue
+            self._backlog.fly(task, at_hand, (attempt_id, worker.worker_id))
+            if at_hand.stop < piece.stop:
+                self._backlog.run_again(task, [piece._replace(start=at_hand.stop)])
+            if report.done:
+                self._ledger.settle(task, piece._replace(stop=at_hand.start), report, attempt_id)
+            else:
+                self._ledger.go_on(task)
+        worker.attempts[attempt_id] = attempt._replace(slices=tuple(left), lasts=True)
+        self._observe(worker, attempt, reports, wanted)
+
+    def _take_back_behind(self, worker: Worker, attempt_id: int) -> None:
+        """Queue again what was sent to a worker behind this attempt."""
+        numbers = list(worker.attempts)
+        for number in numbers[numbers.index(attempt_id) + 1 :]:
+            attempt = worker.attempts.pop(number)
+            attempt.pace.running -= 1
+            for piece in reversed(attempt.slices):
+                task = self._backlog.land(piece, number)
+                if task is not None:
+                    self._backlog.run_again(task, [piece])
+                    self._ledger.go_on(task)
+
+    def _observe(self, worker: Worker, attempt: Attempt, reports: Sequence[Report], wanted: Task | None) -> None:
+        """Learn from what was done; `wanted` is the last task of it that somebody waits for, if any."""
+        done, failed, busy_s = 0, 0, 0.0
+        for report in reports:
+            done += report.done
+            failed += report.failed - len(report.again)
+            busy_s += report.busy_s
+        if done:
+            attempt.pace.observe(done, busy_s)
+            if wanted is not None and (failed or self._crew.streaks):
+                self._losses.take_out(worker, self._faults.note_answer(worker, attempt, wanted, done, failed))
+
+
+# --- losses -----------------------------------------------------------------------------------------------------------
+
+
+class Losses:
+    """Takes workers and places out of the crew, and has the ledger say what becomes of what they ran."""
+
+    def __init__(self, backlog: Backlog, crew: Crew, ledger: Ledger, faults: Faults) -> None:
+        self._backlog = backlog
+        self._crew = crew
+        self._ledger = ledger
+        self._faults = faults
+
+    # --- workers ------------------------------------------------------------------------------------------------------
+
+    def lose(self, worker: Worker, reason: LossReason, was_idle: bool) -> None:
+        """Replace a worker, and see to what it was running and to what was bound to it."""
+        crew = self._crew
+        reason = self._in_the_end(worker, reason)
+        was_idle = was_idle or worker.state is not WorkerState.BUSY
+        leaving = None if was_idle or reason in policy.FORGIVEN else self._why_faulty(worker)
+        self._ledger.out += crew.replace(worker, reason, self._ledger.now) if leaving is None else crew.remove(worker, leaving)
+        self._run_elsewhere(worker, reason, was_idle)
+
+    def _why_faulty(self, worker: Worker) -> Leaving | None:
+        """Return why the place of a worker that is lost has to go, if what it ran is one failure too many there."""
+        attempt = next(iter(worker.attempts.values()))
+        return self._faults.note_loss(worker, attempt, self._backlog.tasks.get(attempt.slices[0].task_id))
+
+    def _run_elsewhere(self, worker: Worker, reason: LossReason, was_idle: bool) -> None:
+        """See to what a worker was running that is no more."""
+        # The first attempt was running, or it had ended, its answer died with the process, and the one behind it was running.
+        # So both are charged: an innocent item has attempts left, alone, but a culprit never runs once too often.
+        for attempt_id, attempt in worker.attempts.items():
+            attempt.pace.running -= 1
+            for piece in attempt.slices:
+                task = self._backlog.land(piece, attempt_id)
+                if task is not None:
+                    self._ledger.lose(task, piece, reason, was_idle)
+
+    def time_out(self, worker: Worker, attempt_id: int) -> None:
+        """Fail what has run for too long. Its worker stays busy until the call has come back."""
+        attempt = worker.attempts.get(attempt_id)
+        if attempt is None:
+            return
+        for piece in attempt.slices:
+            task = self._backlog.tasks.get(piece.task_id)
+            if task is not None and task.spec.is_gang:
+                self._ledger.time_out_gang(task)
+            elif self._backlog.land(piece, attempt_id) is not None:
+                assert task is not None
+                self._ledger.time_out(task, piece, attempt_id, worker.worker_id)
+                self.take_out(worker, self._faults.note_loss(worker, attempt, task))
+
+    # --- places -------------------------------------------------------------------------------------------------------
+
+    def take_out(self, worker: Worker, leaving: Leaving | None) -> None:
+        """Let a place go when its worker has come to an end, if there is a reason for it."""
+        if leaving is not None:
+            self._crew.retire(worker, leaving)
+
+    def announce(self, worker: Worker, at: float | None) -> None:
+        """Let a place take nothing more, and tell what runs there; what still does at the time given is interrupted.
+
+        If it is the last one, and nothing waits, the pool is not broken: another may come while there is time.
+        """
+        if worker.state is not WorkerState.BUSY:
+            self.lose_place(worker, LossReason.PREEMPTED)
+            return
+        self._crew.retire(worker, Leaving(LossReason.PREEMPTED, inf if at is None else at))
+        if at is not None and at <= self._ledger.now:
+            self.interrupt_if_due(worker)
+            return
+        self._ledger.send_elsewhere(worker, m.Signal.LEAVE)
+        if at is not None:
+            self._ledger.out.append(m.SetTimer(at, "leave", worker.worker_id))
+
+    def interrupt_if_due(self, worker: Worker) -> None:
+        """Interrupt what still runs where a machine is about to go, unless it was given more time meanwhile."""
+        leaving = self._crew.places[worker.place].leaving
+        if leaving is not None and leaving.at <= self._ledger.now:
+            self._ledger.send_elsewhere(worker, m.Signal.CANCEL)
+
+    def lose_place(self, worker: Worker, reason: LossReason) -> None:
+        """Take a worker out with its place."""
+        was_idle = worker.state is not WorkerState.BUSY
+        reason = self._in_the_end(worker, reason)
+        self._ledger.out += self._crew.remove(worker, Leaving(reason))
+        self._run_elsewhere(worker, reason, was_idle)
+
+    def _in_the_end(self, worker: Worker, reason: LossReason) -> LossReason:
+        """Return why a worker is lost: the end of a machine that was announced is nobody's fault."""
+        leaving = self._crew.places[worker.place].leaving
+        is_announced = leaving is not None and leaving.reason is LossReason.PREEMPTED
+        return LossReason.PREEMPTED if is_announced and reason is LossReason.NODE else reason
+
+
+# --- idleness ---------------------------------------------------------------------------------------------------------
+
+
+class Idleness:
+    """Measures how long a pool has had no task, with one timer at most, however often it is used in between.
+
+    Args:
+        timeout_s: How long is long enough [s].
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._ends_at: float | None = None  # when it will have been long enough; None: the pool is in use, or at rest already
+        self._is_timer_set = False
+
+    def begin(self, now: float) -> list[SetTimer]:
+        """Note that there is no task; only the first time counts."""
+        if self._ends_at is None:
+            self._ends_at = now + self._timeout_s
+        if self._is_timer_set:
+            return []
+        self._is_timer_set = True
+        return [SetTimer(self._ends_at, "idle", -1)]
+
+    def end(self) -> None:
+        """Note that the pool is in use, or that the time has to begin anew."""
+        self._ends_at = None
+
+    def has_lasted(self, now: float) -> bool:
+        """Whether it was long enough, when the timer fires; early, if the pool was used in between."""
+        self._is_timer_set = False
+        return self._ends_at is not None and now >= self._ends_at

@@ -7,9 +7,9 @@ does elsewhere, since the failures here began and ever since. What it does nowhe
 from __future__ import annotations
 
 from raypool.core import policy
-from raypool.core.crew import Crew
 from raypool.core.model import Attempt, Leaving, Streak, Task, Worker
 from raypool.core.policy import Pace
+from raypool.core.workers import Crew
 from raypool.errors import LossReason
 
 MOST_STREAKS = 8

@@ -5,8 +5,8 @@ from __future__ import annotations
 from raypool.core import messages as m
 from raypool.core import policy
 from raypool.core.backlog import Backlog
-from raypool.core.crew import Crew
 from raypool.core.model import Counts, Report, Slice, Task, TaskState, Worker, WorkerState
+from raypool.core.workers import Crew
 from raypool.errors import LossReason
 
 FINISHED, FAILED = TaskState.FINISHED, TaskState.FAILED  # Python 3.11 takes its time to look these up
