@@ -86,16 +86,16 @@ def gpus(inventory: Inventory | None, is_json: bool) -> None:
     What they are doing is as of now; no CUDA context is made. Those that CUDA_VISIBLE_DEVICES leaves are marked.
     """
     from raypool.gpu.table import NVIDIAS, gpu_device_table
-    from raypool.views import devices
+    from raypool.views import tables
 
     frame = gpu_device_table(inventory=inventory or NVIDIAS)
     if is_json:
-        echo(devices.as_json(frame))
+        echo(tables.gpus_as_json(frame))
     elif frame.empty:
-        echo(devices.NO_GPU)
+        echo(tables.NO_GPU)
     else:
-        devices.show(devices.as_table(frame))
-        echo(devices.legend(frame, os.environ))
+        tables.show(tables.gpus_as_table(frame))
+        echo(tables.legend(frame, os.environ))
 
 
 @main.command()

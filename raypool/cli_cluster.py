@@ -50,16 +50,15 @@ def machines(gpu: str | None, name: str, is_json: bool) -> None:
     What stands there comes with raypool, and says of which day it is; nobody is asked.
     """
     from raypool.cloud.machines import catalogue
-    from raypool.views import devices
-    from raypool.views import machines as view
+    from raypool.views import tables
 
     known = catalogue(name)
     try:
         if is_json:
-            echo(view.as_json(known, gpu))
+            echo(tables.machines_as_json(known, gpu))
         else:
-            devices.show(view.as_table(known, gpu))
-            echo(view.where(known, gpu))
+            tables.show(tables.machines_as_table(known, gpu))
+            echo(tables.where(known, gpu))
     except RaypoolError as error:
         raise click.UsageError(str(error)) from error
 

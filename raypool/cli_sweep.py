@@ -108,13 +108,13 @@ def _say_interrupted(interrupt: KeyboardInterrupt, run_dir: str, count: int) -> 
 
 def _show(frame: pd.DataFrame, is_json: bool) -> None:
     """Print the table."""
-    from raypool.views import devices, sweeps
+    from raypool.views import tables
 
     if is_json:
-        echo(sweeps.as_json(frame))
+        echo(tables.sweep_as_json(frame))
         return
-    devices.show(sweeps.as_table(frame))
-    rest = len(frame) - sweeps.MOST_ROWS
+    tables.show(tables.sweep_as_table(frame))
+    rest = len(frame) - tables.MOST_ROWS
     if rest > 0:
         echo(f"and {rest:,} more: --json prints all, raypool.load_results(...).to_frame() has them.", err=True)
 

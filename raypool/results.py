@@ -361,7 +361,7 @@ class Results(Sequence[Any]):
             InvalidValueError: There is no such column, no finished item has a finite number in it, or its name does not say what
                 is best.
         """
-        from raypool.views.cells import spread
+        from raypool.views.drawing import spread
         from raypool.views.words import number_in
 
         if mode not in (None, "min", "max"):

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
-from raypool.views.factories import FactoryBar
 from raypool.views.lines import LogLines, is_terminal
 from raypool.views.notebook import NotebookView, in_notebook
 from raypool.views.status import LoopStatus
@@ -23,6 +22,7 @@ from raypool.views.words import describe_error
 if TYPE_CHECKING:
     from raypool.engine.backend import Backend
     from raypool.engine.loop_work import LoopWork
+
 
 SPARING = 200
 """A view rests so many times as long as it has worked: as the thread that waits for the loop was busy with its last picture."""
@@ -126,3 +126,48 @@ def _view(progress: bool | Callable[..., Any] | None, is_serial: bool) -> View |
         if picture is not None:
             return picture
     return LogLines(is_asked_for=progress is True)
+
+
+# --- progress bars of other packages: tqdm's, or any that is made and moved like tqdm's -------------------------------
+
+
+class FactoryBar:
+    """Moves a bar that a factory has made; see `View`.
+
+    Args:
+        factory: Called as `factory(total=..., desc=...)`; `total` is None while nobody knows it. What it returns has `update(n)`
+            and, if it likes, `set_postfix(failed=...)`, `total` and `close()`.
+    """
+
+    interval_s = 0.1
+
+    def __init__(self, factory: Callable[..., Any]) -> None:
+        self._factory = factory
+        self._bar: Any = None
+        self._is_asked = False
+        self._total: int | None = None
+        self._num_shown = self._num_failed = 0
+
+    def show(self, status: LoopStatus) -> None:
+        """Move the bar as far as the loop is."""
+        if not self._is_asked:
+            self._is_asked, self._total = True, status.total
+            self._bar = self._factory(total=status.total, desc=status.label)
+        if status.total != self._total and hasattr(self._bar, "total"):  # a generator has ended
+            self._bar.total = self._total = status.total
+        if status.num_failed > self._num_failed and hasattr(self._bar, "set_postfix"):
+            self._num_failed = status.num_failed
+            self._bar.set_postfix(failed=status.num_failed)
+        step, self._num_shown = status.num_settled - self._num_shown, status.num_settled
+        if step:
+            self._bar.update(step)
+
+    def end(self, status: LoopStatus) -> None:
+        """Close the bar."""
+        is_refused = self._is_asked and self._bar is None  # the factory has failed
+        try:
+            if status.is_begun and not is_refused:
+                self.show(status)
+        finally:
+            if hasattr(self._bar, "close"):
+                self._bar.close()

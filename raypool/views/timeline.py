@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from raypool.errors import InvalidValueError
 from raypool.journal.files import write_file
-from raypool.views.cells import cell
+from raypool.views.drawing import COLOURS, Plan, cell, plan, took, unit_of
 from raypool.views.kernel import notebook_shell
-from raypool.views.lanes import COLOURS, Plan, plan, took, unit_of
 
 if TYPE_CHECKING:
     import pandas as pd

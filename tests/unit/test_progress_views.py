@@ -24,10 +24,9 @@ from raypool.engine.backend import GpuMemory
 from raypool.errors import WorkerLostError
 from raypool.views import notebook, progress
 from raypool.views.console import SafeConsole
-from raypool.views.factories import FactoryBar
 from raypool.views.lines import LogLines, line
 from raypool.views.notebook import NotebookView, page
-from raypool.views.progress import LoopWatch
+from raypool.views.progress import FactoryBar, LoopWatch
 from raypool.views.status import LoopStatus
 from raypool.views.terminal import TerminalView
 from raypool.views.words import CONTROLS

@@ -19,7 +19,7 @@ from raypool import InvalidValueError, Results, WorkerLostError
 from raypool.errors import LossReason
 from raypool.feed import Feed
 from raypool.results import Miss, Row
-from raypool.views.lanes import at_once, plan
+from raypool.views.drawing import at_once, plan
 
 HOSTILE = "</script><script>alert(1)</script> \"q\" 'a' & <b>b</b> {{ 7 * 7 }} ü 漢 \ud800"
 NAME = HOSTILE.removesuffix("\ud800")

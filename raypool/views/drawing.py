@@ -1,0 +1,489 @@
+"""What the figure and the page of a loop draw: which worker ran what when, values as cells of a table, and learning curves."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Collection, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+from raypool.tables import fields_of
+from raypool.views.words import describe_item, duration, number_in, one_line
+
+if TYPE_CHECKING:
+    import numpy as np
+    import pandas as pd
+
+
+# --- which worker ran what when ---------------------------------------------------------------------------------------
+#
+# It is worked out from the table of attempts (`Results.attempts`). Workers are told apart by their host and number. The time
+# axis begins with the first attempt; where several calls had one folder, the pauses between them are left out.
+
+
+COLOURS = {
+    "finished": "#2a9d8f",
+    "failed": "#d1495b",
+    "lost": "#8d5a97",
+    "retried": "#edae49",
+    "cancelled": "#8d99ae",
+}
+"""The statuses of attempts, in the order in which a legend has them, told apart also by those who see few colours."""
+
+
+class Lane(NamedTuple):
+    """A worker over the whole run.
+
+    `wall_s`: how long the calls took that it took part in. `busy_s`: how much of that it had something to do.
+    """
+
+    label: str
+    worker: int
+    gpu: int | None
+    host: str
+    num_items: int
+    num_failed: int
+    num_lost: int
+    num_attempts: int
+    wall_s: float
+    busy_s: float
+
+    @property
+    def idle_s(self) -> float:
+        """How long it had nothing to do [s]."""
+        return max(self.wall_s - self.busy_s, 0.0)
+
+    @property
+    def idle_share(self) -> float:
+        """Which part of the time it had nothing to do, from 0 to 1."""
+        return self.idle_s / self.wall_s if self.wall_s > 0 else 0.0
+
+
+class Plan(NamedTuple):
+    """Who did what when.
+
+    `lanes`: the workers, by host and number. `attempts`: those of which the time is known, with the columns `lane` (which of
+    them), `start_s` and `end_s` (on the time axis) beside their own. `num_untimed`: how many others there are. `breaks_s`: where
+    on the time axis another call begins. `wall_s`: how long all took [s]. `item_s`: the sum of the durations of what
+    gave an outcome [s].
+    """
+
+    lanes: list[Lane]
+    attempts: pd.DataFrame
+    num_untimed: int
+    breaks_s: list[float]
+    wall_s: float
+    item_s: float
+
+    @property
+    def speed_up(self) -> float:
+        """How many times as much was done as one worker would have done in this time."""
+        return self.item_s / self.wall_s if self.wall_s > 0 else 0.0
+
+    @property
+    def efficiency(self) -> float:
+        """The speed-up for each worker, 1 if all of them had something to do all the time."""
+        return self.speed_up / len(self.lanes) if self.lanes else 0.0
+
+    @property
+    def idle_s(self) -> float:
+        """How long workers had nothing to do, all together [s]."""
+        return sum(lane.idle_s for lane in self.lanes)
+
+    @property
+    def idle_share(self) -> float:
+        """Which part of their time workers had nothing to do, from 0 to 1."""
+        wall_s = sum(lane.wall_s for lane in self.lanes)
+        return self.idle_s / wall_s if wall_s > 0 else 0.0
+
+
+def plan(attempts: pd.DataFrame) -> Plan:
+    """Return who did what when.
+
+    Example:
+        >>> import pandas as pd
+        >>> attempts = pd.DataFrame({
+        ...     "item": [0, 1, 2], "status": ["finished"] * 3, "started_at": [100.0, 100.0, 101.0], "duration_s": [1.0, 2.0, 0.5],
+        ...     "worker": [0, 1, 0], "gpu": [None] * 3, "host": ["lab-3"] * 3, "run": [1] * 3,
+        ... })
+        >>> shown = plan(attempts)
+        >>> [(lane.label, lane.busy_s, lane.idle_s) for lane in shown.lanes], shown.wall_s, shown.speed_up
+        ([('worker 0', 1.5, 0.5), ('worker 1', 2.0, 0.0)], 2.0, 1.75)
+    """
+    is_timed = attempts["started_at"].notna() & attempts["duration_s"].notna() & attempts["worker"].notna()
+    timed = attempts[is_timed].copy()
+    timed["host"] = timed["host"].fillna("")
+    timed["duration_s"] = timed["duration_s"].clip(lower=0.0)
+    calls = (
+        timed.assign(end=timed["started_at"] + timed["duration_s"])
+        .groupby("run")
+        .agg(first=("started_at", "min"), last=("end", "max"))
+    )
+    calls["wall_s"] = calls["last"] - calls["first"]
+    calls["offset_s"] = calls["wall_s"].cumsum() - calls["wall_s"]
+    shift = timed["run"].map(calls["offset_s"] - calls["first"])
+    timed["start_s"] = (timed["started_at"] + shift).astype(float)
+    timed = timed.sort_values(["host", "worker", "start_s"], kind="stable")
+    timed["end_s"] = _ends_s(timed)
+    groups: list[tuple[Any, pd.DataFrame]] = list(timed.groupby(["host", "worker"], sort=False))
+    is_one_host = len({host for (host, _), _ in groups}) <= 1
+    timed["lane"] = timed.groupby(["host", "worker"], sort=False).ngroup()
+    lanes = [_lane(str(host), int(worker), rows, calls["wall_s"], is_one_host) for (host, worker), rows in groups]
+    wall_s = float(calls["wall_s"].sum())
+    item_s = float(timed.loc[timed["status"].isin(["finished", "failed"]), "duration_s"].sum())
+    return Plan(lanes, timed, int((~is_timed).sum()), calls["offset_s"].iloc[1:].astype(float).tolist(), wall_s, item_s)
+
+
+def _ends_s(timed: pd.DataFrame) -> pd.Series[float]:
+    """Return when attempts ended, on the time axis: with an outcome no later than the next one on its worker began.
+
+    A worker takes starts from the wall clock and durations from a steady one, which do not agree to the microsecond. Times of
+    attempts without an outcome are the driver's, and may have other attempts within them.
+    """
+    ends_s = timed["start_s"] + timed["duration_s"]
+    own = timed[timed["status"].isin(["finished", "failed"])]
+    next_s = own.groupby(["host", "worker"], sort=False)["start_s"].shift(-1)
+    return ends_s.where(~(ends_s > next_s.reindex(timed.index)), next_s)
+
+
+def _lane(host: str, worker: int, rows: pd.DataFrame, walls_s: pd.Series[float], is_one_host: bool) -> Lane:
+    gpus = rows["gpu"].dropna()
+    gpu = int(gpus.iloc[-1]) if len(gpus) else None
+    label = f"worker {worker}" if gpu is None else f"worker {worker}, GPU {gpu}"
+    return Lane(
+        label if is_one_host else f"{host}: {label}",
+        worker,
+        gpu,
+        host,
+        num_items=int(rows["item"].nunique()),
+        num_failed=int((rows["status"] == "failed").sum()),
+        num_lost=int((rows["status"] == "lost").sum()),
+        num_attempts=len(rows),
+        wall_s=float(walls_s[rows["run"].unique()].sum()),
+        busy_s=covered_s(rows["start_s"].to_numpy(), rows["end_s"].to_numpy()),
+    )
+
+
+def covered_s(starts: np.ndarray[tuple[int], np.dtype[np.float64]], ends: np.ndarray[tuple[int], np.dtype[np.float64]]) -> float:
+    """Return how much of the time axis intervals cover that may overlap; they are in the order of their starts [s].
+
+    Example:
+        >>> import numpy as np
+        >>> covered_s(np.array([0.0, 1.0, 5.0]), np.array([3.0, 2.0, 6.0]))
+        4.0
+    """
+    import numpy as np
+
+    if not len(starts):
+        return 0.0
+    before = np.concatenate([starts[:1], np.maximum.accumulate(ends)[:-1]])
+    return float(np.clip(ends - np.maximum(starts, before), 0.0, None).sum())
+
+
+def merged(attempts: pd.DataFrame, tick_s: float) -> pd.DataFrame:
+    """Return bars for attempts of a plan: those of a worker that are shorter than a tick and follow each other share one.
+
+    Columns: those of the first attempt that a bar is for, `end_s` of the last, and `count`.
+
+    Args:
+        attempts: Of a plan.
+        tick_s: What is shorter cannot be told apart [s].
+
+    Example:
+        >>> import pandas as pd
+        >>> bars = merged(pd.DataFrame({
+        ...     "lane": 0, "status": "finished", "start_s": [0.0, 0.1, 0.2, 5.0], "end_s": [0.1, 0.2, 0.3, 9.0],
+        ... }), tick_s=1.0)
+        >>> bars[["start_s", "end_s", "count"]].values.tolist()
+        [[0.0, 0.3, 3.0], [5.0, 9.0, 1.0]]
+    """
+    is_short = (attempts["end_s"] - attempts["start_s"]) < tick_s
+    follows = (
+        is_short
+        & is_short.shift(fill_value=False)
+        & (attempts["lane"] == attempts["lane"].shift())
+        & (attempts["status"] == attempts["status"].shift())
+        & (attempts["start_s"] - attempts["end_s"].shift() < tick_s)
+    )
+    groups = attempts.groupby((~follows).cumsum().to_numpy())
+    bars = attempts[~follows].copy()
+    bars["end_s"] = groups["end_s"].max().to_numpy()
+    bars["count"] = groups.size().to_numpy()
+    return bars
+
+
+def at_once(attempts: pd.DataFrame, num_points: int) -> tuple[list[float], list[float]]:
+    """Return how many attempts of a plan ran at once over time, one on each worker: from when on [s], and how many.
+
+    Where that changes more often than `num_points`, the mean of each part of the time.
+
+    Example:
+        >>> import pandas as pd
+        >>> plan = pd.DataFrame({"lane": [0, 0, 1], "start_s": [0.0, 1.0, 0.0], "end_s": [1.0, 2.0, 2.0]})
+        >>> at_once(plan, num_points=100)
+        ([0.0, 1.0, 2.0], [2.0, 2.0, 0.0])
+    """
+    import numpy as np
+
+    before = attempts.groupby("lane")["end_s"].cummax().groupby(attempts["lane"]).shift()
+    starts = attempts["start_s"].clip(lower=before.fillna(-np.inf)).to_numpy()
+    ends = np.maximum(attempts["end_s"].to_numpy(), starts)
+    times, positions = np.unique(np.concatenate([starts, ends]), return_inverse=True)
+    changes = np.zeros(len(times))
+    np.add.at(changes, positions, np.repeat([1.0, -1.0], len(starts)))
+    counts = changes.cumsum()
+    if len(times) > num_points:
+        edges = np.linspace(times[0], times[-1], num_points + 1)
+        sums = np.concatenate([[0.0], (counts[:-1] * np.diff(times)).cumsum()])
+        counts = np.append(np.diff(np.interp(edges, times, sums)) / np.diff(edges), 0.0)
+        times = edges
+    return times.tolist(), counts.tolist()
+
+
+def unit_of(wall_s: float) -> tuple[float, str]:
+    """Return the unit for a time axis of this length: how many seconds it has, and its symbol.
+
+    Example:
+        >>> unit_of(0.2), unit_of(90), unit_of(1000), unit_of(20_000)
+        ((0.001, 'ms'), (1.0, 's'), (60.0, 'min'), (3600.0, 'h'))
+    """
+    for limit_s, seconds, symbol in ((1.0, 0.001, "ms"), (600.0, 1.0, "s"), (18_000.0, 60.0, "min")):
+        if wall_s < limit_s:
+            return seconds, symbol
+    return 3600.0, "h"
+
+
+def took(seconds: float) -> str:
+    """Return how long something took, as people write it, however short.
+
+    Example:
+        >>> took(0.00042), took(0.25), took(8.26), took(75)
+        ('0.42 ms', '250 ms', '8.3 s', '1:15')
+    """
+    return f"{1000 * seconds:.3g} ms" if 0 < seconds < 0.9995 else duration(seconds, 1)
+
+
+# --- values as cells: plain numbers and short texts -------------------------------------------------------------------
+
+
+Cell: TypeAlias = "bool | int | float | str | None"
+
+PLAIN = frozenset({int, float, str, bool, type(None)})
+"""Types of which it is known at once that they are no mappings."""
+
+MISSING = ("NoneType", "NAType", "NaTType")
+"""Types whose values say that there is none: Python's and pandas'."""
+
+MAX_TEXT = 300
+"""A longer text is cut."""
+
+MAX_EXACT = 2**53
+"""Beyond this, JavaScript's numbers leave whole ones out."""
+
+MAX_KEYS = 24
+"""Configurations within a configuration are spread over columns of their own up to so many keys."""
+
+
+def number_column(taken: Collection[str]) -> str:
+    """Return what to call the column with the numbers of items: "index", unless that is one of the names that are taken.
+
+    Example:
+        >>> number_column(["lr"]), number_column(["lr", "index"])
+        ('index', 'item number')
+    """
+    names = itertools.chain(("index", "item number"), map("item number {}".format, itertools.count(2)))
+    return next(name for name in names if name not in taken)
+
+
+def cell(value: Any) -> Cell:
+    """Return what to show of a value.
+
+    Example:
+        >>> import numpy as np
+        >>> [cell(value) for value in (3, 0.5, np.float32(2), np.array(7), True, None, float("nan"), float("inf"), 10**30)]
+        [3, 0.5, 2.0, 7, True, None, None, 'inf', '1000000000000000000000000000000']
+        >>> cell({"lr": 0.1}), cell([1, 2]), cell(b"raw")
+        ('lr=0.1', '[1, 2]', "b'raw'")
+    """
+    if isinstance(value, str):
+        return _cut(value)
+    if type(value).__name__ in MISSING:
+        return None
+    value = number_in(value)
+    if isinstance(value, bool):
+        return value
+    return _number(value) if isinstance(value, (int, float)) else describe_item(value)
+
+
+def short(value: Any) -> Cell:
+    """Return a cell whose number has eight digits: nobody reads more, and they would be most of a page.
+
+    Example:
+        >>> short(1 / 3), short(7), short("a")
+        (0.33333333, 7, 'a')
+    """
+    if type(value) is float and value - value == 0:  # most values are: neither NaN nor infinite
+        return float(f"{value:.8g}")
+    shown = cell(value)
+    return float(f"{shown:.8g}") if isinstance(shown, float) else shown
+
+
+def _number(value: int | float) -> Cell:
+    if isinstance(value, int):
+        return int(value) if abs(value) <= MAX_EXACT else describe_item(int(value))
+    if math.isnan(value):
+        return None
+    return float(value) if math.isfinite(value) else str(float(value))
+
+
+def _cut(text: str) -> str:
+    text = one_line(text)
+    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}[...]"
+
+
+def columns(frame: pd.DataFrame, names: Iterable[str]) -> dict[str, list[Cell]]:
+    """Return columns of a table as cells, spread as by `spread`.
+
+    Example:
+        >>> import pandas as pd
+        >>> columns(pd.DataFrame({"x": [1, 2], "optimizer": [{"lr": 0.1}, {"lr": 0.2, "name": "adam"}]}), ["x", "optimizer"])
+        {'x': [1, 2], 'optimizer.lr': [0.1, 0.2], 'optimizer.name': [None, 'adam']}
+    """
+    return {key: [short(value) for value in values] for key, values in spread(frame, names).items()}
+
+
+def spread(frame: pd.DataFrame, names: Iterable[str]) -> dict[str, list[Any]]:
+    """Return the values of columns of a table; where all of one have fields (see `fields_of`), a column for each field.
+
+    Example:
+        >>> import pandas as pd
+        >>> spread(pd.DataFrame({"acc": [{"train": 0.9, "val": 0.8}, None]}), ["acc"])
+        {'acc.train': [0.9, None], 'acc.val': [0.8, None]}
+    """
+    columns: dict[str, list[Any]] = {}
+    for name in names:
+        for key, values in _spread(str(name), frame[name].tolist(), depth=3):
+            columns.setdefault(key, values)
+    return columns
+
+
+def _spread(name: str, values: list[Any], depth: int) -> Iterable[tuple[str, list[Any]]]:
+    fields = [None if type(value) in PLAIN else fields_of(value) for value in values]
+    is_given = [field is not None for field in fields]
+    if depth and any(is_given) and all(given or cell(value) is None for given, value in zip(is_given, values, strict=True)):
+        rows = [{str(key): entry for key, entry in (field or {}).items()} for field in fields]
+        keys = dict.fromkeys(key for row in rows for key in row)
+        if keys and len(keys) <= MAX_KEYS:
+            for key in keys:
+                yield from _spread(f"{name}.{key}", [row.get(key) for row in rows], depth - 1)
+            return
+    yield name, values
+
+
+def is_numeric(values: Iterable[Cell]) -> bool:
+    """Whether there are numbers, and nothing else, in a column.
+
+    Example:
+        >>> is_numeric([1, None, 0.5]), is_numeric([True]), is_numeric([1, "inf"]), is_numeric([None])
+        (True, False, False, False)
+    """
+    there = [value for value in values if value is not None]
+    return bool(there) and all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in there)
+
+
+# --- learning curves, cut down to what a page can draw ----------------------------------------------------------------
+
+
+MAX_CURVES = 200
+"""So many items have a curve; more could not be told apart."""
+
+MAX_POINTS = 200
+"""So many points of a curve are drawn."""
+
+MAX_METRICS = 20
+"""So many metrics can be chosen from: those that come first."""
+
+STEPS = ("step", "global_step", "epoch", "iteration", "batch")
+"""What reports are usually counted by."""
+
+
+def curves_of(metrics: pd.DataFrame) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return curves as the page draws them, and what is to be said of what is not drawn.
+
+    The curves are in `items` (the number of each), `starts` (where each of them begins in the columns, and where the last one
+    ends) and `columns` (by metric). Between two attempts at an item all columns have an empty cell.
+
+    Example:
+        >>> import pandas as pd
+        >>> metrics = pd.DataFrame({"time": 0.0, "item": [0, 0, 1], "attempt": 1, "epoch": [0, 1, 0], "loss": [3.0, 2.0, 4.0]})
+        >>> curves, _ = curves_of(metrics)
+        >>> curves["items"], curves["starts"], curves["columns"]["loss"], curves["metrics"], curves["steps"]
+        ([0, 1], [0, 2, 3], [3.0, 2.0, 4.0], ['loss'], ['epoch'])
+    """
+    names = [str(name) for name in metrics.columns if name not in ("time", "item", "attempt")]
+    numeric = [name for name in names if _has_numbers(metrics[name])]
+    there = {name: metrics[name].tolist() for name in numeric}
+    attempts = metrics["attempt"].tolist()
+    steps = [name for name in STEPS if name in numeric]
+    chosen = [name for name in numeric if name not in steps]
+    notes: list[str] = []
+    if len(chosen) > MAX_METRICS:
+        notes.append(f"The first {MAX_METRICS} of {len(chosen):,} metrics can be chosen.")
+        chosen = chosen[:MAX_METRICS]
+    columns: dict[str, list[Cell]] = {name: [] for name in [*steps, *chosen]}
+    items, starts = [], [0]
+    indices: dict[Any, Any] = metrics.groupby("item").indices if chosen else {}
+    groups = {int(item): rows for item, rows in indices.items()}
+    drawn = _evenly(sorted(groups), MAX_CURVES)
+    is_thinned = False
+    for item in drawn:
+        rows = [int(row) for row in groups[item]]
+        kept = _evenly(rows, MAX_POINTS)
+        is_thinned = is_thinned or len(kept) < len(rows)
+        _add_curve(columns, there, kept, attempts)
+        items.append(item)
+        starts.append(len(next(iter(columns.values()))))
+    if len(drawn) < len(groups):
+        notes.append(f"Curves of {len(drawn):,} of {len(groups):,} items are drawn, chosen evenly by number.")
+    if is_thinned:
+        notes.append(f"Of longer curves {MAX_POINTS} points are drawn, chosen evenly.")
+    curves = {"items": items, "starts": starts, "columns": columns, "metrics": chosen, "steps": steps}
+    return curves, ({"curves": " ".join(notes)} if notes else {})
+
+
+def _has_numbers(column: pd.Series[Any]) -> bool:
+    """Whether there are numbers, and nothing else, in a column: pandas knows that of most without a look at each."""
+    if column.dtype.kind in "iuf":
+        return bool(column.notna().any())
+    return is_numeric([cell(value) for value in column.tolist()])
+
+
+def _add_curve(columns: dict[str, list[Cell]], there: dict[str, list[Any]], rows: list[int], attempts: list[int]) -> None:
+    for position, row in enumerate(rows):
+        is_again = position > 0 and attempts[row] != attempts[rows[position - 1]]
+        for name, column in columns.items():
+            value = short(there[name][row])
+            column += [None, value] if is_again else [value]
+
+
+def _evenly(entries: list[int], most: int) -> list[int]:
+    """Return at most so many entries, the first and the last among them.
+
+    Example:
+        >>> _evenly([1, 2, 3, 4, 5], 3)
+        [1, 3, 5]
+    """
+    if len(entries) <= most:
+        return entries
+    return [entries[round(position * (len(entries) - 1) / (most - 1))] for position in range(most)]
+
+
+def last_of(metrics: pd.DataFrame, num_items: int) -> Iterator[tuple[str, list[Cell]]]:
+    """Yield the metrics with a number, each with the last value of it that each item has reported."""
+    names = [name for name in metrics.columns if name not in ("time", "item", "attempt")]
+    if not names or not num_items:
+        return
+    last = metrics.groupby("item")[names].last().reindex(range(num_items))
+    for name in names[:MAX_METRICS]:
+        if _has_numbers(last[name]):
+            yield str(name), [short(value) for value in last[name].tolist()]

@@ -1,0 +1,247 @@
+"""Tables of sweeps, machines and GPUs, on a terminal or as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Mapping
+from math import isnan
+from numbers import Number
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+from rich.text import Text
+
+from raypool.cloud.machines import Catalogue, Gpu, one_of
+from raypool.views.console import SafeConsole
+from raypool.views.drawing import number_column
+from raypool.views.words import describe_item, one_line
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+# --- sweeps -----------------------------------------------------------------------------------------------------------
+#
+#     item  network  width     lr  accuracy  status    duration_s  worker  gpu
+#        0  mlp         32  0.001    0.9361  finished       1.204       0    0
+#        1  cnn         36  0.001         -  failed       0.01181       1    1
+
+
+MOST_ROWS = 50
+"""A longer table is shown in part: nobody reads it, and there are other ways to look."""
+
+MOST_LETTERS = 40
+"""What is longer is shown in part [characters]."""
+
+LEFT_OUT = ("started_at", "peak_memory_bytes", "reason", "error")
+"""Columns that are only in JSON."""
+
+
+def sweep_as_json(frame: pd.DataFrame) -> str:
+    """Return a table of results as JSON: a list with an object for each item, each on a line.
+
+    What stands first in an object is the item's number; it is called "index", unless a column is (see `number_column`). NaN and
+    infinities, which JSON does not have, are null, as what is missing. What JSON cannot say otherwise is text.
+    """
+    names = list(map(str, frame))
+    number = number_column(names)
+    rows = zip(*(frame[name].tolist() for name in frame), strict=True)
+    objects = (_plain({number: index, **dict(zip(names, row, strict=True))}) for index, row in enumerate(rows))
+    return "[" + ",\n ".join(map(json.dumps, objects)) + "]"
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "tolist"):  # NumPy's numbers and arrays, torch's tensors
+        value = value.tolist()
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, (str, int, bool)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(entry) for entry in value]
+    return None if is_missing(value) else describe_item(value)
+
+
+def sweep_as_table(frame: pd.DataFrame) -> Table:
+    """Return the table for a terminal, of no more than `MOST_ROWS` rows, without columns that say nothing."""
+    shown = frame.drop(columns=list(LEFT_OUT)).head(MOST_ROWS)
+    if frame["gpu"].isna().all():
+        shown = shown.drop(columns="gpu")
+    if (frame["attempts"] == 1).all():
+        shown = shown.drop(columns="attempts")
+    columns = {str(name): shown[name].tolist() for name in shown}
+    table = Table(box=None, pad_edge=False)
+    table.add_column("item", justify="right", no_wrap=True)
+    for name, values in columns.items():
+        table.add_column(Text(one_line(name)), justify="right" if all(map(_is_number, values)) else "left", no_wrap=True)
+    for index, row in enumerate(zip(*columns.values(), strict=True)):
+        table.add_row(str(index), *map(_cell, row))
+    return table
+
+
+def _is_number(value: Any) -> bool:
+    return (isinstance(value, Number) and not isinstance(value, bool)) or is_missing(value)
+
+
+def _cell(value: Any) -> Text:
+    if is_missing(value):
+        return Text("-")
+    text = Text(
+        f"{value:.4g}" if isinstance(value, float) else one_line(value) if isinstance(value, str) else describe_item(value)
+    )
+    text.truncate(MOST_LETTERS, overflow="ellipsis")
+    return text
+
+
+# --- machines that can be rented --------------------------------------------------------------------------------------
+#
+#       machine         vCPUs  memory  GPUs
+#       n1-standard-8       8   30 GB  1, 2 or 4 T4
+#       a2-highgpu-1g      12   85 GB  1 A100
+
+
+def machines_as_table(catalogue: Catalogue, gpu: str | None) -> Table:
+    """Return a table of machines.
+
+    Args:
+        catalogue: What there is.
+        gpu: Only machines that may have GPUs of this kind, and how many of these; None: all.
+    """
+    table = Table(box=None, pad_edge=False)
+    for heading in ("machine", "vCPUs", "memory", "GPUs"):
+        table.add_column(heading, justify="right" if heading in ("vCPUs", "memory") else "left")
+    for name, choices in _choices(catalogue, gpu).items():
+        machine = catalogue.machine(name)
+        gpus = "; ".join(f"{one_of(counts)} {kind}" for kind, counts in choices.items())
+        table.add_row(*map(Text, (name, str(machine.vcpus), f"{machine.memory_gb:g} GB", gpus)))
+    return table
+
+
+def where(catalogue: Catalogue, gpu: str | None) -> str:
+    """Return what is to be said below the table: where a kind of GPU is to be had, and of which day all this is."""
+    lines = [f"This is catalogue {catalogue.name} as of {catalogue.date}: providers change what they have."]
+    if gpu is not None:
+        kind = catalogue.gpu(gpu)
+        places = ", ".join(kind.zones or kind.regions) or "places that are not known here"
+        lines.insert(0, f"{kind.name} GPUs are in {places}.")
+    return "\n".join(lines)
+
+
+def machines_as_json(catalogue: Catalogue, gpu: str | None) -> str:
+    """Return the same as JSON."""
+    kinds = [catalogue.gpu(gpu)] if gpu is not None else list(catalogue.gpus.values())
+    machines = [
+        {"name": name, "vcpus": machine.vcpus, "memory_gb": machine.memory_gb, "gpus": choices}
+        for name, choices in _choices(catalogue, gpu).items()
+        for machine in [catalogue.machine(name)]
+    ]
+    said = {"catalogue": catalogue.name, "date": str(catalogue.date), "sources": catalogue.sources, "machines": machines}
+    return json.dumps({**said, "gpus": [_gpu(kind) for kind in kinds if kind.retired is None]}, indent=2)
+
+
+def _gpu(gpu: Gpu) -> dict[str, object]:
+    return {"name": gpu.name, "accelerator": gpu.accelerator, "zones": gpu.zones, "regions": gpu.regions}
+
+
+def _choices(catalogue: Catalogue, gpu: str | None) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Return which GPUs each machine may have, by kind."""
+    if gpu is None:
+        return {name: catalogue.choices(name) for name in catalogue.machines}
+    kind = catalogue.gpu(gpu).name
+    counts = {name: catalogue.allowed(name, kind) for name in catalogue.machines}
+    return {name: {kind: allowed} for name, allowed in counts.items() if allowed}
+
+
+# --- GPUs -------------------------------------------------------------------------------------------------------------
+#
+#       GPU  name          memory            utilisation  temperature  processes          compute mode
+#     *   0  NVIDIA H200   2.0 of 140.0 GiB         25 %        41 °C  4711 (1.9 GiB)     default
+#         1  NVIDIA H200   unknown               unknown      unknown  unknown            unknown
+#
+#     * is visible here: all are.
+
+
+NO_GPU = (
+    "No GPU: no NVIDIA driver answers, and Ray knows of no other maker's. Pools run on this machine's cores. "
+    "If there is a GPU in it, nvidia-smi says what keeps its driver from working."
+)
+
+UNKNOWN = "unknown"
+
+WIDTH_OF_FILES = 1000
+"""Columns of a table that does not go to a terminal."""
+
+
+def gpus_as_json(frame: pd.DataFrame) -> str:
+    """Return a table of GPUs as JSON: a list of what `raypool.gpu_device_table` says of each, null for what is not known."""
+    rows = [{name: None if is_missing(value) else value for name, value in row.items()} for row in _rows(frame)]
+    return json.dumps(rows, indent=2)
+
+
+def gpus_as_table(frame: pd.DataFrame) -> Table:
+    """Return a table of GPUs for a terminal."""
+    table = Table("", box=None, pad_edge=False)
+    for heading in ("GPU", "name", "memory", "utilisation", "temperature", "processes", "compute mode"):
+        table.add_column(heading, justify="right" if heading in ("GPU", "utilisation", "temperature") else "left")
+    for row in _rows(frame):
+        cells = (
+            _said(row, "is_selected", lambda is_selected: "*" if is_selected else "", "?"),
+            str(row["index"]),
+            _said(row, "name", str) + _said(row, "mig", lambda instances: "".join(f"\n  {name}" for name in instances), ""),
+            f"{_gib(row['used_bytes'])} of {_gib(row['total_bytes'])} GiB" if not is_missing(row["free_bytes"]) else UNKNOWN,
+            _said(row, "utilisation", lambda utilisation: f"{utilisation * 100:.0f} %"),
+            _said(row, "temperature_c", lambda degrees: f"{degrees:.0f} °C"),
+            _said(row, "processes", lambda used: "\n".join(map(_process, used.items())) or "none"),
+            _said(row, "compute_mode", str),
+        )
+        table.add_row(*map(Text, cells))
+    return table
+
+
+def show(table: Table) -> None:
+    """Print a table, as wide as the terminal is; into a file or a pipe, as wide as it wants to be."""
+    SafeConsole(width=None if sys.stdout.isatty() else WIDTH_OF_FILES).print(table)
+
+
+def legend(frame: pd.DataFrame, environ: Mapping[str, str]) -> str:
+    """Return what is to be said below the table: which of the GPUs a process started from here would see, and why."""
+    names = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+    said = ", ".join(f"{name}={environ[name]!r}" for name in names if name in environ)
+    selected = frame["is_selected"]
+    if selected.isna().any():
+        return f"? is not known to be visible here: {said or 'the environment'} does not say which these are."
+    if not selected.any():
+        return f"None of them is visible here, by {said or 'the environment'}: change it, and start anew whatever uses GPUs."
+    if said:
+        return f"* is visible here, by {said}."
+    return "* is visible here: " + (
+        "all are." if selected.all() else "of a GPU that is divided, one instance, and then no other GPU."
+    )
+
+
+def _rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    columns = {name: frame[name].tolist() for name in frame}
+    return [{str(name): values[place] for name, values in columns.items()} for place in range(len(frame))]
+
+
+def is_missing(value: Any) -> bool:
+    """Whether a cell of a table has nothing in it: None, pandas' NA or NaN."""
+    import pandas as pd
+
+    return value is None or value is pd.NA or (isinstance(value, float) and isnan(value))
+
+
+def _said(row: Mapping[str, Any], name: str, say: Callable[[Any], str], unknown: str = UNKNOWN) -> str:
+    return unknown if is_missing(row[name]) else say(row[name])
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f}"
+
+
+def _process(entry: tuple[int, int | None]) -> str:
+    pid, used = entry
+    return str(pid) if used is None else f"{pid} ({_gib(used)} GiB)"
