@@ -122,7 +122,7 @@ def test_the_generator_of_tasks_is_drawn_from_as_tasks_end(config: Any, gate: An
 
 
 def test_what_a_worker_has_not_begun_in_time_goes_to_others(config: Any, marks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raypool.interop.joblib_batches.CALL_LIMIT_S", 0.0)  # each call runs one task, and hands back the rest
+    monkeypatch.setattr("raypool.interop.joblib_backend.CALL_LIMIT_S", 0.0)  # each call runs one task, and hands back the rest
 
     def work(index: int) -> int:
         marks.add(index)

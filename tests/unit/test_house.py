@@ -7,24 +7,23 @@ from tests import house
 PACKAGE = house.HERE / "raypool"
 MODULES = house.modules(PACKAGE)
 
-CYCLES = [
+CYCLES: list[list[str]] = [
     ["queue_away", "queue_home", "queues", "store", "task"],
-    ["interop.joblib", "interop.joblib_backend", "interop.joblib_batches", "interop.joblib_tasks"],
 ]
 
 CLASSES_NAMED_TWICE = """
-    Answers Call Course Crew Driver Entry Failure Gathering Home Job Keeper Kept Lane Outcome Part Piece Place Plan Seat Segment
-    Sent Share Source Training Watch Watcher Work
+    Answers Call Course Crew Driver Entry Failure Gathering Home Job Keeper Kept Lane Outcome Part Piece Place Plan Seat
+    Segment Sent Share Source Training Watch Watcher Work
 """
 
 FILES_NAMED_TWICE = """
-    answers calls files job lines loop losses machines messages nodes options plan run sharing training
+    files job lines loop memory messages nodes options outcomes plan results run sharing tables training
 """
 
 PRIVATE_NAMES_OF_RAY = """
     cloud.begin cloud.connect cloud.dashboard cloud.launcher_checks cloud.preemption cloud.sealed cloud.shipping
-    engine.growth engine.machine engine.outside engine.own_memory engine.ray_helpers engine.ray_nodes engine.ray_session
-    engine.shortages train.managed train.managed_ranks train.session
+    engine.growth engine.outside engine.own_memory engine.ray_helpers engine.ray_nodes engine.ray_session engine.shortages
+    gpu.table train.managed train.managed_ranks train.session
 """
 
 
