@@ -11,8 +11,8 @@ from pathlib import Path
 
 from benchmarks.measuring import Line, fresh_process, in_turns, timed
 from raypool import gpu_device_table
-from raypool.gpu.nvml import NvmlInventory
-from raypool.gpu.simulated import SimulatedGpus
+from raypool.gpus.nvml import NvmlInventory
+from raypool.gpus.simulated import SimulatedGpus
 from tests.unit.fake_nvml import FakeCard, FakeNvml
 
 CARDS = 8
@@ -21,7 +21,7 @@ TARGET_US = 50_000
 SOON_US = 1_000
 FIRST = """
 import time
-from raypool.gpu.nvml import NvmlInventory
+from raypool.gpus.nvml import NvmlInventory
 started = time.perf_counter()
 NvmlInventory().devices()
 print((time.perf_counter() - started) * 1e6)

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from benchmarks.measuring import Line, in_turns
 from raypool.engine.telemetry import LOOK_S, Telemetry
-from raypool.gpu.nvml import NvmlInventory
-from raypool.gpu.simulated import SimulatedGpus
+from raypool.gpus.nvml import NvmlInventory
+from raypool.gpus.simulated import SimulatedGpus
 from tests.unit.fake_nvml import FakeCard, FakeNvml
 
 CARDS = 8

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.measuring import ROOT
-from raypool.gpu.nvml import NvmlInventory, nvml
+from raypool.gpus.nvml import NvmlInventory, nvml
 
 PACKAGES = ("raypool", "ray", "torch", "numpy", "pandas")
 PEERS = ("joblib", "scikit-learn", "loky", "mpire", "dask", "distributed", "accelerate", "lightning-fabric")

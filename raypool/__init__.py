@@ -38,8 +38,8 @@ if typing.TYPE_CHECKING:
         WorkerLostError,
     )
     from raypool.futures import Future
-    from raypool.gpu.handover import as_device, copy_to, cpu, gpu
-    from raypool.gpu.table import gpu_device_count, gpu_device_table
+    from raypool.gpus.handover import as_device, copy_to, cpu, gpu
+    from raypool.gpus.table import gpu_device_count, gpu_device_table
     from raypool.interop.joblib import register_joblib
     from raypool.job import Job
     from raypool.journal.reading import load_results
@@ -189,19 +189,19 @@ _HOMES = {
     "WorkerResources": "raypool.resources",
     "after_all": "raypool.waiting",
     "after_each": "raypool.waiting",
-    "as_device": "raypool.gpu.handover",
+    "as_device": "raypool.gpus.handover",
     "batch": "raypool.batches",
-    "copy_to": "raypool.gpu.handover",
-    "cpu": "raypool.gpu.handover",
+    "copy_to": "raypool.gpus.handover",
+    "cpu": "raypool.gpus.handover",
     "current_task": "raypool.task",
     "fetch_next": "raypool.waiting",
     "fetch_outputs": "raypool.waiting",
     "find_job": "raypool.batches",
     "fit": "raypool.pool",
     "gcp": "raypool.pool",
-    "gpu": "raypool.gpu.handover",
-    "gpu_device_count": "raypool.gpu.table",
-    "gpu_device_table": "raypool.gpu.table",
+    "gpu": "raypool.gpus.handover",
+    "gpu_device_count": "raypool.gpus.table",
+    "gpu_device_table": "raypool.gpus.table",
     "load_checkpoint": "raypool.checkpoint",
     "load_results": "raypool.journal.reading",
     "parpool": "raypool.pool",

@@ -29,9 +29,9 @@ from raypool.cloud.tokens import token_path
 from raypool.doctor import Driver, Finding, Import
 from raypool.engine.ray_session import folder_of_ray
 from raypool.errors import RaypoolError
-from raypool.gpu.devices import Inventory, usable_cpus
-from raypool.gpu.nvml import load_pynvml
-from raypool.gpu.table import NVIDIAS, gpus_here
+from raypool.gpus.devices import Inventory, usable_cpus
+from raypool.gpus.nvml import load_pynvml
+from raypool.gpus.table import NVIDIAS, gpus_here
 from raypool.profile_files import nearest_file
 
 IMPORT_TIMEOUT_S = 120.0

@@ -20,7 +20,7 @@ from raypool.cli_sweep import RunFolder, report, sweep
 from raypool.views.words import printable
 
 if TYPE_CHECKING:
-    from raypool.gpu.devices import Inventory
+    from raypool.gpus.devices import Inventory
     from raypool.journal.replaying import Replay
 
 
@@ -85,7 +85,7 @@ def gpus(inventory: Inventory | None, is_json: bool) -> None:
 
     What they are doing is as of now; no CUDA context is made. Those that CUDA_VISIBLE_DEVICES leaves are marked.
     """
-    from raypool.gpu.table import NVIDIAS, gpu_device_table
+    from raypool.gpus.table import NVIDIAS, gpu_device_table
     from raypool.views import tables
 
     frame = gpu_device_table(inventory=inventory or NVIDIAS)

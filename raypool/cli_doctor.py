@@ -11,7 +11,7 @@ from raypool.cli_pipes import echo
 
 if TYPE_CHECKING:
     from raypool.doctor import Finding
-    from raypool.gpu.devices import Inventory
+    from raypool.gpus.devices import Inventory
 
 COLORS = {"ok": "green", "warning": "yellow", "problem": "red"}
 

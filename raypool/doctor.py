@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from raypool.gpu.devices import GpuDevice
+from raypool.gpus.devices import GpuDevice
 
 GIB = 2**30
 

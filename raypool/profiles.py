@@ -9,8 +9,8 @@ from typing import Literal
 
 from raypool import profile_checks
 from raypool.errors import InvalidValueError
-from raypool.gpu.devices import FAST_LINKS, Inventory
-from raypool.gpu.nvml import NvmlInventory
+from raypool.gpus.devices import FAST_LINKS, Inventory
+from raypool.gpus.nvml import NvmlInventory
 from raypool.resources import WorkerResources
 from raypool.tls import Tls
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from raypool.errors import InvalidTypeError
-from raypool.gpu.memory import kept
+from raypool.gpus.memory import kept
 from raypool.left_globals import call_setup
 from raypool.task import current_task
 

@@ -31,8 +31,8 @@ from raypool.engine.inbox import Message
 from raypool.engine.inline import InlineBackend
 from raypool.engine.trace import read_settings, read_trace
 from raypool.errors import LossReason
-from raypool.gpu.devices import GpuDevice
-from raypool.gpu.simulated import SimulatedGpus
+from raypool.gpus.devices import GpuDevice
+from raypool.gpus.simulated import SimulatedGpus
 from raypool.pool import ParallelPool
 from raypool.profiles import Profile
 from raypool.simulation import Course, Dice, FaultPlan, SimReport, simulate

@@ -30,7 +30,7 @@ from raypool.engine.ray_session import is_up
 from raypool.engine.telemetry import Usage, sum_of
 from raypool.engine.worker import Introduction
 from raypool.errors import PoolClosedError, WorkerLostError
-from raypool.gpu.devices import Inventory
+from raypool.gpus.devices import Inventory
 from raypool.queues import offer
 
 logger = logging.getLogger("raypool")

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 from raypool.core.messages import Event, Signal
 from raypool.futures import Values
-from raypool.gpu.devices import GpuDevice
+from raypool.gpus.devices import GpuDevice
 from raypool.task import Way
 from raypool.users_code import Snapshot
 

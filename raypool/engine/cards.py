@@ -20,7 +20,7 @@ from raypool.engine.claims import Claim
 from raypool.engine.seating import Seating
 from raypool.engine.sharing import Sharing, Weight
 from raypool.engine.telemetry import Usage
-from raypool.gpu.sharing import CONTEXT_BYTES, MOST, Load, fitting, fraction_for, seats_for
+from raypool.gpus.sharing import CONTEXT_BYTES, MOST, Load, fitting, fraction_for, seats_for
 from raypool.reasons import is_gpu_out_of_memory
 
 REMEMBERED = 32

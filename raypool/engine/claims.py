@@ -21,7 +21,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raypool.engine.demands import Demand
 from raypool.engine.shortages import held_by, holders
-from raypool.gpu.devices import GpuDevice
+from raypool.gpus.devices import GpuDevice
 from raypool.labels import for_ray
 
 POLL_S = 0.01

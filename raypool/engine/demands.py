@@ -8,7 +8,7 @@ from typing import Any
 
 import ray
 
-from raypool.gpu.sharing import MOST
+from raypool.gpus.sharing import MOST
 from raypool.labels import has_labels
 from raypool.resources import WorkerResources
 

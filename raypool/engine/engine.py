@@ -29,7 +29,7 @@ from raypool.engine.trace import TraceWriter
 from raypool.engine.traffic import Traffic
 from raypool.engine.verdicts import Tell
 from raypool.errors import InvalidValueError, PoolBrokenError, PoolClosedError, StartupError
-from raypool.gpu.nvml import NvmlInventory
+from raypool.gpus.nvml import NvmlInventory
 from raypool.profiles import Profile
 from raypool.shared import discard
 from raypool.store import FindWay, ValueStore
@@ -375,7 +375,7 @@ def open_engine(profile: Profile, find_way: FindWay | None = None) -> Engine:
         return Engine(profile, InlineInbox(), lambda post, hub, _: InlineBackend(profile, post, hub.say, find_way=find_way))
     if profile.backend == "threads":
         from raypool.engine.threads import ThreadsBackend
-        from raypool.gpu.devices import usable_cores
+        from raypool.gpus.devices import usable_cores
 
         return Engine(profile, ThreadInbox(), lambda post, hub, _: ThreadsBackend(profile, post, hub.say, usable_cores()))
     from raypool.engine.ray_session import join_ray, leave_ray

@@ -39,7 +39,7 @@ from raypool.engine.runner import Surroundings, run_parts, set_up
 from raypool.engine.time_limit import TimeLimit
 from raypool.errors import LossReason, ResourceError
 from raypool.folders import TemporaryFolder
-from raypool.gpu.table import gpus_here
+from raypool.gpus.table import gpus_here
 from raypool.profiles import Profile
 from raypool.store import FindWay, way_finder_here
 from raypool.task import Say, Way, in_task

@@ -29,7 +29,7 @@ from raypool.engine.memory import is_over, memory_used
 from raypool.engine.mps import Mps, MpsState
 from raypool.engine.telemetry import Telemetry, Usage
 from raypool.folders import TemporaryFolder
-from raypool.gpu.devices import GpuDevice, Inventory
+from raypool.gpus.devices import GpuDevice, Inventory
 
 FIRST_LOOK_S = 0.02
 LONGEST_LOOK_S = 0.5

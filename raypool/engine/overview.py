@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from raypool.core.model import Attempt, WorkerState
 from raypool.engine.backend import NodeDevices, WorkerInfo
 from raypool.engine.driver import Driver
-from raypool.gpu import table as devices
-from raypool.gpu.devices import GpuDevice
+from raypool.gpus import table as devices
+from raypool.gpus.devices import GpuDevice
 
 if TYPE_CHECKING:
     import pandas as pd

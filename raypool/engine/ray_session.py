@@ -24,8 +24,8 @@ from raypool.cloud.tokens import make_token, token_path
 from raypool.engine.ray_helpers import without_helpers
 from raypool.errors import StartupError
 from raypool.folders import LOCK, hold, make_private, remove_unheld, run_aside
-from raypool.gpu.devices import Inventory, usable_cpus, visible_gpus
-from raypool.gpu.table import import_ray
+from raypool.gpus.devices import Inventory, usable_cpus, visible_gpus
+from raypool.gpus.table import import_ray
 from raypool.profiles import CLIENT, LOOPBACK, Profile
 
 LOOPBACK_ONLY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"

@@ -24,7 +24,7 @@ from raypool.engine.growth import growth
 from raypool.engine.outside import is_outside
 from raypool.engine.survey import Survey
 from raypool.errors import PoolClosedError, RaypoolError, ResourceError
-from raypool.gpu.devices import usable_cores
+from raypool.gpus.devices import usable_cores
 from raypool.profiles import Profile
 from raypool.resources import WorkerResources
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from raypool.engine.backend import Part
-from raypool.gpu.devices import Inventory
-from raypool.gpu.sharing import fraction_for
+from raypool.gpus.devices import Inventory
+from raypool.gpus.sharing import fraction_for
 
 PATIENCE_S = 30.0
 """Whoever comes lets go first what wants to run alone, but no longer than this [s]: what is awaited may itself wait for him."""

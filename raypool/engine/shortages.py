@@ -13,8 +13,8 @@ from ray.util import placement_group_table
 from raypool.engine.demands import ACCELERATOR, Demand, Need, Node, living_nodes, name_of, names_of
 from raypool.engine.outside import ask_inside
 from raypool.errors import ResourceError
-from raypool.gpu.devices import GpuDevice
-from raypool.gpu.sharing import CONTEXT_BYTES
+from raypool.gpus.devices import GpuDevice
+from raypool.gpus.sharing import CONTEXT_BYTES
 from raypool.labels import has_labels
 
 if TYPE_CHECKING:

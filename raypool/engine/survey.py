@@ -16,8 +16,8 @@ from raypool.engine import shortages
 from raypool.engine.claims import Claim
 from raypool.engine.demands import Demand
 from raypool.engine.ray_calls import UNRECORDED
-from raypool.gpu.devices import GpuDevice, Inventory, index_of
-from raypool.gpu.sharing import CONTEXT_BYTES
+from raypool.gpus.devices import GpuDevice, Inventory, index_of
+from raypool.gpus.sharing import CONTEXT_BYTES
 
 PROBE_TIMEOUT_S = 10.0
 """How long a task that only looks may take on a machine that is very busy [s]; after that, nothing is known of its GPUs."""

@@ -15,8 +15,8 @@ from statistics import fmean
 from typing import NamedTuple
 
 from raypool.engine.backend import GpuMemory
-from raypool.gpu.devices import GpuDevice, Inventory
-from raypool.gpu.table import gpus_here
+from raypool.gpus.devices import GpuDevice, Inventory
+from raypool.gpus.table import gpus_here
 
 LOOK_S = 1.0
 """How often the GPUs are looked at [s]; the driver says how busy one was in the last 1/6 s to 1 s."""

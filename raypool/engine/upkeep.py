@@ -1,7 +1,7 @@
 """A worker's memory on its GPU, from task to task: how much of it a task had, and what it has left there.
 
 After each call what is only kept for later is given back. What is still in use then, beyond what is kept on purpose (see
-`raypool.gpu.memory`), was left over by mistake; of too much of it only an end of the process gets rid.
+`raypool.gpus.memory`), was left over by mistake; of too much of it only an end of the process gets rid.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import psutil
 
 from raypool.engine.backend import WorkerInfo
 from raypool.engine.verdicts import where
-from raypool.gpu.devices import Allocator
-from raypool.gpu.memory import kept
+from raypool.gpus.devices import Allocator
+from raypool.gpus.memory import kept
 from raypool.reasons import is_gpu_out_of_memory, is_out_of_memory
 
 PART_LEFT = 10

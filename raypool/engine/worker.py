@@ -43,9 +43,9 @@ from raypool.engine.upkeep import Leftover, Upkeep
 from raypool.engine.warning_filters import WarningFilters
 from raypool.errors import InvalidValueError, TaskError, WorkerLostError
 from raypool.folders import hold
-from raypool.gpu.devices import Inventory, index_of, prefer_fast_links
-from raypool.gpu.memory import kept
-from raypool.gpu.sharing import fraction_for
+from raypool.gpus.devices import Inventory, index_of, prefer_fast_links
+from raypool.gpus.memory import kept
+from raypool.gpus.sharing import fraction_for
 from raypool.left_globals import call_setup, share_left
 from raypool.shared import discard_all, is_any_here
 from raypool.task import is_retired, let_notes_travel, mark_worker_process, set_link

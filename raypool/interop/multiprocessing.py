@@ -25,7 +25,7 @@ from raypool.engine.engine import Engine
 from raypool.errors import InvalidTypeError, InvalidValueError, SerializationError
 from raypool.futures import Future
 from raypool.gathered import cancel_each
-from raypool.interop.results import AsyncResult, Callback, Collector, Drawing, Gathering, IMapIterator, joined, only
+from raypool.interop.async_results import AsyncResult, Callback, Collector, Drawing, Gathering, IMapIterator, joined, only
 from raypool.loop import is_serial
 from raypool.mapping import unless_interrupted
 from raypool.options import check_callable

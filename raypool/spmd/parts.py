@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from raypool.engine.runner import UNCHANGEABLE
 from raypool.errors import CompositeError
-from raypool.gpu.memory import kept
+from raypool.gpus.memory import kept
 
 PLAIN_BYTES = 1024
 """A value that cannot change and takes no more memory than this [bytes] also stays with whoever holds the Composite."""

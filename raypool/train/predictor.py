@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from raypool.errors import InvalidTypeError, InvalidValueError
-from raypool.gpu.memory import kept
+from raypool.gpus.memory import kept
 from raypool.task import notes_here
 from raypool.train.samples import Piece, batch_of, call_model, changed, mapped
 

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from raypool import InvalidValueError, ParallelPool
+from raypool.interop.async_results import Collector, Gathering
 from raypool.interop.multiprocessing import LOOK_AHEAD, Pool
-from raypool.interop.results import Collector, Gathering
 
 pytestmark = pytest.mark.threads
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from raypool import ParallelPool
-from raypool.gpu.devices import GpuDevice
-from raypool.gpu.memory import TorchAllocator
+from raypool.gpus.devices import GpuDevice
+from raypool.gpus.memory import TorchAllocator
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from raypool import ResourceError, WorkerResources, parpool
-from raypool.gpu.nvml import NvmlInventory
+from raypool.gpus.nvml import NvmlInventory
 
 pytestmark = [pytest.mark.gpu]
 

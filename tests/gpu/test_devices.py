@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from raypool import current_task, parpool
-from raypool.gpu.nvml import nvml
+from raypool.gpus.nvml import nvml
 
 pytestmark = [pytest.mark.gpu]
 

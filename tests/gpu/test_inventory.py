@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from raypool import gpu_device_count, gpu_device_table
-from raypool.gpu.devices import visible_gpus
-from raypool.gpu.nvml import NvmlInventory
+from raypool.gpus.devices import visible_gpus
+from raypool.gpus.nvml import NvmlInventory
 
 pytestmark = [pytest.mark.gpu]
 

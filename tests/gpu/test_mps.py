@@ -14,7 +14,7 @@ import pytest
 
 from raypool import WorkerResources, parpool
 from raypool.engine import mps
-from raypool.gpu.nvml import nvml
+from raypool.gpus.nvml import nvml
 
 with nvml() as library:
     HAS_GPU = library is not None and library.nvmlDeviceGetCount() > 0

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from raypool import parpool
-from raypool.gpu.nvml import nvml
+from raypool.gpus.nvml import nvml
 
 with nvml() as library:
     HAS_GPU = library is not None and library.nvmlDeviceGetCount() > 0

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from raypool import ParallelPool, SpmdContext, current_task, parpool
-from raypool.gpu.nvml import NvmlInventory, nvml
+from raypool.gpus.nvml import NvmlInventory, nvml
 
 with nvml() as library:
     HAS_GPU = library is not None and library.nvmlDeviceGetCount() > 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from raypool import parpool
-from raypool.gpu.nvml import nvml
+from raypool.gpus.nvml import nvml
 from raypool.spmd.context import SpmdContext
 
 pytestmark = [pytest.mark.gpu]

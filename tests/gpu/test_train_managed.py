@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from raypool import current_task, parpool
-from raypool.gpu.nvml import nvml
+from raypool.gpus.nvml import nvml
 
 pytestmark = [
     pytest.mark.gpu,

@@ -22,7 +22,7 @@ import ray
 from ray.util import placement_group, remove_placement_group
 
 from raypool import ParallelPool, ResourceError, StartupError, WorkerResources, current_task, parpool
-from raypool.gpu.simulated import SimulatedGpus
+from raypool.gpus.simulated import SimulatedGpus
 
 pytestmark = [pytest.mark.usefixtures("ray_session", "by_value")]
 
@@ -257,7 +257,7 @@ import json, logging, os, sys, threading, time
 from pathlib import Path
 logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
 from raypool import ResourceError, WorkerResources, current_task, parpool
-from raypool.gpu.simulated import SimulatedGpus
+from raypool.gpus.simulated import SimulatedGpus
 cards = SimulatedGpus(Path(FOLDER), 6)
 facts = {}
 

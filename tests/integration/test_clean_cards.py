@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from raypool import ParallelPool, WorkerLostError, parpool
-from raypool.gpu.simulated import CONTEXT_BYTES, SimulatedGpus
+from raypool.gpus.simulated import CONTEXT_BYTES, SimulatedGpus
 
 MIB = 2**20
 

@@ -13,8 +13,8 @@ import pandas as pd
 import pytest
 
 from raypool import ParallelPool, PoolClosedError, WorkerResources, parpool
-from raypool.gpu.devices import GpuDevice
-from raypool.gpu.simulated import CONTEXT_BYTES, SimulatedGpus
+from raypool.gpus.devices import GpuDevice
+from raypool.gpus.simulated import CONTEXT_BYTES, SimulatedGpus
 
 pytestmark = pytest.mark.usefixtures("ray_session", "by_value")
 

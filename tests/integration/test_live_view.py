@@ -22,7 +22,7 @@ import pytest
 
 from raypool import parpool
 from raypool.engine.backend import GpuMemory
-from raypool.gpu.simulated import CONTEXT_BYTES, SimulatedGpus
+from raypool.gpus.simulated import CONTEXT_BYTES, SimulatedGpus
 
 GIBIBYTE = 2**30
 

@@ -169,7 +169,7 @@ def test_without_a_deadline_what_runs_is_left_to_its_end(on_cluster: Any) -> Non
 def test_the_table_of_gpus_is_of_all_nodes_that_there_are_workers_on(on_cluster: Any) -> None:
     """Each node's agent tells of its own; a node that has gone has no rows. (Here both are this machine, with the same cards.)"""
     facts, _ = on_cluster("""
-    from raypool.gpu.simulated import SimulatedGpus
+    from raypool.gpus.simulated import SimulatedGpus
     gpus = SimulatedGpus(folder / "gpus", 2)
     node = add(num_cpus=1)
     with parpool(2, address=cluster.address, inventory=gpus, resources=WorkerResources(gpus=0), quiet=True) as pool:

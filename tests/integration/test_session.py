@@ -19,7 +19,7 @@ import pytest
 import ray
 
 from raypool import ParallelPool, WorkerResources, parpool
-from raypool.gpu.devices import usable_cores
+from raypool.gpus.devices import usable_cores
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from raypool import ParallelPool, current_task, parpool
-from raypool.gpu.simulated import SimulatedGpus
+from raypool.gpus.simulated import SimulatedGpus
 
 GIBIBYTE = 2**30
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from raypool import current_task, parpool
-from raypool.gpu.simulated import SimulatedGpus
+from raypool.gpus.simulated import SimulatedGpus
 
 GIBIBYTE = 2**30
 

@@ -10,7 +10,7 @@ import torch.cuda
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from raypool.gpu.devices import GpuDevice, VisibleGpu, is_order_known, visible_amd, visible_gpus
+from raypool.gpus.devices import GpuDevice, VisibleGpu, is_order_known, visible_amd, visible_gpus
 
 UUIDS = ["GPU-aa11", "GPU-aa12", "GPU-ab11", "GPU-c111", "GPU-c112"]
 NUMBERS = st.one_of(

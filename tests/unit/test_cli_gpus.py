@@ -10,8 +10,8 @@ from click.testing import CliRunner
 
 from raypool import gpu_device_table
 from raypool.cli import main
-from raypool.gpu.devices import GpuDevice
-from raypool.gpu.simulated import SimulatedGpus
+from raypool.gpus.devices import GpuDevice
+from raypool.gpus.simulated import SimulatedGpus
 
 GIB = 2**30
 UUID = "GPU-00000000-0000-0000-0000-000000000001"

@@ -11,10 +11,10 @@ import pandas as pd
 import pytest
 
 from raypool import InvalidValueError, gpu_device_count, gpu_device_table
-from raypool.gpu.devices import GpuDevice, GpuProcess
-from raypool.gpu.nvml import NvmlInventory
-from raypool.gpu.simulated import SimulatedGpus
-from raypool.gpu.table import COLUMNS, NVIDIAS, gpus_here, known_to_ray, manager_of_gpus
+from raypool.gpus.devices import GpuDevice, GpuProcess
+from raypool.gpus.nvml import NvmlInventory
+from raypool.gpus.simulated import SimulatedGpus
+from raypool.gpus.table import COLUMNS, NVIDIAS, gpus_here, known_to_ray, manager_of_gpus
 from tests.unit.fake_nvml import FakeCard, FakeNvml, error
 
 GIB = 2**30

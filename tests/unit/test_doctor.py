@@ -37,7 +37,7 @@ from raypool.doctor import (
     judge_shared_memory,
     judge_torch,
 )
-from raypool.gpu.devices import GpuDevice, GpuProcess
+from raypool.gpus.devices import GpuDevice, GpuProcess
 
 GIB = 2**30
 DRIVER = Driver("550.54.15", (12, 4))

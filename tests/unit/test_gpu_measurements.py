@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from raypool import parpool
-from raypool.gpu.nvml import NvmlInventory
+from raypool.gpus.nvml import NvmlInventory
 
 pytestmark = pytest.mark.long
 

@@ -17,13 +17,13 @@ CLASSES_NAMED_TWICE = """
 """
 
 FILES_NAMED_TWICE = """
-    files job lines loop memory messages nodes options outcomes plan results run sharing tables training
+    files job lines loop memory messages nodes options outcomes plan run sharing tables training
 """
 
 PRIVATE_NAMES_OF_RAY = """
     cloud.begin cloud.connect cloud.dashboard cloud.launcher_checks cloud.preemption cloud.sealed cloud.shipping
     engine.growth engine.outside engine.own_memory engine.ray_helpers engine.ray_nodes engine.ray_session engine.shortages
-    gpu.table train.managed train.managed_ranks train.session
+    gpus.table train.managed train.managed_ranks train.session
 """
 
 

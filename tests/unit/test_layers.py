@@ -52,7 +52,7 @@ LAYERS = [
     ["left_globals", "by_value"],
     ["reports", "feed", "futures", "task", "queues", "queue_away", "queue_home", "store", "engine.exchange", "folders"],
     ["core", "reasons", "lean_future"],
-    ["gpu"],
+    ["gpus"],
     ["counts", "errors", "extras", "tables", "captured", "users_code"],
 ]
 
@@ -75,7 +75,7 @@ RAY_MAY_STAND_IN = {
     "engine.growth",
     "engine.shortages",
     "engine.survey",
-    "gpu.table",  # asks Ray's accelerator managers of GPUs that are not NVIDIA's
+    "gpus.table",  # asks Ray's accelerator managers of GPUs that are not NVIDIA's
     "engine.own_memory",
     "engine.packing",
     "engine.worker",

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from raypool import InvalidTypeError, Profile
-from raypool.gpu.devices import FAST_LINKS, prefer_fast_links
+from raypool.gpus.devices import FAST_LINKS, prefer_fast_links
 from raypool.profile_files import resolve_profile
 from raypool.spmd import addresses
 

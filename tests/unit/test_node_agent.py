@@ -9,7 +9,7 @@ import pytest
 
 from raypool.engine import node_agent
 from raypool.engine.node_agent import memory_back
-from raypool.gpu.nvml import NvmlInventory
+from raypool.gpus.nvml import NvmlInventory
 
 
 def each(read: Callable[[], int | None]) -> Callable[[], Awaitable[int | None]]:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from raypool.gpu.devices import GpuDevice, GpuProcess, index_of
-from raypool.gpu.nvml import NvmlInventory
+from raypool.gpus.devices import GpuDevice, GpuProcess, index_of
+from raypool.gpus.nvml import NvmlInventory
 from tests.unit.fake_nvml import GIB, FakeCard, FakeNvml, error
 
 FIRST, SECOND = "GPU-11111111-0000-0000-0000-000000000000", "GPU-11112222-0000-0000-0000-000000000000"
@@ -201,7 +201,7 @@ def test_each_answer_may_fail_alone() -> None:
 def test_the_real_module_has_all_that_is_asked_for() -> None:
     import pynvml
 
-    from raypool.gpu.nvml import COMPUTE_MODES, NOT_SUPPORTED, TEMPERATURE_OF_GPU
+    from raypool.gpus.nvml import COMPUTE_MODES, NOT_SUPPORTED, TEMPERATURE_OF_GPU
 
     nvml = FakeNvml(FakeCard(mig_mode=[1, 1], instances={0: "MIG-a"}))
     NvmlInventory(nvml).devices()

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from raypool.engine.backend import NodeDevices, WorkerInfo
 from raypool.engine.overview import COLUMNS, device_table
-from raypool.gpu.devices import GpuDevice, GpuProcess
-from raypool.gpu.simulated import SimulatedGpus
+from raypool.gpus.devices import GpuDevice, GpuProcess
+from raypool.gpus.simulated import SimulatedGpus
 from raypool.testing import sim_pool
 
 GIBIBYTE = 2**30

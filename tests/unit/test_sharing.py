@@ -22,9 +22,9 @@ from raypool.engine.backend import Failure, LocalValues, Part, SliceResult
 from raypool.engine.cards import TRIES_ALONE, Cards
 from raypool.engine.sharing import Turns, Weight
 from raypool.engine.telemetry import Usage
-from raypool.gpu.sharing import CONTEXT_BYTES, MARGIN, MOST, Load, fitting, fraction_for, seats_for, worthwhile
-from raypool.gpu.simulated import CONTEXT_BYTES as SIMULATED_CONTEXT
-from raypool.gpu.simulated import SimulatedGpus
+from raypool.gpus.sharing import CONTEXT_BYTES, MARGIN, MOST, Load, fitting, fraction_for, seats_for, worthwhile
+from raypool.gpus.simulated import CONTEXT_BYTES as SIMULATED_CONTEXT
+from raypool.gpus.simulated import SimulatedGpus
 
 GIBIBYTE = 2**30
 
@@ -104,8 +104,8 @@ def test_torch_is_told_its_part_before_it_is_there(tmp_path: Path) -> None:
     code = f"""
 import os, sys
 from pathlib import Path
-from raypool.gpu.memory import TorchAllocator
-from raypool.gpu.simulated import SimulatedGpus
+from raypool.gpus.memory import TorchAllocator
+from raypool.gpus.simulated import SimulatedGpus
 from raypool.engine.sharing import Sharing, settle
 
 class Cards(SimulatedGpus):

@@ -13,8 +13,8 @@ from raypool.engine.claims import Claim
 from raypool.engine.demands import Demand, name_of
 from raypool.engine.shortages import lacking, said_of
 from raypool.engine.survey import Survey
-from raypool.gpu.devices import GpuDevice
-from raypool.gpu.simulated import SimulatedGpus
+from raypool.gpus.devices import GpuDevice
+from raypool.gpus.simulated import SimulatedGpus
 
 GIB = 2**30
 

@@ -11,9 +11,9 @@ from threading import Thread
 import pytest
 import torch
 
-from raypool.gpu.devices import GpuDevice, GpuProcess
-from raypool.gpu.memory import TorchAllocator, fraction_of, set_fraction
-from raypool.gpu.simulated import CONTEXT_BYTES, SimulatedGpus
+from raypool.gpus.devices import GpuDevice, GpuProcess
+from raypool.gpus.memory import TorchAllocator, fraction_of, set_fraction
+from raypool.gpus.simulated import CONTEXT_BYTES, SimulatedGpus
 
 GIB = 2**30
 
@@ -120,7 +120,7 @@ def test_torch_can_be_limited_before_it_uses_cuda() -> None:
     del torch.cuda._queued_calls[before:]
     code = (
         "import os\n"
-        "from raypool.gpu.memory import TorchAllocator\n"
+        "from raypool.gpus.memory import TorchAllocator\n"
         "TorchAllocator().limit(0.5)\n"
         "print(os.environ['PYTORCH_ALLOC_CONF'])\n"
     )
@@ -132,7 +132,7 @@ def test_what_a_process_had_goes_when_it_ends(gpus: SimulatedGpus, tmp_path: Pat
     code = (
         "import sys\n"
         "from pathlib import Path\n"
-        "from raypool.gpu.simulated import SimulatedGpus\n"
+        "from raypool.gpus.simulated import SimulatedGpus\n"
         f"gpus = SimulatedGpus(Path({str(tmp_path / 'gpus')!r}))\n"
         f"tensor = gpus.allocate({GIB})\n"
         "print('there', flush=True)\n"

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from raypool.engine.telemetry import KEPT, Reading, Telemetry, Usage
-from raypool.gpu.devices import Allocator, GpuDevice
-from raypool.gpu.simulated import SimulatedGpus
+from raypool.gpus.devices import Allocator, GpuDevice
+from raypool.gpus.simulated import SimulatedGpus
 
 GIBIBYTE = 2**30
 

@@ -14,8 +14,8 @@ from raypool.engine.guard import Guard
 from raypool.engine.open_call import RawResult
 from raypool.engine.runner import Surroundings, run_parts
 from raypool.engine.upkeep import Leftover, Upkeep
-from raypool.gpu.memory import kept
-from raypool.gpu.simulated import SimulatedAllocator, SimulatedGpus
+from raypool.gpus.memory import kept
+from raypool.gpus.simulated import SimulatedAllocator, SimulatedGpus
 from raypool.spmd import parts
 
 MIB = 2**20

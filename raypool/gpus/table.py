@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from raypool.errors import InvalidValueError
-from raypool.gpu.devices import GpuDevice, Inventory, visible_amd, visible_gpus
-from raypool.gpu.nvml import NvmlInventory
+from raypool.gpus.devices import GpuDevice, Inventory, visible_amd, visible_gpus
+from raypool.gpus.nvml import NvmlInventory
 
 if TYPE_CHECKING:
     import pandas as pd

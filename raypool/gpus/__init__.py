@@ -1,1 +1,3 @@
 """What this machine has: processor cores and GPUs. Knows nothing of pools."""
+
+from __future__ import annotations

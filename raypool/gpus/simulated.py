@@ -12,8 +12,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from raypool.gpu.devices import ORDER, GpuDevice, GpuProcess, memory_of, named, only_load, visible_gpus
-from raypool.gpu.memory import fraction_of
+from raypool.gpus.devices import ORDER, GpuDevice, GpuProcess, memory_of, named, only_load, visible_gpus
+from raypool.gpus.memory import fraction_of
 
 CONTEXT_BYTES = 400 * 2**20
 """A process that uses a simulated GPU takes so much of it beside what it allocates [bytes]."""

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from raypool.gpu.devices import Allocator, GpuDevice, GpuProcess, memory_of, named
-from raypool.gpu.memory import TorchAllocator
+from raypool.gpus.devices import Allocator, GpuDevice, GpuProcess, memory_of, named
+from raypool.gpus.memory import TorchAllocator
 
 COMPUTE_MODES = {0: "default", 1: "exclusive_thread", 2: "prohibited", 3: "exclusive_process"}
 """What NVML calls them, by number; the second is not given any more."""

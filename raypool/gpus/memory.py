@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
-from raypool.gpu.devices import Allocator
+from raypool.gpus.devices import Allocator
 
 SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Environment variables that set up torch's allocator: only the first that is there is read."""
