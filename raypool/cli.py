@@ -21,7 +21,7 @@ from raypool.views.words import printable
 
 if TYPE_CHECKING:
     from raypool.gpus.devices import Inventory
-    from raypool.journal.replaying import Replay
+    from raypool.journal.replay import Replay
 
 
 class Commands(click.Group):
@@ -109,7 +109,7 @@ def replay(run_dir: Path, item: str, debug: bool) -> None:
     begins. The function is imported by its name, as it is now. Nothing in RUN_DIR changes. Prints what the item returns
     (status 0), or the traceback of what it raises (status 1).
     """
-    from raypool.journal.replaying import replaying
+    from raypool.journal.replay import replaying
 
     with errors_said(), replaying(run_dir, item) as again:
         status = _shown(again, debug)

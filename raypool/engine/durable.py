@@ -22,8 +22,8 @@ from raypool.feed import Feed, text_of_file
 from raypool.futures import Missing
 from raypool.journal.files import Damaged, make_folder
 from raypool.journal.journal import Journal, Outcome, Stored
-from raypool.journal.outcomes import row_of
-from raypool.journal.source import Source
+from raypool.journal.keys import Source
+from raypool.journal.records import row_of
 
 UNCHANGEABLE = frozenset({int, float, bool, str, bytes, type(None)})
 """Types whose values stay what they are."""

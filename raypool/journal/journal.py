@@ -15,25 +15,12 @@ from pathlib import Path
 from typing import Any, Self
 
 from raypool.errors import JournalError, SerializationError
-from raypool.journal.descriptors import Identity, closed, identity, opening
 from raypool.journal.files import Damaged, check_run, make_folder, write_file
-from raypool.journal.lock import RunLock
+from raypool.journal.keys import Source
+from raypool.journal.lock import Identity, RunLock, closed, identity, opening
 from raypool.journal.opening import Contents, cannot_write, connect, lost_with_log, open_database
-from raypool.journal.outcomes import (
-    DATABASE,
-    NOWHERE,
-    Outcome,
-    Place,
-    Stored,
-    error_of,
-    get_back,
-    logger,
-    put_away,
-    to_row,
-)
-from raypool.journal.sameness import check_held, check_same
+from raypool.journal.records import DATABASE, NOWHERE, Outcome, Place, Stored, error_of, get_back, logger, put_away, to_row
 from raypool.journal.schema import MAX_TEXT_BYTES, SCHEMA, Row, insert, numbers_of, order_rows
-from raypool.journal.source import Source
 
 __all__ = ["Damaged", "Journal", "Outcome", "Stored"]
 
@@ -367,3 +354,53 @@ def _as_os_error(error: sqlite3.Error, folder: Path) -> OSError:
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
     number = {sqlite3.SQLITE_FULL: errno.ENOSPC, sqlite3.SQLITE_READONLY: errno.EROFS}.get(code, errno.EIO)
     return OSError(number, str(error), str(folder))
+
+
+# --- whether a call goes on with what a folder was made for -----------------------------------------------------------
+
+
+def check_same(folder: Path, contents: Contents, function: str, seed: int | None) -> None:
+    """Make sure that a folder was made for this function and seed.
+
+    Raises:
+        JournalError: It was not.
+    """
+    if not contents["runs"]:
+        return
+    _, known_function, known_seed, *_ = contents["runs"][-1]
+    known_seed = json.loads(known_seed)
+    if known_function != function[:MAX_TEXT_BYTES]:
+        raise JournalError(
+            f"{folder} holds what became of {known_function}; this call is for {function}. Give each function its own folder.",
+            run_dir=str(folder),
+        )
+    if known_seed != seed:
+        raise JournalError(
+            f"{folder} was made with seed={known_seed}; this call has seed={seed}, which gives other values. "
+            f"Give seed={known_seed}, or another folder.",
+            run_dir=str(folder),
+        )
+
+
+def check_held(folder: Path, contents: Contents, source: Source | None) -> None:
+    """See whether a function holds what it held in the run before.
+
+    Raises:
+        JournalError: It is given other arguments: what it returns is something else then.
+    """
+    known = next((Source.from_text(row[3]) for row in reversed(contents["runs"]) if row[3]), None)
+    if known is None or source is None:
+        return
+    if known.given is not None and source.given is not None and known.given != source.given:
+        raise JournalError(
+            f"{folder} was made by {source.function} with {known.words or 'no arguments'} given by functools.partial; "
+            f"this call gives it {source.words or 'none'}. Give another folder; load_results reads what is in this one.",
+            run_dir=str(folder),
+        )
+    if known.held is not None and source.held is not None and known.held != source.held:
+        logger.warning(
+            "%s holds other values (in a partial, a closure, defaults, or the object that it belongs to) than when %s was made, "
+            "or is another lambda. What is there stays as it is: rerun='all' or another folder gives new results.",
+            source.function,
+            folder,
+        )

@@ -19,9 +19,8 @@ from typing import Any, NamedTuple
 from raypool.errors import JournalError
 from raypool.feed import Feed, text_of_file
 from raypool.feed import Row as Report
-from raypool.journal.descriptors import bare
 from raypool.journal.files import Damaged, is_trusted
-from raypool.journal.lock import is_in_use, noted_outcomes
+from raypool.journal.lock import bare, is_in_use, noted_outcomes
 from raypool.journal.opening import (
     SALVAGED,
     UNREADABLE,
@@ -36,8 +35,8 @@ from raypool.journal.opening import (
     rescued,
     what_is_left,
 )
-from raypool.journal.outcomes import DATABASE, Place, Stored, error_of, get_back, logger, row_of, words_of
 from raypool.journal.plain import decode
+from raypool.journal.records import DATABASE, Place, Stored, error_of, get_back, logger, row_of, words_of
 from raypool.journal.salvage import carve
 from raypool.journal.schema import checksum, numbers_of
 from raypool.results import Miss, Results, Row

@@ -17,7 +17,7 @@ CLASSES_NAMED_TWICE = """
 """
 
 FILES_NAMED_TWICE = """
-    files job lines loop memory messages nodes options outcomes plan run sharing tables training
+    files job lines loop memory messages nodes options plan run sharing tables training
 """
 
 PRIVATE_NAMES_OF_RAY = """

@@ -24,10 +24,10 @@ from raypool.errors import JournalError, LossReason, RemoteTraceback, Serializat
 from raypool.journal import schema
 from raypool.journal.files import dump, load
 from raypool.journal.journal import Damaged, Journal, Outcome
+from raypool.journal.keys import Source
 from raypool.journal.opening import connect
-from raypool.journal.outcomes import MAX_PICKLE_BYTES, to_row
-from raypool.journal.replaying import replaying
-from raypool.journal.source import Source
+from raypool.journal.records import MAX_PICKLE_BYTES, to_row
+from raypool.journal.replay import replaying
 
 
 def open_one(folder: Path, function: str = "sweeps.train", seed: int | None = None) -> Journal:

@@ -20,7 +20,7 @@ LAYERS = [
     ["batch_run"],
     ["batches"],
     ["job"],
-    ["checkup", "demo", "testing", "journal.replaying"],
+    ["checkup", "demo", "testing", "journal.replay"],
     ["simulation"],
     ["pool"],
     ["partition"],
