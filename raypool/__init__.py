@@ -11,7 +11,6 @@ import typing
 
 if typing.TYPE_CHECKING:
     from raypool.batches import batch, find_job
-    from raypool.checkpoint import load_checkpoint, save_checkpoint
     from raypool.engine.backend import WorkerInfo
     from raypool.errors import (
         CloudError,
@@ -49,14 +48,13 @@ if typing.TYPE_CHECKING:
     from raypool.profiles import Profile
     from raypool.queue_home import Listener
     from raypool.queues import DataQueue
-    from raypool.reports import report
     from raypool.resources import WorkerResources
     from raypool.results import Results
     from raypool.shared import Constant
     from raypool.spmd.composite import Composite
     from raypool.spmd.context import SpmdContext
     from raypool.store import ValueStore
-    from raypool.task import CurrentTask, current_task
+    from raypool.task import CurrentTask, current_task, load_checkpoint, report, save_checkpoint
     from raypool.tls import Tls
     from raypool.train.options import TrainingOptions
     from raypool.train.run import TrainingRun
@@ -202,12 +200,12 @@ _HOMES = {
     "gpu": "raypool.gpus.handover",
     "gpu_device_count": "raypool.gpus.table",
     "gpu_device_table": "raypool.gpus.table",
-    "load_checkpoint": "raypool.checkpoint",
+    "load_checkpoint": "raypool.task",
     "load_results": "raypool.journal.reading",
     "parpool": "raypool.pool",
     "register_joblib": "raypool.interop.joblib",
-    "report": "raypool.reports",
-    "save_checkpoint": "raypool.checkpoint",
+    "report": "raypool.task",
+    "save_checkpoint": "raypool.task",
     "scaling_report": "raypool.train.scaling",
     "wait": "raypool.waiting",
 }

@@ -16,7 +16,7 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from raypool.left_globals import function_in
-from raypool.task import in_worker_process
+from raypool.worker.running import in_worker_process
 
 NAMED: dict[type, Callable[[Any], tuple[Any, ...]]] = {
     functools._lru_cache_wrapper: lambda value: (_cached, (value.__wrapped__, value.cache_parameters()), vars(value)),

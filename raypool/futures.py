@@ -18,7 +18,7 @@ from raypool.errors import InvalidTypeError, InvalidValueError, TaskCancelled
 from raypool.feed import Feed
 from raypool.lean_future import LeanFuture
 from raypool.reasons import CANCELLED, reason_of
-from raypool.task import in_task
+from raypool.worker.running import in_task
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -14,7 +14,7 @@ import types
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
-from raypool.task import in_worker_process
+from raypool.worker.running import in_worker_process
 
 T = TypeVar("T")
 

@@ -20,7 +20,7 @@ from raypool.engine.loop_work import LoopWork, Lost, Segment
 from raypool.errors import InvalidTypeError, InvalidValueError
 from raypool.futures import Missing
 from raypool.results import Results, Row
-from raypool.task import in_task
+from raypool.worker.running import in_task
 
 if TYPE_CHECKING:
     from raypool.engine.backend import Backend

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from raypool.counts import whole_number
 from raypool.errors import InvalidTypeError, InvalidValueError
-from raypool.reports import checked_metric, report_of
+from raypool.task import checked_metric, report_of
 
 if TYPE_CHECKING:
     import torch

@@ -19,8 +19,8 @@ from raypool.futures import Future
 from raypool.options import Options, worker_numbers
 from raypool.shared import Constant, content_of, new_constant
 from raypool.store import ValueStore
-from raypool.task import in_task
 from raypool.view import PoolView
+from raypool.worker.running import in_task
 
 T = TypeVar("T")
 

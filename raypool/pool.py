@@ -19,7 +19,7 @@ from raypool.options import Options, check_callable
 from raypool.partition import StaffedView
 from raypool.profile_files import resolve_profile
 from raypool.profiles import Profile
-from raypool.task import in_task
+from raypool.worker.running import in_task
 
 if TYPE_CHECKING:
     from raypool.train.options import TrainingOptions

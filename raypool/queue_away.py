@@ -8,7 +8,7 @@ from typing import Any
 
 from raypool.errors import InvalidValueError
 from raypool.queue_home import CLOSED, closed_error
-from raypool.task import Link, link
+from raypool.worker.running import Link, link
 
 
 class Away:

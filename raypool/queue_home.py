@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from raypool.errors import InvalidValueError, PoolClosedError, QueueClosedError, SerializationError, WorkerLostError
-from raypool.task import Way, in_task
+from raypool.worker.running import Way, in_task
 
 Answer = Callable[[str], object]
 """Tells whoever has offered a value what has become of it; it returns at once."""

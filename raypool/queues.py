@@ -22,7 +22,7 @@ from raypool.counts import whole_number
 from raypool.errors import InvalidTypeError, InvalidValueError, QueueClosedError
 from raypool.queue_away import Away, away_by_key
 from raypool.queue_home import TAKEN, Answer, Home, Listener, Packed, Source, kept, opened, sources
-from raypool.task import in_task
+from raypool.worker.running import in_task
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ from typing import Any
 from raypool.errors import InvalidTypeError, InvalidValueError, PoolClosedError, WorkerLostError
 from raypool.queue_home import Listener, sources
 from raypool.queues import check_timeout
-from raypool.task import Way, link, note_here
+from raypool.worker.running import Way, link, note_here
 
 logger = logging.getLogger("raypool")
 

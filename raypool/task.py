@@ -1,21 +1,21 @@
-"""What a user's function sees of the task that it is running."""
+"""What a user's function can ask and do in a task: `current_task`, `report`, and its checkpoint file."""
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
-import functools
 import os
-import threading
-import traceback
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextvars import ContextVar, copy_context
+import pickle
+import sys
+import uuid
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from time import time
+from typing import IO, TYPE_CHECKING, Any
 
-from raypool.errors import InvalidTypeError
+from raypool.errors import InvalidTypeError, InvalidValueError
+from raypool.folders import sync_folder
+from raypool.worker.running import Running, in_task, item_seed, note_here, notes_here, unbroken
 
 if TYPE_CHECKING:
     import torch
@@ -137,232 +137,6 @@ class CurrentTask:
         return torch.device("cpu")
 
 
-def _say_nothing(note: Running, kind: str, payload: Any) -> bool | None:
-    """Nobody listens."""
-    return None
-
-
-@dataclass(slots=True)
-class Running:
-    """The runner's own note of what it is running. One per slice; only `index` changes, so that an item costs nothing.
-
-    `say(note, kind, payload)` hands something to whoever listens to this task outside: `kind` "metrics" with (Unix time [s],
-    {name: value}), or "text" with what was printed; it returns whether the text is shown from there, in place of the stream that
-    it was written to. `printed` is the newest of that, with the item's number.
-    """
-
-    index: int
-    attempt: int
-    seed: int | None
-    worker: int
-    gpu: int | None
-    name: str | None
-    task_id: int = -1
-    should_stop: bool = False
-    say: Callable[[Running, str, Any], bool | None] = _say_nothing
-    printed: deque[tuple[int, str]] | None = None
-    outer: Running | None = None  # the task in which this one was called for
-    find_way: Callable[[], Way] | None = None  # to the pool's exchange, if that is in this process
-    shelter: Shelter | None = None  # for what is not to be interrupted
-    thread_id: int = field(default_factory=threading.get_ident)  # in which it runs
-    agreed_stop: bool | None = None  # what the ranks of a training have agreed on, None in anything else
-    folders: Folders | None = None  # of the pool, for checkpoints
-    checkpoints: tuple[str, Mapping[int, str]] | None = (
-        None  # where they are kept, if they are, and there each item's by its number
-    )
-    is_leaving: bool = False  # its machine is about to go
-    has_heard: bool = False  # of that, so that it may end early
-    on_leave: Sequence[tuple[int, Callable[[], object]]] = ()  # what to call then, and for which item
-    call_id: int = 0  # of the call to the worker: an item that runs again, charged an attempt or not, is in a later one
-
-    def leave(self) -> None:
-        """Note that its machine is about to go, and call what wants to be called for the item at hand."""
-        self.is_leaving = True
-        wanted, self.on_leave = self.on_leave, ()
-        for index, fn in wanted:
-            if index == self.index:
-                self.has_heard = True
-                try:
-                    fn()
-                except Exception:  # it is not the item that has failed: that runs again
-                    traceback.print_exc()
-
-
-class Folders(Protocol):
-    """Gives the items that a pool runs here their folders for checkpoints."""
-
-    def temporary(self) -> Path:
-        """Return a folder of the pool's on this machine, which goes with the pool."""
-
-    def folder(self, note: Running, index: int) -> Path:
-        """Return the folder of an item, made or fetched if it is not here."""
-
-    def bring_home(self, note: Running, index: int) -> None:
-        """See to it that what is in the folder now is where it is kept."""
-
-    def end(self, note: Running, index: int) -> None:
-        """Bring home what is in the folder of an item that has ended, if it has one, and let go of what is only a copy."""
-
-
-class Shelter(Protocol):
-    """Keeps what is running from being interrupted."""
-
-    def shield(self) -> bool:
-        """Interrupt nothing from here on; return whether `expose` has to follow: not where it was interrupted before."""
-
-    def expose(self) -> None:
-        """Interrupt it again; at once, if that was wanted meanwhile."""
-
-    @property
-    def is_cancelled(self) -> bool:
-        """Whether what is running was cancelled."""
-
-
-@contextlib.contextmanager
-def unbroken(note: Running | None) -> Iterator[None]:
-    """Do something that is not to be interrupted in its midst; what was wanted meanwhile comes at the end.
-
-    Raises:
-        TaskCancelled: The task was cancelled meanwhile.
-    """
-    shelter = None if note is None or threading.get_ident() != note.thread_id else note.shelter
-    if shelter is None or not shelter.shield():  # in another thread than the task's nothing is interrupted
-        yield
-        return
-    try:
-        yield
-    finally:
-        shelter.expose()
-
-
-Say = Callable[[Running, str, Any], "bool | None"]
-"""How something gets out of a task: see `Running`."""
-
-running: ContextVar[Running | None] = ContextVar("raypool_running", default=None)
-"""Set round every slice that runs in this thread."""
-
-_running_in_process: Running | None = None
-
-
-def note_in_process(note: Running | None) -> None:
-    """Note what this whole process is running, for threads of native libraries: a worker process runs one thing at a time."""
-    global _running_in_process
-    _running_in_process = note
-
-
-def let_notes_travel() -> None:
-    """Let threads, and what is handed to pools of threads, run in the context of whoever starts or submits them.
-
-    So what they report and print is about the task that they work for: also if they outlive it, or were there before it. From
-    Python 3.14 on threads can do so by themselves (`thread_inherit_context`). For worker processes, which are raypool's own.
-    """
-    start, submit = threading.Thread.start, concurrent.futures.ThreadPoolExecutor.submit
-
-    def start_in_context(self: threading.Thread) -> None:
-        self.run = functools.partial(copy_context().run, self.run)  # type: ignore[method-assign]
-        start(self)
-
-    def submit_in_context(self: Any, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        return submit(self, copy_context().run, fn, *args, **kwargs)
-
-    threading.Thread.start = start_in_context  # type: ignore[method-assign]
-    concurrent.futures.ThreadPoolExecutor.submit = submit_in_context  # type: ignore[method-assign]
-
-
-def note_here() -> Running | None:
-    """Return the runner's note of what is running in this thread, or in the worker process that it belongs to."""
-    return running.get() or _running_in_process
-
-
-def notes_here() -> Iterator[Running]:
-    """Yield the note of what is running here, and those of what it runs in, from the inside out: a loop in a task, say."""
-    note = note_here()
-    while note is not None:
-        yield note
-        note = note.outer
-
-
-class _Endings(threading.local):
-    """Calls that have to be made before this thread ends."""
-
-    def __init__(self) -> None:
-        self.calls: list[Callable[[], object]] = []
-
-
-_endings = _Endings()
-
-
-def before_thread_ends(call: Callable[[], object]) -> None:
-    """Register a call that a worker's thread makes before it ends.
-
-    Objects that the thread keeps in a `threading.local` might otherwise be destroyed while the interpreter shuts down.
-    """
-    if call not in _endings.calls:
-        _endings.calls.append(call)
-
-
-def end_thread() -> None:
-    """Make the calls that were registered in this thread."""
-    while _endings.calls:
-        _endings.calls.pop()()
-
-
-def _fall_silent() -> None:
-    """In a forked child (of a DataLoader, say) nobody is left who would pass on what it says."""
-    global _link
-    _link = None
-    for note in (running.get(), _running_in_process):
-        if note is not None:
-            note.say, note.shelter = _say_nothing, None
-
-
-os.register_at_fork(after_in_child=_fall_silent)
-
-
-class Way(Protocol):
-    """A way to a pool's `Exchange`."""
-
-    def ask(self, method: str, *args: Any) -> Any:
-        """Call a method of it, and wait for its answer."""
-
-    def pack(self, value: Any, what: str) -> Any:
-        """Make a value ready to travel, as it is now."""
-
-    def unpack(self, packed: Any) -> Any:
-        """Return the value that was packed."""
-
-
-class Link(Way, Protocol):
-    """A worker process's way to the rest of its pool."""
-
-    @property
-    def worker_id(self) -> int:
-        """What the pool calls this process."""
-
-    def send(self, kind: str, key: Any, payload: Any) -> None:
-        """Send something, in order, with what else is sent; returns at once, unless far too much is on its way."""
-
-    def send_latest(self, key: str, maxsize: int, payload: bytes) -> None:
-        """Send to a queue of which only the newest few values matter: those that wait are dropped for it; never waits."""
-
-    def flush(self) -> int:
-        """Send what waits to be sent, now; return the number of the newest batch."""
-
-
-_link: Link | None = None
-
-
-def link() -> Link | None:
-    """Return the way from this worker process to its pool; None in any other process."""
-    return _link
-
-
-def set_link(way: Link) -> None:
-    """Note the way from this worker process to its pool."""
-    global _link
-    _link = way
-
-
 def current_task() -> CurrentTask:
     """Return what is known of the task that is running here.
 
@@ -379,45 +153,242 @@ def current_task() -> CurrentTask:
     return CurrentTask(note.index, note.attempt, seed, note.worker, note.gpu, note.name, note)
 
 
-def item_seed(seed: int, index: int) -> int:
-    """Return the 64-bit seed of an item: the first word of the `index`-th child of `numpy.random.SeedSequence(seed)`.
+# --- metrics ----------------------------------------------------------------------------------------------------------
+
+
+NUMBERS = frozenset({int, float, bool, type(None)})
+"""Types of metrics that need no closer look."""
+
+MAX_METRIC_TEXT = 256
+"""A metric that is a text has at most so many characters: it goes into a table, not into a log."""
+
+
+def report(**metrics: float | str | None) -> None:
+    """Report how the task is doing: values by name, as often as you like.
+
+    A moment later they are in the table `metrics` of the task's future, or of the loop's `Results`; the display of a loop shows
+    the last ones. It takes some microseconds and waits for nobody. Outside a pool, and in the forked processes of a DataLoader,
+    it checks the values and does nothing else, so that a function runs unchanged by itself.
+
+    Args:
+        metrics: Numbers (Python's or NumPy's) and short texts (at most 256 characters), in units of your own. None is a missing
+            value.
+
+    Raises:
+        InvalidTypeError: A value is neither. A tensor: give it to a `MetricBuffer`, or report `tensor.item()`, which waits
+            for the GPU.
+        InvalidValueError: A text is too long.
 
     Source:
-        NumPy reference, "Parallel random number generation", SeedSequence spawning.
+        Ray 2.60, ray.train.report, without its barrier over the workers.
+
+    Example:
+        >>> from raypool import parpool
+        >>> def train(epochs):
+        ...     for epoch in range(epochs):
+        ...         report(epoch=epoch, loss=1 / (epoch + 1))
+        >>> with parpool(profile="inline", quiet=True) as pool:
+        ...     future = pool.parfeval(train, 2)
+        >>> future.metrics[["epoch", "loss"]].to_dict("list")
+        {'epoch': [0, 1], 'loss': [1.0, 0.5]}
     """
-    import numpy as np
-
-    return int(np.random.SeedSequence(seed, spawn_key=(index,)).generate_state(1, np.uint64)[0])
-
-
-_is_worker_process = False
+    if not NUMBERS.issuperset(map(type, metrics.values())):
+        metrics = {name: checked_metric(name, value) for name, value in metrics.items()}
+    report_of(time(), metrics)
 
 
-def mark_worker_process() -> None:
-    """Note that this whole process is a worker: whatever asks for a pool in it gets a serial one."""
-    global _is_worker_process
-    _is_worker_process = True
+def report_of(moment: float, metrics: Mapping[str, float | str | None]) -> None:
+    """Report what was so at some moment [Unix time, s]; all of it has been checked."""
+    note = next(notes_here(), None)
+    if note is not None:
+        note.say(note, "metrics", (moment, metrics))
 
 
-def in_worker_process() -> bool:
-    """Whether this whole process is a worker."""
-    return _is_worker_process
+def checked_metric(name: str, value: Any) -> float | str | None:
+    """Return a metric as a plain number or text, or None for a missing value."""
+    if value is None:
+        return None
+    if isinstance(value, str):
+        if len(value) > MAX_METRIC_TEXT:
+            raise InvalidValueError(
+                f"report({name}=...) got a text of {len(value):,} characters; {MAX_METRIC_TEXT} fit. print() it."
+            )
+        return str.__str__(value)
+    if isinstance(value, float):
+        return float(value)
+    if isinstance(value, int):
+        return value if isinstance(value, bool) else int(value)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, (numpy.generic, numpy.ndarray)) and value.ndim == 0 and value.dtype.kind in "biuf":
+        return value.item()  # type: ignore[no-any-return]
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        step = f"Give it to a raypool.MetricBuffer, or report {name}.item(), which waits for the GPU if it is there."
+    else:
+        step = "Report single numbers or short texts."
+    raise InvalidTypeError(f"report({name}=...) got a {type(value).__name__}, which is neither a number nor a text. {step}")
 
 
-_is_retired = False
+# --- one file from which a task goes on after it was ended in its midst -----------------------------------------------
 
 
-def retire_process() -> None:
-    """Let the worker process that this code runs in be replaced before the next task; elsewhere this does nothing."""
-    global _is_retired
-    _is_retired = _is_worker_process
+FILE = "checkpoint.pt"
+
+PathLike = str | os.PathLike[str]
 
 
-def is_retired() -> bool:
-    """Whether this process is a worker that begins nothing more."""
-    return _is_retired
+def save_checkpoint(state: Any, path: PathLike | None = None) -> Path:
+    """Save something with `torch.save`, in one step: the file of before stays until the new one is complete, and on the disk.
+
+    A task that is cancelled meanwhile ends when it is saved.
+
+    Args:
+        state: What `torch.load(weights_only=True)` gives back: tensors, numbers, texts, and lists and dicts of those, as all
+            `state_dict()` are. Anything else is refused here, not when it is needed.
+        path: The file; None: "checkpoint.pt" in the task's `current_task().checkpoint_dir`.
+
+    Returns:
+        The file.
+
+    Raises:
+        InvalidTypeError: There is something else in it. The file of before stays.
+        OSError: It cannot be written: the disk is full, say. The file of before stays.
+
+    Source:
+        torch.save, torch.load; the order of temporary file, fsync and rename is that of LWN 457667, "Ensuring data reaches disk".
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     file = save_checkpoint({"epoch": 3}, folder + "/model.pt")
+        ...     load_checkpoint(file)
+        {'epoch': 3}
+    """
+    file = current_task().checkpoint_dir / FILE if path is None else Path(path)
+    note = note_here()
+    with unbroken(note):
+        _write(state, file)
+        if path is None and note is not None and note.folders is not None:
+            note.folders.bring_home(note, note.index)
+    return file
 
 
-def in_task() -> bool:
-    """Whether this code runs inside a task (or in a thread of a worker process)."""
-    return _is_worker_process or running.get() is not None
+def load_checkpoint(path: PathLike | None = None, map_location: Any = "cpu") -> Any:
+    """Return what was saved with `save_checkpoint`; None if there is no such file.
+
+    Nothing in the file is executed: it is read with `weights_only=True`.
+
+    Args:
+        path: The file; None: "checkpoint.pt" in the task's `current_task().checkpoint_dir`.
+        map_location: On which device its tensors are to be; see `torch.load`.
+
+    Raises:
+        InvalidValueError: The file is damaged, or has something in it that is not loaded for safety.
+    """
+    import torch
+
+    file = current_task().checkpoint_dir / FILE if path is None else Path(path)
+    try:
+        return torch.load(file, map_location=map_location, weights_only=True)
+    except FileNotFoundError:
+        return None
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # whatever a damaged file makes torch do
+        if _is_forbidden(error):
+            raise InvalidValueError(
+                f"The checkpoint {file} holds something else than tensors, numbers, texts, and lists and dicts of those "
+                f"({_forbidden(error)}): it was not written by save_checkpoint, and code in it could run here. If you trust "
+                "whoever has written it: torch.load(file, weights_only=False)."
+            ) from error
+        if "map_location" in str(error):  # it was saved on a device that is not here
+            raise
+        reason = str(error).partition("\n")[0].partition(". ")[0].rstrip(".") or "it ends too early"
+        raise InvalidValueError(
+            f"The checkpoint {file} ({file.stat().st_size:,} bytes) is damaged, or none of torch's: {reason}. "
+            "Delete it to begin anew, or put a complete copy in its place."
+        ) from error
+
+
+def _write(state: Any, file: Path) -> None:
+    """Write a file whole, or leave what is there as it is."""
+    spare = file.with_name(f".{file.name}.{uuid.uuid4().hex[:8]}.partial")
+    with _removed(spare):
+        descriptor = os.open(spare, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "wb") as stream:
+            _dump(state, stream, file)
+            stream.flush()
+            os.fsync(descriptor)
+        _check_loads(spare, file)
+        spare.replace(file)
+    sync_folder(file.parent)
+
+
+class _Watched:
+    """A stream that remembers why it could not be written: torch does not."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream = stream
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        """Write something."""
+        try:
+            return self._stream.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+
+    def flush(self) -> None:
+        """Write what waits to be written."""
+        self._stream.flush()
+
+
+def _dump(state: Any, stream: IO[bytes], file: Path) -> None:
+    import torch
+
+    watched = _Watched(stream)
+    try:
+        torch.save(state, watched)  # type: ignore[arg-type]  # it writes and flushes, and asks for nothing else
+    except RuntimeError:
+        if watched.error is not None:
+            raise watched.error from None
+        raise
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise InvalidTypeError(
+            f"The checkpoint {file} cannot be saved: {error}. Save state_dict(), tensors, numbers and texts."
+        ) from error
+
+
+def _check_loads(spare: Path, file: Path) -> None:
+    """Make sure that `load_checkpoint` will take a file; its tensors are not read."""
+    import torch
+
+    try:
+        torch.load(spare, map_location="meta", weights_only=True, mmap=True)
+    except pickle.UnpicklingError as error:
+        raise InvalidTypeError(
+            f"The checkpoint {file} was not saved: it could not be loaded again, since that executes no code of what is in it "
+            f"({_forbidden(error)}). Save tensors, numbers and texts, in lists and dicts: float(x) for a NumPy number, "
+            "torch.from_numpy(x) for an array, state_dict() for a model."
+        ) from error
+
+
+def _is_forbidden(error: Exception) -> bool:
+    return isinstance(error, pickle.UnpicklingError) and "GLOBAL " in str(error)
+
+
+def _forbidden(error: Exception) -> str:
+    """Return the name of what torch does not load for safety."""
+    words = str(error).split()
+    return words[words.index("GLOBAL") + 1].strip(".,") if "GLOBAL" in words else "of a kind that torch does not name"
+
+
+@contextlib.contextmanager
+def _removed(spare: Path) -> Iterator[None]:
+    """Remove a file if something goes wrong."""
+    try:
+        yield
+    except BaseException:
+        spare.unlink(missing_ok=True)
+        raise

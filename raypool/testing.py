@@ -36,7 +36,7 @@ from raypool.gpus.simulated import SimulatedGpus
 from raypool.pool import ParallelPool
 from raypool.profiles import Profile
 from raypool.simulation import Course, Dice, FaultPlan, SimReport, simulate
-from raypool.task import Say
+from raypool.worker.running import Say
 
 __all__ = [
     "FaultPlan",

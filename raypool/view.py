@@ -21,8 +21,9 @@ from raypool.mapping import MapResults, checked_buffersize, unless_interrupted
 from raypool.options import Options, check_callable
 from raypool.parfor import LoopVerbs
 from raypool.shared import call_once
-from raypool.task import current_task, in_task
+from raypool.task import current_task
 from raypool.training import TrainingVerbs
+from raypool.worker.running import in_task
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, Protocol
 from raypool.core.messages import Event, Signal
 from raypool.futures import Values
 from raypool.gpus.devices import GpuDevice
-from raypool.task import Way
 from raypool.users_code import Snapshot
+from raypool.worker.running import Way
 
 Post = Callable[[Event, Any], None]
 """How a backend tells the driver that something has happened, from any thread.

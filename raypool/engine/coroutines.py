@@ -10,7 +10,7 @@ from types import CoroutineType
 from typing import Any
 
 from raypool.errors import TaskCancelled
-from raypool.task import running
+from raypool.worker.running import running
 
 TICK_S = 0.1
 """In a thread, an interruption arrives when Python code runs; so often it does while the loop waits [s]."""

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from raypool.task import Running, note_here, notes_here
+from raypool.worker.running import Running, note_here, notes_here
 
 STREAMS = ("stdout", "stderr")
 

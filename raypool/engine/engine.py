@@ -33,8 +33,8 @@ from raypool.gpus.nvml import NvmlInventory
 from raypool.profiles import Profile
 from raypool.shared import discard
 from raypool.store import FindWay, ValueStore
-from raypool.task import in_task
 from raypool.users_code import Project
+from raypool.worker.running import in_task
 
 KNOWN_BYTES = 1024 * 1024
 """So many bytes of pickled functions are remembered, to tell a function that is called again from a new one."""

@@ -25,7 +25,7 @@ from typing import Any, NoReturn, Protocol
 
 from raypool.core.messages import Signal
 from raypool.errors import TaskCancelled
-from raypool.task import Running, note_in_process
+from raypool.worker.running import Running, note_in_process
 
 STOP_SIGNAL = signal.SIGRTMIN + 5
 """Nobody else's: SIGUSR1 and SIGUSR2 are used by schedulers of clusters and by the training frameworks that listen to them."""

@@ -18,7 +18,7 @@ from raypool import queues
 from raypool.engine.logs import Records
 from raypool.errors import InternalError
 from raypool.feed import Feed, LoopFeed
-from raypool.task import Running
+from raypool.worker.running import Running
 
 logger = logging.getLogger("raypool")
 

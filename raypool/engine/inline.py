@@ -42,7 +42,7 @@ from raypool.folders import TemporaryFolder
 from raypool.gpus.table import gpus_here
 from raypool.profiles import Profile
 from raypool.store import FindWay, way_finder_here
-from raypool.task import Say, Way, in_task
+from raypool.worker.running import Say, Way, in_task
 
 if TYPE_CHECKING:
     from raypool.engine.exchange import LocalExchange

@@ -16,7 +16,7 @@ import threading
 import traceback
 from typing import Any, NamedTuple
 
-from raypool.task import note_here, notes_here
+from raypool.worker.running import note_here, notes_here
 
 PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
 

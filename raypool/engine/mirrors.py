@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from raypool.engine.homes import PIECE_BYTES, Entry, Home, Listing, UrlHome, files_in
 from raypool.folders import TemporaryFolder, make_private
-from raypool.task import Running, in_task, note_here
+from raypool.worker.running import Running, in_task, note_here
 
 JUST_NOW_NS = 100_000_000
 """A file that was written so short a time before it was looked at may be written again without looking different [ns]."""
@@ -128,7 +128,7 @@ Key = tuple[int, int, int]
 
 
 class ItemFolders:
-    """Gives the items that a pool runs in this process their folders; see `raypool.task.Folders`.
+    """Gives the items that a pool runs in this process their folders; see `raypool.worker.running.Folders`.
 
     Args:
         temporary: Gives a folder for what is kept as long as the pool.

@@ -19,7 +19,7 @@ from typing import Any
 
 from raypool.errors import InvalidValueError
 from raypool.feed import TEXT_BYTES, Last, Row
-from raypool.task import Running
+from raypool.worker.running import Running
 
 INTERVAL_S = 0.02
 """At least so long between two batches [s]: what is said meanwhile shares one."""

@@ -44,8 +44,8 @@ from raypool.errors import LossReason
 from raypool.futures import Values
 from raypool.profiles import Profile
 from raypool.queues import add_source, drop_source
-from raypool.task import Way
 from raypool.users_code import Snapshot
+from raypool.worker.running import Way
 
 CLOSE_TIMEOUT_S = 5.0
 

@@ -24,7 +24,7 @@ from raypool.engine.sharing import Turns
 from raypool.engine.torch_modes import torch_modes
 from raypool.engine.upkeep import Upkeep, note_shortage
 from raypool.errors import TaskCancelled, TaskError
-from raypool.task import Folders, Running, Say, is_retired, item_seed, running, unbroken
+from raypool.worker.running import Folders, Running, Say, is_retired, item_seed, running, unbroken
 
 UNCHANGEABLE = frozenset({int, float, bool, str, bytes, type(None)})
 """Types whose values stay what they are."""

@@ -18,7 +18,7 @@ from raypool.engine.inline import InlineBackend, result_of
 from raypool.engine.open_call import Narrowed, OpenCall, RawResult
 from raypool.errors import LossReason
 from raypool.profiles import Profile
-from raypool.task import Say, end_thread
+from raypool.worker.running import Say, end_thread
 
 TEARDOWN_TIMEOUT_S = 10.0
 """What a worker ends with may take so long [s]."""

@@ -48,8 +48,8 @@ from raypool.gpus.memory import kept
 from raypool.gpus.sharing import fraction_for
 from raypool.left_globals import call_setup, share_left
 from raypool.shared import discard_all, is_any_here
-from raypool.task import is_retired, let_notes_travel, mark_worker_process, set_link
 from raypool.users_code import Follower, Snapshot, reload_all
+from raypool.worker.running import is_retired, let_notes_travel, mark_worker_process, set_link
 
 COLLECT_BYTES = 16 * 1024 * 1024
 """If a process has grown by so much, it looks for garbage when it forgets a function, also if something waits to run."""
@@ -423,7 +423,7 @@ class Rooms:
 
 
 class WorkerLink:
-    """This process's way to its pool; see `raypool.task.Link`."""
+    """This process's way to its pool; see `raypool.worker.running.Link`."""
 
     def __init__(self, worker_id: int, outbox: Outbox, agent: Any, home: Any, home_name: tuple[str, int]) -> None:
         self.worker_id = worker_id

@@ -48,8 +48,8 @@ from raypool.loop import PLAIN
 from raypool.pool import ParallelPool, gcp, open_pool
 from raypool.profile_files import resolve_profile
 from raypool.profiles import Profile
-from raypool.task import in_task
 from raypool.view import PoolView
+from raypool.worker.running import in_task
 
 LEAST_JOBS = 2
 """So many jobs a `Parallel` hears of at least, also where a single worker runs them: with one it runs all in turn where it is."""

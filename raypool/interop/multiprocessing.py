@@ -34,8 +34,8 @@ from raypool.profile_files import resolve_profile
 from raypool.profiles import Profile
 from raypool.resources import WorkerResources
 from raypool.shared import call_once
-from raypool.task import in_task, retire_process
 from raypool.view import PoolView
+from raypool.worker.running import in_task, retire_process
 
 __all__ = ["AsyncResult", "IMapIterator", "Pool", "UnpicklableError"]
 

@@ -25,7 +25,7 @@ from raypool.journal.keys import Source, found
 from raypool.journal.opening import Contents
 from raypool.journal.reading import Entry, entries_of, newest_run, positions_of, read_contents
 from raypool.journal.records import get_back
-from raypool.task import Running, item_seed, running
+from raypool.worker.running import Running, item_seed, running
 
 
 class Replay(NamedTuple):

@@ -17,7 +17,7 @@ from raypool.errors import CompositeError, InvalidTypeError, InvalidValueError, 
 from raypool.futures import Future
 from raypool.options import Options
 from raypool.spmd import parts
-from raypool.task import in_task
+from raypool.worker.running import in_task
 
 MAX_LINES = 16
 """The text of a Composite has a line for so many ranks at most."""

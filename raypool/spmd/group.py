@@ -36,7 +36,8 @@ from raypool.spmd.world import (
     progress,
     shown,
 )
-from raypool.task import Way, before_thread_ends, current_task
+from raypool.task import current_task
+from raypool.worker.running import Way, before_thread_ends
 
 __all__ = ["Assignment", "AtHand", "Group", "connect", "is_disconnect", "join", "leave"]
 

@@ -14,7 +14,7 @@ from raypool.spmd.context import SpmdContext
 from raypool.spmd.failures import is_disconnect
 from raypool.spmd.group import Assignment, AtHand, Group, join, leave, leave_other
 from raypool.store import way_finder_here
-from raypool.task import note_here
+from raypool.worker.running import note_here
 
 OURS = str(Path(__file__).parents[1])
 """Code in this folder is not the user's."""

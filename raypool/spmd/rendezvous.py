@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 from raypool.folders import folder_of_process, make_private
 from raypool.spmd.addresses import LOOPBACK, hold_port, knock, listen, own_address
 from raypool.spmd.lines import SLICE_S, distributed
-from raypool.task import Way, current_task, note_here
+from raypool.task import current_task
+from raypool.worker.running import Way, note_here
 
 STORE_TIMEOUT = timedelta(seconds=60)
 """How long one question to the store may take."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from raypool.errors import InvalidTypeError, SerializationError
 from raypool.spmd.wire import Word, checked, signed
-from raypool.task import Way
+from raypool.worker.running import Way
 
 PLAIN = frozenset({int, float, bool, str, type(None), complex})
 """Types of values that any pickle will do for."""

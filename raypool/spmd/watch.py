@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from raypool.spmd.wire import list_ranks, ordinal
 from raypool.spmd.world import Begun
-from raypool.task import link
+from raypool.worker.running import link
 
 logger = logging.getLogger("raypool")
 

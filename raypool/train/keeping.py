@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from raypool.errors import InvalidValueError, RankInterrupted
-from raypool.task import note_here, unbroken
 from raypool.train.checkpoints import Partial, commit, copy_in, open_partial, prune
 from raypool.train.plan import Plan
+from raypool.worker.running import note_here, unbroken
 
 logger = logging.getLogger("raypool")
 

@@ -13,7 +13,7 @@ import ray.train
 import torch
 
 from raypool.errors import InvalidValueError
-from raypool.task import current_task, note_here
+from raypool.task import current_task
 from raypool.train import snapshot
 from raypool.train.data import Batch, Samples, mixed_seed, order_of
 from raypool.train.job import FitJob
@@ -23,6 +23,7 @@ from raypool.train.ranks import Ranks, own_random_state, seed_all
 from raypool.train.shares import share_of
 from raypool.train.snapshot import Progress
 from raypool.train.spread import whole_state
+from raypool.worker.running import note_here
 
 LOOK_S = 1.0
 """How often the ranks ask each other whether the machine of any is about to go [s]: that waits for the device."""

@@ -34,10 +34,10 @@ from raypool.engine.packing import Packed, snapshot, unpack
 from raypool.errors import CollectiveError
 from raypool.spmd.failures import is_disconnect
 from raypool.spmd.wire import ordinal
-from raypool.task import Running, let_notes_travel, mark_worker_process, note_in_process, running
 from raypool.train.checkpoints import forget_deleted, next_index, note_down
 from raypool.train.metrics import checked
 from raypool.train.plan import Plan
+from raypool.worker.running import Running, let_notes_travel, mark_worker_process, note_in_process, running
 
 TASK = 0
 """The number by which a training's pool knows what its ranks say."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from raypool.errors import InvalidTypeError, InvalidValueError
-from raypool.reports import NUMBERS, checked_metric
+from raypool.task import NUMBERS, checked_metric
 
 MAX_NAMES = 8
 """An error has so many names of metrics at most."""

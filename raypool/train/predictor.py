@@ -17,8 +17,8 @@ from torch import nn
 
 from raypool.errors import InvalidTypeError, InvalidValueError
 from raypool.gpus.memory import kept
-from raypool.task import notes_here
 from raypool.train.samples import Piece, batch_of, call_model, changed, mapped
+from raypool.worker.running import notes_here
 
 
 class Predictor:

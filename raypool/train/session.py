@@ -36,11 +36,11 @@ from raypool.spmd import collectives
 from raypool.spmd.context import SpmdContext
 from raypool.spmd.messages import all_values, meet
 from raypool.spmd.world import environment
-from raypool.task import Running, note_here, running
 from raypool.train.checkpoints import check_name, list_kept, remove_partials
 from raypool.train.keeping import Delivery, Keeper
 from raypool.train.metrics import checked, how_they_differ
 from raypool.train.plan import Plan, RankEnd
+from raypool.worker.running import Running, note_here, running
 
 __all__ = ["Plan", "RankEnd", "run_loop"]
 

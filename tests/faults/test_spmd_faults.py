@@ -340,7 +340,7 @@ class Deadly:
 
 
 def die_on(culprit: int) -> None:
-    from raypool.task import in_task
+    from raypool.worker.running import in_task
 
     if in_task() and current_task().index == culprit:
         os._exit(5)

@@ -18,7 +18,7 @@ import pytest
 
 from raypool.engine import diary
 from raypool.engine.diary import Echo, add_last_lines, listening, note_last_lines
-from raypool.task import Running, note_in_process, running
+from raypool.worker.running import Running, note_in_process, running
 
 
 class Listener:

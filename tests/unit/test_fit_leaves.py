@@ -13,8 +13,8 @@ from torch import nn  # noqa: E402
 from torch.nn.functional import mse_loss  # noqa: E402
 
 from raypool import RunOptions, TrainingOptions, parpool  # noqa: E402
-from raypool.task import note_here  # noqa: E402
 from raypool.train import loop  # noqa: E402
+from raypool.worker.running import note_here  # noqa: E402
 
 INPUTS = torch.randn(40, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 

@@ -20,7 +20,8 @@ from raypool.engine.guard import AT_HAND, NOTHING, SIGNALS, STOP_SIGNAL, WHOLE, 
 from raypool.engine.open_call import RawResult
 from raypool.engine.runner import Surroundings, run_parts
 from raypool.errors import InvalidTypeError, TaskCancelled
-from raypool.task import Running, current_task, note_here, unbroken
+from raypool.task import current_task
+from raypool.worker.running import Running, note_here, unbroken
 
 HERE = WorkerInfo(0, "here", 1)
 

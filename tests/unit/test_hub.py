@@ -15,7 +15,7 @@ from raypool.engine import hub as hub_module
 from raypool.engine.hub import MAX_EARLY, Hub
 from raypool.errors import InternalError
 from raypool.feed import Feed
-from raypool.task import Running
+from raypool.worker.running import Running
 
 
 class Listener:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from raypool.engine.logs import Forwarder, Levels, levels_here, unpacked
-from raypool.task import Running, running
+from raypool.worker.running import Running, running
 
 X = logging.getLogger("raypool_test.x")
 """A logger of the user's."""

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from raypool import MetricBuffer, parpool, report
 from raypool.errors import InvalidTypeError, InvalidValueError
-from raypool.task import Running, running
+from raypool.worker.running import Running, running
 
 
 @pytest.fixture

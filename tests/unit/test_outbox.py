@@ -18,7 +18,7 @@ from raypool.engine.hub import Hub
 from raypool.engine.outbox import Outbox
 from raypool.errors import InvalidValueError
 from raypool.feed import TEXT_BYTES, Feed
-from raypool.task import Running, running
+from raypool.worker.running import Running, running
 
 
 class Agent:

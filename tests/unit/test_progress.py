@@ -17,11 +17,11 @@ from raypool.engine.backend import Function, GpuMemory
 from raypool.engine.diary import listening
 from raypool.engine.loop_work import LoopOptions, LoopWork
 from raypool.errors import LossReason, WorkerLostError
-from raypool.task import Running, running
 from raypool.views.progress import watched
 from raypool.views.status import LoopStatus
 from raypool.views.terminal import TerminalView, terminal_view
 from raypool.views.words import describe_error, describe_item
+from raypool.worker.running import Running, running
 from tests.unit.fake_loop import FakeLoop
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from raypool import InvalidTypeError, InvalidValueError, report
-from raypool.task import Running, running
+from raypool.worker.running import Running, running
 
 
 @pytest.fixture

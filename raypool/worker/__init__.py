@@ -1,0 +1,1 @@
+"""What a process that runs tasks does around the user's functions."""
