@@ -11,7 +11,10 @@ import typing
 
 if typing.TYPE_CHECKING:
     from raypool.batches import batch, find_job
-    from raypool.engine.backend import WorkerInfo
+    from raypool.channel.constants import Constant
+    from raypool.channel.queues import DataQueue, Listener
+    from raypool.channel.records import WorkerInfo
+    from raypool.channel.store import ValueStore
     from raypool.errors import (
         CloudError,
         CollectiveError,
@@ -42,19 +45,14 @@ if typing.TYPE_CHECKING:
     from raypool.interop.joblib import register_joblib
     from raypool.job import Job
     from raypool.journal.reading import load_results
-    from raypool.metric_buffer import MetricBuffer
     from raypool.partition import PoolPart
     from raypool.pool import ParallelPool, Statistics, fit, gcp, parpool
     from raypool.profiles import Profile
-    from raypool.queue_home import Listener
-    from raypool.queues import DataQueue
     from raypool.resources import WorkerResources
     from raypool.results import Results
-    from raypool.shared import Constant
     from raypool.spmd.composite import Composite
     from raypool.spmd.context import SpmdContext
-    from raypool.store import ValueStore
-    from raypool.task import CurrentTask, current_task, load_checkpoint, report, save_checkpoint
+    from raypool.task import CurrentTask, MetricBuffer, current_task, load_checkpoint, report, save_checkpoint
     from raypool.tls import Tls
     from raypool.train.options import TrainingOptions
     from raypool.train.run import TrainingRun
@@ -143,18 +141,18 @@ _HOMES = {
     "CollectiveError": "raypool.errors",
     "Composite": "raypool.spmd.composite",
     "CompositeError": "raypool.errors",
-    "Constant": "raypool.shared",
+    "Constant": "raypool.channel.constants",
     "CurrentTask": "raypool.task",
-    "DataQueue": "raypool.queues",
+    "DataQueue": "raypool.channel.queues",
     "Future": "raypool.futures",
     "InternalError": "raypool.errors",
     "InvalidTypeError": "raypool.errors",
     "InvalidValueError": "raypool.errors",
     "Job": "raypool.job",
     "JournalError": "raypool.errors",
-    "Listener": "raypool.queue_home",
+    "Listener": "raypool.channel.queues",
     "LossReason": "raypool.errors",
-    "MetricBuffer": "raypool.metric_buffer",
+    "MetricBuffer": "raypool.task",
     "ParallelPool": "raypool.pool",
     "PoolBrokenError": "raypool.errors",
     "PoolClosedError": "raypool.errors",
@@ -181,8 +179,8 @@ _HOMES = {
     "TrainingOptions": "raypool.train.options",
     "TrainingResult": "raypool.train.runs",
     "TrainingRun": "raypool.train.run",
-    "ValueStore": "raypool.store",
-    "WorkerInfo": "raypool.engine.backend",
+    "ValueStore": "raypool.channel.store",
+    "WorkerInfo": "raypool.channel.records",
     "WorkerLostError": "raypool.errors",
     "WorkerResources": "raypool.resources",
     "after_all": "raypool.waiting",

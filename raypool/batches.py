@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from raypool.channel.records import function_name
 from raypool.cloud.sealed import seal
-from raypool.engine.backend import function_name
 from raypool.errors import CloudError, InvalidTypeError, InvalidValueError, ResourceError
 from raypool.job import CALL, OUTPUTS, Job
 from raypool.pool import checked_range

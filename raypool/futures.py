@@ -12,10 +12,11 @@ from collections.abc import Callable, Generator, Iterable
 from concurrent.futures._base import CANCELLED as IS_CANCELLED  # the states have no public names
 from concurrent.futures._base import CANCELLED_AND_NOTIFIED, FINISHED, PENDING, RUNNING
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
+from raypool.channel.feed import Feed
+from raypool.channel.records import Missing, Values
 from raypool.errors import InvalidTypeError, InvalidValueError, TaskCancelled
-from raypool.feed import Feed
 from raypool.lean_future import LeanFuture
 from raypool.reasons import CANCELLED, reason_of
 from raypool.worker.running import in_task
@@ -28,19 +29,6 @@ T = TypeVar("T")
 ENDED = frozenset({IS_CANCELLED, CANCELLED_AND_NOTIFIED, FINISHED})
 
 logger = logging.getLogger("raypool")
-
-
-class Values(Protocol):
-    """The return values of a call, which may still be elsewhere."""
-
-    def get(self) -> list[Any]:
-        """Return them, one for each item of the call (None for a failed one, `Missing` for one that can't be opened)."""
-
-
-class Missing(NamedTuple):
-    """Stands for a value that has arrived and cannot be opened."""
-
-    error: Exception
 
 
 class Deferred:

@@ -10,7 +10,7 @@ from concurrent.futures import CancelledError, InvalidStateError
 from datetime import UTC, datetime
 from typing import Any
 
-from raypool.feed import Feed
+from raypool.channel.feed import Feed
 from raypool.futures import Deferred, Future, owners_of
 
 

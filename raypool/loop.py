@@ -12,18 +12,18 @@ import time
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from raypool.channel.records import Missing
 from raypool.core.messages import CancelRequested, ItemsAdded
 from raypool.core.model import TaskSpec, TaskState
 from raypool.counts import whole_number
 from raypool.engine.engine import Engine
 from raypool.engine.loop_work import LoopWork, Lost, Segment
 from raypool.errors import InvalidTypeError, InvalidValueError
-from raypool.futures import Missing
 from raypool.results import Results, Row
 from raypool.worker.running import in_task
 
 if TYPE_CHECKING:
-    from raypool.engine.backend import Backend
+    from raypool.backends.base import Backend
 
 LOOK_AHEAD = 16
 """So many items per worker are drawn from a generator before their turn: enough to share calls, few enough to draw lazily."""

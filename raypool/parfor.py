@@ -8,9 +8,9 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+from raypool.channel.records import Function
 from raypool.core.model import TaskSpec
 from raypool.counts import optional_count
-from raypool.engine.backend import Function
 from raypool.engine.engine import Engine, serial_engine
 from raypool.engine.loop_work import LoopOptions, LoopWork
 from raypool.errors import InvalidTypeError, InvalidValueError

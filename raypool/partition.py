@@ -8,17 +8,17 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
+from raypool.channel.constants import Constant, content_of, new_constant
+from raypool.channel.records import WorkerInfo
+from raypool.channel.store import ValueStore
+from raypool.channel.traffic import TransferBytes
 from raypool.core.messages import CancelRequested
 from raypool.counts import optional_count
-from raypool.engine.backend import WorkerInfo
 from raypool.engine.engine import serial_engine
-from raypool.engine.traffic import TransferBytes
 from raypool.engine.work import Work
 from raypool.errors import InvalidTypeError, PoolClosedError
 from raypool.futures import Future
 from raypool.options import Options, worker_numbers
-from raypool.shared import Constant, content_of, new_constant
-from raypool.store import ValueStore
 from raypool.view import PoolView
 from raypool.worker.running import in_task
 

@@ -13,11 +13,10 @@ from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
+from raypool.channel.feed import Feed, column_name, fields_of, table
 from raypool.errors import InvalidValueError, WorkerLostError
 from raypool.extras import check_installed
-from raypool.feed import Feed
 from raypool.reasons import CANCELLED, reason_of
-from raypool.tables import column_name, fields_of, table
 
 if TYPE_CHECKING:
     import pandas as pd

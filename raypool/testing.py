@@ -22,10 +22,10 @@ from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from raypool.channel.records import Function, NodeDevices, Part, WorkerInfo, nothing_done
 from raypool.core import messages as m
 from raypool.core.invariants import check_invariants
 from raypool.core.scheduler import Scheduler
-from raypool.engine.backend import Function, NodeDevices, Part, WorkerInfo, nothing_done
 from raypool.engine.engine import Engine
 from raypool.engine.inbox import Message
 from raypool.engine.inline import InlineBackend

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from raypool.engine.backend import WorkerInfo
+from raypool.channel.records import WorkerInfo
 from raypool.engine.calls import Where
 from raypool.engine.engine import Engine
 from raypool.errors import InvalidTypeError, InvalidValueError

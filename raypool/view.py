@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from raypool.engine.backend import WorkerInfo, function_name
+from raypool.channel.constants import call_once
+from raypool.channel.records import WorkerInfo, function_name
 from raypool.engine.calls import Where, submit_call, submit_function
 from raypool.engine.engine import Engine, serial_engine
 from raypool.engine.overview import device_table, running
@@ -20,7 +21,6 @@ from raypool.loop import is_serial
 from raypool.mapping import MapResults, checked_buffersize, unless_interrupted
 from raypool.options import Options, check_callable
 from raypool.parfor import LoopVerbs
-from raypool.shared import call_once
 from raypool.task import current_task
 from raypool.training import TrainingVerbs
 from raypool.worker.running import in_task

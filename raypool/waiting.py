@@ -12,9 +12,9 @@ from datetime import UTC, datetime
 from operator import attrgetter
 from typing import Any, TypeVar
 
+from raypool.channel.queues import check_timeout
 from raypool.errors import InvalidTypeError, InvalidValueError
 from raypool.futures import ENDED, Future, owners_of
-from raypool.queues import check_timeout
 
 T = TypeVar("T")
 

@@ -16,12 +16,13 @@ from typing import Any, NamedTuple
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from raypool.channel.exchange import POOL_ENDED
+from raypool.channel.hub import Hub
+from raypool.channel.queues import offer
+from raypool.channel.records import GpuMemory, NodeDevices, WorkerInfo
 from raypool.core.messages import Signal
 from raypool.engine import mps, outside
-from raypool.engine.backend import GpuMemory, NodeDevices, WorkerInfo
 from raypool.engine.claims import Claim, locate
-from raypool.engine.exchange import POOL_ENDED
-from raypool.engine.hub import Hub
 from raypool.engine.node_agent import OFFERED, NodeAgent
 from raypool.engine.nodes import LOOK_S
 from raypool.engine.packing import snapshot
@@ -31,7 +32,6 @@ from raypool.engine.telemetry import Usage, sum_of
 from raypool.engine.worker import Introduction
 from raypool.errors import PoolClosedError, WorkerLostError
 from raypool.gpus.devices import Inventory
-from raypool.queues import offer
 
 logger = logging.getLogger("raypool")
 

@@ -12,12 +12,11 @@ from typing import Any
 
 from ray import cloudpickle
 
-from raypool.engine.backend import Failure, SliceResult
+from raypool.channel.records import Failure, SliceResult, Values
 from raypool.engine.open_call import Narrowed, RawResult
 from raypool.engine.packing import INLINE_BYTES, Parcel, dump, join
 from raypool.engine.ray_values import MessageValues
 from raypool.errors import TaskError
-from raypool.futures import Values
 from raypool.results import Results
 
 Sendable = tuple[int, int, bytes, float, dict[int, bytes], int | None]

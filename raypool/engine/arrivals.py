@@ -6,7 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from raypool.engine.backend import WorkerInfo
+from raypool.channel.records import WorkerInfo
 
 
 class Arrivals:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
+from raypool.channel.records import Function
 from raypool.core.model import TaskSpec
-from raypool.engine.backend import Function
 from raypool.engine.engine import Engine
 from raypool.engine.work import CallWork
 from raypool.errors import SerializationError

@@ -14,8 +14,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
+from raypool.backends.base import Post
+from raypool.channel.records import Part, SliceResult
 from raypool.core.messages import ResizeRequested
-from raypool.engine.backend import Part, Post, SliceResult
 from raypool.engine.claims import Claim
 from raypool.engine.seating import Seating
 from raypool.engine.sharing import Sharing, Weight

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from raypool.channel.records import NOBODY, WorkerInfo
 from raypool.core import messages as m
 from raypool.core import policy
 from raypool.core.model import Slice
 from raypool.core.scheduler import Scheduler
 from raypool.engine import verdicts
-from raypool.engine.backend import NOBODY, WorkerInfo
 from raypool.engine.in_flight import Call
 from raypool.engine.misses import Why, tell_misses
 from raypool.engine.work import Work

@@ -14,14 +14,10 @@ from collections.abc import Callable, Sequence
 from time import time
 from typing import Any, cast
 
-from raypool.core import messages as m
-from raypool.core.model import PoolState, Slice, TaskSpec, TaskState, Worker, WorkerState
-from raypool.core.scheduler import Scheduler
-from raypool.engine import verdicts
-from raypool.engine.arrivals import Arrivals
-from raypool.engine.backend import (
+from raypool.backends.base import Backend
+from raypool.channel.hub import Hub
+from raypool.channel.records import (
     NOBODY,
-    Backend,
     Function,
     LocalValues,
     Part,
@@ -31,8 +27,12 @@ from raypool.engine.backend import (
     all_failed,
     nothing_done,
 )
+from raypool.core import messages as m
+from raypool.core.model import PoolState, Slice, TaskSpec, TaskState, Worker, WorkerState
+from raypool.core.scheduler import Scheduler
+from raypool.engine import verdicts
+from raypool.engine.arrivals import Arrivals
 from raypool.engine.casualties import Casualties
-from raypool.engine.hub import Hub
 from raypool.engine.in_flight import Sent
 from raypool.engine.inbox import Inbox, Message
 from raypool.engine.returns import Returns

@@ -12,14 +12,13 @@ from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, cast
 
+from raypool.channel.feed import Feed, text_of_file
+from raypool.channel.records import Function, LocalValues, Missing, SliceResult, WorkerInfo
 from raypool.core.model import Slice, TaskState
-from raypool.engine.backend import Function, LocalValues, SliceResult, WorkerInfo
 from raypool.engine.loop_work import LoopOptions, LoopWork, Lost, Restored, Segment
 from raypool.engine.recorder import Recorder, Step
 from raypool.engine.sayings import DIARY, METRICS, ItemFiles, SayingFeed, rows_of
 from raypool.errors import InternalError, JournalError, TaskError
-from raypool.feed import Feed, text_of_file
-from raypool.futures import Missing
 from raypool.journal.files import Damaged, make_folder
 from raypool.journal.journal import Journal, Outcome, Stored
 from raypool.journal.keys import Source

@@ -16,24 +16,25 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from raypool.captured import generators_of
+from raypool.backends.base import Backend, Post
+from raypool.channel.captured import generators_of
+from raypool.channel.constants import discard
+from raypool.channel.hub import Hub
+from raypool.channel.records import Function, WorkerInfo, function_name
+from raypool.channel.store import FindWay, ValueStore
+from raypool.channel.traffic import Traffic
+from raypool.channel.users_code import Project
 from raypool.core.messages import ResizeRequested, ShutdownRequested
 from raypool.core.model import PoolState
 from raypool.core.scheduler import Scheduler
 from raypool.engine import verdicts
-from raypool.engine.backend import Backend, Function, Post, WorkerInfo, function_name
 from raypool.engine.driver import Driver
-from raypool.engine.hub import Hub
 from raypool.engine.inbox import Inbox, InlineInbox, ThreadInbox
 from raypool.engine.trace import TraceWriter
-from raypool.engine.traffic import Traffic
 from raypool.engine.verdicts import Tell
 from raypool.errors import InvalidValueError, PoolBrokenError, PoolClosedError, StartupError
 from raypool.gpus.nvml import NvmlInventory
 from raypool.profiles import Profile
-from raypool.shared import discard
-from raypool.store import FindWay, ValueStore
-from raypool.users_code import Project
 from raypool.worker.running import in_task
 
 KNOWN_BYTES = 1024 * 1024

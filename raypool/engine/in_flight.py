@@ -5,8 +5,8 @@ from __future__ import annotations
 from time import time
 from typing import NamedTuple
 
+from raypool.channel.records import SliceResult
 from raypool.core.model import Slice
-from raypool.engine.backend import SliceResult
 
 
 class Sent(NamedTuple):

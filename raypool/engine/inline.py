@@ -17,20 +17,11 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from raypool.backends.base import Post
+from raypool.channel.capture import listening
+from raypool.channel.records import Failure, Function, GpuMemory, LocalValues, NodeDevices, Part, Refusal, SliceResult, WorkerInfo
+from raypool.channel.store import FindWay, way_finder_here
 from raypool.core.messages import AttemptFinished, CancelRequested, Signal, TimerFired, WorkerLost, WorkerReady
-from raypool.engine.backend import (
-    Failure,
-    Function,
-    GpuMemory,
-    LocalValues,
-    NodeDevices,
-    Part,
-    Post,
-    Refusal,
-    SliceResult,
-    WorkerInfo,
-)
-from raypool.engine.diary import listening
 from raypool.engine.early import Early
 from raypool.engine.guard import ThreadGuard
 from raypool.engine.mirrors import ItemFolders, home_here, temporary_here
@@ -41,11 +32,10 @@ from raypool.errors import LossReason, ResourceError
 from raypool.folders import TemporaryFolder
 from raypool.gpus.table import gpus_here
 from raypool.profiles import Profile
-from raypool.store import FindWay, way_finder_here
 from raypool.worker.running import Say, Way, in_task
 
 if TYPE_CHECKING:
-    from raypool.engine.exchange import LocalExchange
+    from raypool.channel.exchange import LocalExchange
 
 KEPT_INTERRUPTS = 64
 """So many tasks that Ctrl-C has ended are kept in mind; each is needed until the driver comes to handle what is posted next."""
@@ -120,7 +110,7 @@ class InlineBackend:
         """Say nothing: which GPU a worker uses, if any, nobody knows here."""
 
     def _way_of_own(self) -> Way:
-        from raypool.engine.exchange import LocalExchange  # which imports asyncio, for the few who need it
+        from raypool.channel.exchange import LocalExchange  # which imports asyncio, for the few who need it
 
         with self._making:
             if self._exchange is None:

@@ -11,12 +11,12 @@ from pathlib import Path
 from time import time
 from typing import Any, NamedTuple, cast
 
+from raypool.channel.feed import Feed, LoopFeed
+from raypool.channel.records import Function, Part, SliceResult, WorkerInfo, named
 from raypool.core.model import Slice, TaskState
-from raypool.engine.backend import Function, Part, SliceResult, WorkerInfo
 from raypool.engine.in_flight import Call
 from raypool.engine.work import Pack, described
 from raypool.errors import TaskError
-from raypool.feed import Feed, LoopFeed
 from raypool.results import Miss, Row, Span, told
 
 CALLS_KEPT = 3
@@ -338,18 +338,3 @@ class ItemNames:
         self._counts[key] += 1
         count = self._counts[key]
         return key if count == 1 else f"{key}-{count}"
-
-
-def named(numbers: Sequence[int]) -> str:
-    """Return what to call these items.
-
-    Example:
-        >>> named([3]), named(range(3, 6)), named([9, 2]), named([9, 2, 7, 5, 1])
-        ('item 3', 'items 3 to 5', 'items 9 and 2', 'items 9, 2 and 3 more')
-    """
-    first, last = numbers[0], numbers[-1]
-    if len(numbers) == 1:
-        return f"item {first}"
-    if isinstance(numbers, range):
-        return f"items {first} to {last}"
-    return f"items {first} and {last}" if len(numbers) == 2 else f"items {first}, {numbers[1]} and {len(numbers) - 2:,} more"

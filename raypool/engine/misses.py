@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from raypool.channel.records import WorkerInfo
 from raypool.core import messages as m
 from raypool.core.model import Slice
-from raypool.engine.backend import WorkerInfo
 from raypool.engine.work import Work
 
 Why = str | BaseException

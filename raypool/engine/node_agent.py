@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import psutil
 import ray
 
+from raypool.channel.exchange import Exchange
+from raypool.channel.records import GpuMemory
 from raypool.core.messages import Signal
-from raypool.engine.backend import GpuMemory
-from raypool.engine.exchange import Exchange
 from raypool.engine.guard import AT_HAND, NOTHING, SIGNALS, STOP_SIGNAL, WHOLE, WISH
 from raypool.engine.homes import FolderHome
 from raypool.engine.memory import is_over, memory_used

@@ -13,8 +13,8 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple, Protocol
 
+from raypool.backends.base import Post
 from raypool.core.messages import PlaceLeaving, PlaceLost, ResizeRequested, WorkerLost
-from raypool.engine.backend import Post
 from raypool.errors import LossReason, RaypoolError
 
 LOOK_S = 1.0

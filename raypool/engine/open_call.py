@@ -10,7 +10,7 @@ from math import inf
 from time import monotonic
 from typing import Any, NamedTuple, Protocol
 
-from raypool.engine.backend import Part
+from raypool.channel.records import Part
 from raypool.engine.guard import NOW
 
 

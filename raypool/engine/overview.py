@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from raypool.channel.records import NodeDevices, WorkerInfo
 from raypool.core.model import Attempt, WorkerState
-from raypool.engine.backend import NodeDevices, WorkerInfo
 from raypool.engine.driver import Driver
 from raypool.gpus import table as devices
 from raypool.gpus.devices import GpuDevice

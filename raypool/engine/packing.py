@@ -21,7 +21,7 @@ import numpy as np
 import ray
 from ray import cloudpickle
 
-from raypool import by_value
+from raypool.channel import by_value
 from raypool.engine.culprits import find_culprit, kind_of
 from raypool.engine.own_memory import own
 from raypool.errors import RaypoolError, SerializationError, reduced

@@ -14,16 +14,20 @@ from typing import Any
 
 import ray
 
+from raypool.backends.base import Post
+from raypool.channel.hub import Hub
+from raypool.channel.logs import levels_here
+from raypool.channel.queues import add_source, drop_source
+from raypool.channel.records import Function, NodeDevices, Part, Values, WorkerInfo
+from raypool.channel.traffic import Traffic
+from raypool.channel.users_code import Snapshot
 from raypool.core.messages import AttemptFinished, AttemptNarrowed, Signal, WorkerLost, WorkerReady
 from raypool.engine import packing
 from raypool.engine.agents import END_TIMEOUT_S, Agents, Chore, MemoryLimit
 from raypool.engine.answers import unpack_narrowed, unpack_results
-from raypool.engine.backend import Function, NodeDevices, Part, Post, WorkerInfo
 from raypool.engine.cards import Cards
 from raypool.engine.claims import Claim, locate
 from raypool.engine.demands import Demand
-from raypool.engine.hub import Hub
-from raypool.engine.logs import levels_here
 from raypool.engine.nodes import Nodes, NodeWatch
 from raypool.engine.outside import is_outside, note_deaths
 from raypool.engine.pulse import Pulse
@@ -35,16 +39,12 @@ from raypool.engine.ray_values import MessageValues, StoredValues, bring_home
 from raypool.engine.seat import Seat, note_stale
 from raypool.engine.seating import Seating
 from raypool.engine.sharing import Sharing
-from raypool.engine.traffic import Traffic
 from raypool.engine.upkeep import Leftover
 from raypool.engine.verdicts import changed_model, different_module
 from raypool.engine.warning_filters import filters_here
 from raypool.engine.worker import Introduction, News, PoolWorker, pack_call
 from raypool.errors import LossReason
-from raypool.futures import Values
 from raypool.profiles import Profile
-from raypool.queues import add_source, drop_source
-from raypool.users_code import Snapshot
 from raypool.worker.running import Way
 
 CLOSE_TIMEOUT_S = 5.0

@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from ray import exceptions as rx
 
-from raypool.engine.exchange import POOL_ENDED
+from raypool.channel.exchange import POOL_ENDED
 from raypool.engine.ray_failures import loss_reason, loss_text
 from raypool.errors import PoolClosedError, WorkerLostError
 

@@ -11,10 +11,10 @@ from typing import Any
 import ray
 from ray import exceptions as rx
 
+from raypool.channel.records import Missing
 from raypool.engine import outside, packing
 from raypool.engine.ray_failures import loss_text
 from raypool.errors import SerializationError, TaskError
-from raypool.futures import Missing
 
 _stored: weakref.WeakSet[StoredValues] = weakref.WeakSet()
 _stored_lock = threading.Lock()

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from raypool.channel.records import SliceResult, WorkerInfo
 from raypool.core import messages as m
 from raypool.core.model import Report, Slice
-from raypool.engine.backend import SliceResult, WorkerInfo
 from raypool.engine.casualties import Casualties
 from raypool.engine.in_flight import InFlight, Sent
 from raypool.engine.work import GangWork, Work

@@ -13,9 +13,9 @@ from math import inf
 from time import perf_counter, time
 from typing import Any, NamedTuple, Protocol
 
-from raypool.captured import Generator, generators_of
-from raypool.engine import diary
-from raypool.engine.backend import Part, WorkerInfo
+from raypool.channel import capture
+from raypool.channel.captured import Generator, generators_of
+from raypool.channel.records import Part, WorkerInfo
 from raypool.engine.coroutines import finished
 from raypool.engine.early import Early
 from raypool.engine.guard import NOW, Guard, Terminated
@@ -147,7 +147,7 @@ def _run_part(attempt_id: int, part: Part, here: Surroundings, result: RawResult
         note.checkpoints = home, dict(zip(_numbers(part), names, strict=True))
         fn = _with_folders(fn, note, here.folders)
     token, modes = running.set(note), torch_modes()
-    streams = diary.streams()
+    streams = capture.streams()
     try:
         with _generators_kept(own) if part.seed is not None else contextlib.nullcontext():
             try:
@@ -163,7 +163,7 @@ def _run_part(attempt_id: int, part: Part, here: Surroundings, result: RawResult
         result.discard()
     finally:
         running.reset(token)
-        diary.mend(streams)
+        capture.mend(streams)
         if result.is_cancelled:
             modes.put_back()
 
@@ -212,7 +212,7 @@ def _run_items(
     loose = () if keeper is None else keeper.loose
     note = running.get()
     assert note is not None
-    out, err = streams = diary.streams()
+    out, err = streams = capture.streams()
     find = vars(sys).get  # a task may have deleted them
     result.started_at = time()
     before = perf_counter()
@@ -230,7 +230,7 @@ def _run_items(
                 raise  # the guard's own; one that the user's code has raised by itself is an error like any other
             _take_error(error, part, here, note, result)
         if find("stdout") is not out or find("stderr") is not err:
-            diary.mend(streams)
+            capture.mend(streams)
         now = perf_counter()
         durations_s.append(now - before)
         before = now
@@ -260,7 +260,7 @@ def as_error(error: BaseException) -> BaseException:
 
 def _take_error(error: BaseException, part: Part, here: Surroundings, note: Running, result: RawResult) -> None:
     """Take what an item has raised for its outcome."""
-    diary.note_last_lines(error, note)
+    capture.note_last_lines(error, note)
     note_shortage(error, here.upkeep)
     result.errors[part.start + len(result.values)] = as_error(error)
     result.values.append(None)

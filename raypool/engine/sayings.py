@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from raypool.feed import TEXT_BYTES, Last, LoopFeed, Row
+from raypool.channel.feed import TEXT_BYTES, Last, LoopFeed, Row
 
 METRICS = "metrics.jsonl"
 DIARY = "diary.txt"

@@ -7,9 +7,9 @@ import weakref
 from collections import deque
 from typing import Any
 
+from raypool.channel.logs import Levels
 from raypool.engine import outside
 from raypool.engine.claims import Claim
-from raypool.engine.logs import Levels
 from raypool.engine.pulse import Pulse
 from raypool.engine.ray_session import is_up
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from raypool.engine.backend import Part
+from raypool.channel.records import Part
 from raypool.gpus.devices import Inventory
 from raypool.gpus.sharing import fraction_for
 

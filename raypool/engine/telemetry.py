@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import NamedTuple
 
-from raypool.engine.backend import GpuMemory
+from raypool.channel.records import GpuMemory
 from raypool.gpus.devices import GpuDevice, Inventory
 from raypool.gpus.table import gpus_here
 

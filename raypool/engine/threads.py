@@ -11,8 +11,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from raypool.backends.base import Post
+from raypool.channel.records import Function, Part
 from raypool.core.messages import AttemptFinished, AttemptNarrowed, Signal, WorkerLost
-from raypool.engine.backend import Function, Part, Post
 from raypool.engine.early import Early, Watch
 from raypool.engine.inline import InlineBackend, result_of
 from raypool.engine.open_call import Narrowed, OpenCall, RawResult

@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 import psutil
 
-from raypool.engine.backend import WorkerInfo
-from raypool.engine.verdicts import where
+from raypool.channel.records import WorkerInfo, where
 from raypool.gpus.devices import Allocator
 from raypool.gpus.memory import kept
 from raypool.reasons import is_gpu_out_of_memory, is_out_of_memory

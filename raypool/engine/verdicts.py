@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from raypool.engine.backend import Refusal, WorkerInfo
+from raypool.channel.records import Refusal, WorkerInfo, where
+from raypool.channel.users_code import folder_of, is_installed
 from raypool.errors import LossReason, PoolBrokenError, SerializationError, TaskError, TaskTimeoutError, WorkerLostError
-from raypool.users_code import folder_of, is_installed
 
 HINTS = {
     LossReason.OUT_OF_MEMORY: "Use smaller batches, fewer workers on this machine, or a larger memory_bytes if one is set.",
@@ -31,11 +31,6 @@ class Tell(NamedTuple):
     warn: Callable[[str], None]
     note: Callable[[str], None]
     closed: Callable[[], None]  # that the pool has ended
-
-
-def where(worker: WorkerInfo) -> str:
-    """Return the machine of a worker, and its GPU if it has one."""
-    return f"{worker.host}, GPU {worker.gpu}" if worker.gpu is not None else worker.host
 
 
 def lost(worker: WorkerInfo, what: str, attempt: int, reason: LossReason, words: str) -> WorkerLostError:

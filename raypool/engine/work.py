@@ -8,11 +8,11 @@ from concurrent.futures import InvalidStateError
 from datetime import UTC, datetime
 from typing import Any, Protocol, runtime_checkable
 
+from raypool.channel.capture import add_last_lines
+from raypool.channel.records import Failure, Function, Part, SliceResult, WorkerInfo, where
 from raypool.core.model import Slice, TaskState
-from raypool.engine.backend import Failure, Function, Part, SliceResult, WorkerInfo
-from raypool.engine.diary import add_last_lines
 from raypool.engine.in_flight import Call
-from raypool.engine.verdicts import missing_module, where
+from raypool.engine.verdicts import missing_module
 from raypool.errors import RemoteTraceback, TaskError
 from raypool.futures import Deferred, Future
 

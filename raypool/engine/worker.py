@@ -21,20 +21,23 @@ from typing import Any, NamedTuple, NoReturn
 import psutil
 import ray
 
-from raypool.by_value import note_globals, teach_multiprocessing
-from raypool.captured import CapturedModels
-from raypool.engine import diary, mps
+from raypool.channel import capture
+from raypool.channel.by_value import note_globals, teach_multiprocessing
+from raypool.channel.captured import CapturedModels
+from raypool.channel.constants import discard_all, is_any_here
+from raypool.channel.exchange import LOOK_AGAIN_S
+from raypool.channel.logs import Forwarder, Levels
+from raypool.channel.outbox import Outbox
+from raypool.channel.records import Part, Refusal, WorkerInfo, function_name
+from raypool.channel.users_code import Follower, Snapshot, reload_all
+from raypool.engine import mps
 from raypool.engine.answers import pack_narrowed, pack_results
-from raypool.engine.backend import Part, Refusal, WorkerInfo, function_name
 from raypool.engine.early import Early, Watch
-from raypool.engine.exchange import LOOK_AGAIN_S
 from raypool.engine.guard import ProcessGuard, terminate
 from raypool.engine.homes import FarHome, Home, sees
-from raypool.engine.logs import Forwarder, Levels
 from raypool.engine.mirrors import ItemFolders, home_here
 from raypool.engine.node_agent import WorkerProcess
 from raypool.engine.open_call import Narrowed, OpenCall, RawResult
-from raypool.engine.outbox import Outbox
 from raypool.engine.packing import Fetched, Packed, Parcel, ParcelKeeper, dump, join, load, snapshot, unpack
 from raypool.engine.ray_calls import answer_to, ask
 from raypool.engine.runner import Surroundings, run_parts, set_up
@@ -47,8 +50,6 @@ from raypool.gpus.devices import Inventory, index_of, prefer_fast_links
 from raypool.gpus.memory import kept
 from raypool.gpus.sharing import fraction_for
 from raypool.left_globals import call_setup, share_left
-from raypool.shared import discard_all, is_any_here
-from raypool.users_code import Follower, Snapshot, reload_all
 from raypool.worker.running import is_retired, let_notes_travel, mark_worker_process, set_link
 
 COLLECT_BYTES = 16 * 1024 * 1024
@@ -126,7 +127,7 @@ class PoolWorker:
         with contextlib.suppress(PermissionError):  # it is the head of a group already
             os.setpgid(0, 0)  # so that its children can be ended with it
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # and those of its children, which would be init's otherwise
-        diary.install()
+        capture.install()
         self._forwarder = Forwarder()
         self._warning_filters = WarningFilters()
         sys.breakpointhook = refuse_breakpoint

@@ -35,7 +35,7 @@ from joblib.parallel import (
     register_parallel_backend,
 )
 
-from raypool.engine.backend import function_name
+from raypool.channel.records import function_name
 from raypool.engine.coroutines import finished
 from raypool.engine.engine import Engine
 from raypool.engine.ray_session import is_forked

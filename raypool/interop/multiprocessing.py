@@ -17,8 +17,9 @@ from multiprocessing.context import BaseContext
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
+from raypool.channel.constants import call_once
+from raypool.channel.records import WorkerInfo, function_name
 from raypool.counts import checked_count, optional_count, whole_number
-from raypool.engine.backend import WorkerInfo, function_name
 from raypool.engine.calls import submit_function
 from raypool.engine.coroutines import finished
 from raypool.engine.engine import Engine
@@ -33,7 +34,6 @@ from raypool.pool import ParallelPool, open_pool
 from raypool.profile_files import resolve_profile
 from raypool.profiles import Profile
 from raypool.resources import WorkerResources
-from raypool.shared import call_once
 from raypool.view import PoolView
 from raypool.worker.running import in_task, retire_process
 

@@ -16,9 +16,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from raypool.channel.feed import Feed, text_of_file
+from raypool.channel.feed import Row as Report
 from raypool.errors import JournalError
-from raypool.feed import Feed, text_of_file
-from raypool.feed import Row as Report
 from raypool.journal.files import Damaged, is_trusted
 from raypool.journal.lock import bare, is_in_use, noted_outcomes
 from raypool.journal.opening import (

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from raypool.engine.backend import WorkerInfo
-from raypool.engine.verdicts import where
+from raypool.channel.records import WorkerInfo, where
 from raypool.errors import CollectiveError, LossReason, RankInterrupted, SpmdError, TaskTimeoutError, WorkerLostError
 from raypool.spmd.wire import ordinal
 

@@ -13,9 +13,9 @@ from concurrent.futures import InvalidStateError
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
+from raypool.channel.records import NOBODY, Function, Part, SliceResult, WorkerInfo
 from raypool.core.model import Slice, TaskSpec, TaskState
 from raypool.counts import checked_count, whole_number
-from raypool.engine.backend import NOBODY, Function, Part, SliceResult, WorkerInfo
 from raypool.engine.driver import Driver
 from raypool.engine.engine import Engine
 from raypool.engine.in_flight import Call

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from raypool.engine.backend import WorkerInfo
+from raypool.channel.records import WorkerInfo
 from raypool.errors import InvalidTypeError, InvalidValueError, ResourceError
 from raypool.train.data import Samples, is_shuffled, loader_of, take_samples
 from raypool.train.job import FitJob

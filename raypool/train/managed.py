@@ -38,13 +38,13 @@ from ray.train.v2.api.exceptions import ControllerError, PreemptionError, Worker
 from ray.util import placement_group_table, remove_placement_group
 from ray.util.placement_group import PlacementGroup
 
+from raypool.channel.hub import Hub
+from raypool.channel.records import NOBODY, WorkerInfo, function_name, where
 from raypool.core.messages import PlaceLost
 from raypool.core.model import Slice
 from raypool.engine import packing, shortages, verdicts
 from raypool.engine.answers import unpack_failure
-from raypool.engine.backend import NOBODY, WorkerInfo, function_name
 from raypool.engine.engine import Engine
-from raypool.engine.hub import Hub
 from raypool.engine.ray_backend import RayBackend
 from raypool.engine.ray_calls import UNRECORDED
 from raypool.engine.ray_failures import loss_reason, loss_text
@@ -586,7 +586,7 @@ class ManagedAttempt:
             (loss_reason(cause), loss_text(cause)) if isinstance(cause, rx.RayError) else (LossReason.UNKNOWN, str(cause))
         )
         return self._loss(
-            f"The process of rank {rank} of {self._plan.name} ({verdicts.where(self._who(rank))}) was lost",
+            f"The process of rank {rank} of {self._plan.name} ({where(self._who(rank))}) was lost",
             _first_line(words),
             why,
         )

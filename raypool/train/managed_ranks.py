@@ -27,9 +27,9 @@ from ray.train import Checkpoint
 from ray.train.v2._internal.execution.callback import ControllerCallback, ReportCallback, WorkerGroupCallback
 from ray.train.v2._internal.execution.train_fn_utils import DistributedTrainFnUtils, set_train_fn_utils
 
-from raypool.engine import diary
+from raypool.channel import capture
+from raypool.channel.outbox import Outbox
 from raypool.engine.answers import pack_error
-from raypool.engine.outbox import Outbox
 from raypool.engine.packing import Packed, snapshot, unpack
 from raypool.errors import CollectiveError
 from raypool.spmd.failures import is_disconnect
@@ -168,7 +168,7 @@ class ManagedLoop:
             value = snapshot(_call(loop, config), f"what rank {rank} returns back")
         except BaseException as error:
             is_cut_off, at = is_disconnect(error), time.time()
-            diary.note_last_lines(error, note)
+            capture.note_last_lines(error, note)
             outbox.drain(DRAIN_TIMEOUT_S)
             ray.get(mailbox.put.remote("failure", rank, is_cut_off, pack_error(error), at))
             if is_cut_off:
@@ -192,7 +192,7 @@ def _become_worker(note: Running) -> None:
     logging.getLogger("ray.train").setLevel(logging.WARNING)  # Ray Train notes each report, in what would be the diary
     mark_worker_process()
     let_notes_travel()
-    diary.install()
+    capture.install()
     note_in_process(note)
     running.set(note)
     if note.gpu is not None and not torch.version.cuda and not torch.version.hip:  # GPUs that are pretended, in a test

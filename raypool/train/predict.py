@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from raypool.channel.records import Function
 from raypool.counts import checked_count
-from raypool.engine.backend import Function
 from raypool.engine.calls import Where, submit_call, submit_function
 from raypool.engine.engine import Engine
 from raypool.errors import InvalidTypeError, InvalidValueError, RaypoolError

@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raypool.feed import Feed
+from raypool.channel.feed import Feed
 from raypool.futures import Future
 from raypool.train.runs import RunOptions, TrainingResult
 

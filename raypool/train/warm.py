@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from raypool.engine.backend import SliceResult, WorkerInfo
+from raypool.channel.records import SliceResult, WorkerInfo
 from raypool.engine.engine import Engine
 from raypool.futures import Deferred, Future
 from raypool.options import Options

@@ -7,7 +7,7 @@ import math
 from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from raypool.tables import fields_of
+from raypool.channel.feed import fields_of
 from raypool.views.words import describe_item, duration, number_in, one_line
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING
 
-from raypool.engine import diary
+from raypool.channel import capture
 
 if TYPE_CHECKING:
     from raypool.engine.loop_work import LoopWork
@@ -82,7 +82,7 @@ class ItemLines:
             self._size = self._num_dropped = 0
         if num_dropped:
             text = f"raypool: {num_dropped:,} lines before these came too fast to be shown; results.diary has them.\n{text}"
-        stream = diary.beneath(sys.stdout)  # as it is now: above the picture of the loop, if there is one
+        stream = capture.beneath(sys.stdout)  # as it is now: above the picture of the loop, if there is one
         if text and stream is not None:
             with contextlib.suppress(OSError, ValueError):  # it is closed
                 try:

@@ -11,7 +11,7 @@ import contextlib
 import sys
 from typing import Any
 
-from raypool.engine import diary
+from raypool.channel import capture
 from raypool.views.status import LoopStatus
 from raypool.views.words import duration, rate
 
@@ -58,7 +58,7 @@ class LogLines:
 
     def _write(self, status: LoopStatus) -> None:
         self._has_lines = True
-        stream = diary.beneath(sys.stderr)  # as it is now: above the picture of another loop, if there is one
+        stream = capture.beneath(sys.stderr)  # as it is now: above the picture of another loop, if there is one
         with contextlib.suppress(OSError, ValueError):  # it is closed, or has no such letters
             stream.write(f"raypool: {line(status)}\n")  # in one piece: others write there too
             stream.flush()

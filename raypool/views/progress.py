@@ -20,7 +20,7 @@ from raypool.views.status import LoopStatus
 from raypool.views.words import describe_error
 
 if TYPE_CHECKING:
-    from raypool.engine.backend import Backend
+    from raypool.backends.base import Backend
     from raypool.engine.loop_work import LoopWork
 
 

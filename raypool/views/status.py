@@ -7,13 +7,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from raypool.channel.records import named
 from raypool.core.model import TaskState
-from raypool.engine.loop_work import named
 from raypool.views.words import describe_error, describe_item, describe_values, gibibytes, one_line
 
 if TYPE_CHECKING:
+    from raypool.channel.records import GpuMemory
     from raypool.core.model import Slice
-    from raypool.engine.backend import GpuMemory
     from raypool.engine.loop_work import LoopWork
 
     AskMemory = Callable[[Callable[[dict[int, GpuMemory]], object]], object]

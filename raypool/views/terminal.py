@@ -24,7 +24,7 @@ from rich.progress_bar import ProgressBar
 from rich.segment import Segment
 from rich.style import Style
 
-from raypool.engine import diary
+from raypool.channel import capture
 from raypool.views.console import SafeConsole
 from raypool.views.lines import is_terminal
 from raypool.views.status import LoopStatus, WorkerRow
@@ -44,7 +44,7 @@ _screen = threading.Lock()
 
 def terminal_view() -> TerminalView | None:
     """Return a view on the terminal of standard error; None if nothing can be drawn there, or another loop is shown."""
-    console = SafeConsole(file=diary.beneath(sys.stderr))  # a task that prints may draw the picture, too
+    console = SafeConsole(file=capture.beneath(sys.stderr))  # a task that prints may draw the picture, too
     if not console.is_terminal or console.is_dumb_terminal:
         return None
     view = TerminalView(console, _screen.release)
@@ -90,7 +90,7 @@ class TerminalView:
             return
         try:
             self._live.start()
-            diary.put_on_top()  # it has its own streams in place of those that tell the tasks apart
+            capture.put_on_top()  # it has its own streams in place of those that tell the tasks apart
             self._live.update(picture, refresh=True)
         except OSError:
             self._is_terminal_gone = True  # which is no reason for the loop to end

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from raypool import parpool
-from raypool.engine.backend import GpuMemory
+from raypool.channel.records import GpuMemory
 from raypool.gpus.simulated import CONTEXT_BYTES, SimulatedGpus
 
 GIBIBYTE = 2**30

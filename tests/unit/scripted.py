@@ -12,8 +12,9 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 from raypool import ParallelPool, Profile
+from raypool.backends.base import Post
+from raypool.channel.records import Failure, LocalValues, Part, SliceResult, WorkerInfo
 from raypool.core import messages as m
-from raypool.engine.backend import Failure, LocalValues, Part, Post, SliceResult, WorkerInfo
 from raypool.engine.engine import Engine
 from raypool.errors import LossReason
 from raypool.testing import VirtualClock

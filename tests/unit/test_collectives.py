@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from raypool.engine.exchange import LocalExchange
+from raypool.channel.exchange import LocalExchange
 from raypool.errors import CollectiveError, InvalidTypeError, InvalidValueError, SerializationError
 from raypool.spmd import group as group_module
 from raypool.spmd import values

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from raypool.engine import diary
-from raypool.engine.diary import Echo, add_last_lines, listening, note_last_lines
+from raypool.channel import capture
+from raypool.channel.capture import Echo, add_last_lines, listening, note_last_lines
 from raypool.worker.running import Running, note_in_process, running
 
 
@@ -143,11 +143,11 @@ def test_somebody_elses_streams_are_left_alone(listener: Listener) -> None:
 
 
 def test_listens_again_on_top_of_what_has_taken_its_place(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
-    diary.put_on_top()
+    capture.put_on_top()
     assert not isinstance(sys.stdout, Echo)
     with listening():
         monkeypatch.setattr(sys, "stdout", io.StringIO())
-        diary.put_on_top()
+        capture.put_on_top()
         with listener.in_task():
             print("here")
     assert listener.text == "here\n"
@@ -238,7 +238,7 @@ def test_memory_for_the_last_lines_is_bounded(listener: Listener) -> None:
         for _ in range(3000):
             sys.stdout.write("x" * 10_000)
     assert listener.note.printed is not None
-    assert sum(len(text) for _, text in listener.note.printed) <= diary.KEPT_WRITES * diary.KEPT_TEXT
+    assert sum(len(text) for _, text in listener.note.printed) <= capture.KEPT_WRITES * capture.KEPT_TEXT
 
 
 def test_a_stream_can_be_taken_away_from_under_a_print(run_python: Callable[..., Any]) -> None:

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from raypool.channel.records import Part, WorkerInfo
 from raypool.core.messages import Signal
 from raypool.engine import early as early_module
 from raypool.engine import runner
 from raypool.engine.answers import pack_narrowed, unpack_narrowed
-from raypool.engine.backend import Part, WorkerInfo
 from raypool.engine.early import Early, Watch
 from raypool.engine.guard import Guard, ThreadGuard
 from raypool.engine.open_call import Narrowed, OpenCall, RawResult

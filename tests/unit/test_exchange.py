@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from raypool import InvalidTypeError, InvalidValueError, PoolClosedError, ValueStore, current_task
-from raypool.engine import exchange as module
-from raypool.engine.exchange import Exchange, LocalExchange
+from raypool.channel import exchange as module
+from raypool.channel.exchange import Exchange, LocalExchange
 
 TIMEOUT_S = 20.0
 

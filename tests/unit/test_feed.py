@@ -12,8 +12,8 @@ from typing import Any
 import psutil
 import pytest
 
-from raypool import feed as feed_module
-from raypool.feed import (
+from raypool.channel import feed as feed_module
+from raypool.channel.feed import (
     LAST_ITEMS,
     LOOP_TEXT_BYTES,
     RECENT_BYTES,

@@ -19,7 +19,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from raypool.engine.backend import WorkerInfo
+from raypool.channel.records import WorkerInfo
 from raypool.errors import InvalidTypeError, InvalidValueError, ResourceError
 from raypool.train.data import ArraySamples, DatasetSamples, order_of, take_samples
 from raypool.train.fit import FitCall, gradient_bytes, prepare_fit

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from raypool import Future
-from raypool.futures import Deferred, Missing
+from raypool.channel.records import Missing
+from raypool.futures import Deferred
 from raypool.gathered import gather
 
 

@@ -25,7 +25,7 @@ from multiprocessing.managers import BaseManager
 import torch
 import torch.distributed as dist
 
-from raypool.engine.exchange import LocalExchange
+from raypool.channel.exchange import LocalExchange
 from raypool.errors import CollectiveError
 from raypool.spmd.context import SpmdContext
 from raypool.spmd.group import Assignment, is_disconnect, join, leave

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from raypool.channel.records import Part, WorkerInfo
 from raypool.core.messages import Signal
 from raypool.engine import guard as guard_module
 from raypool.engine import runner
-from raypool.engine.backend import Part, WorkerInfo
 from raypool.engine.guard import AT_HAND, NOTHING, SIGNALS, STOP_SIGNAL, WHOLE, WISH, Guard, ProcessGuard, ThreadGuard
 from raypool.engine.open_call import RawResult
 from raypool.engine.runner import Surroundings, run_parts

@@ -8,16 +8,15 @@ PACKAGE = house.HERE / "raypool"
 MODULES = house.modules(PACKAGE)
 
 CYCLES: list[list[str]] = [
-    ["queue_away", "queue_home", "queues", "store", "task"],
 ]
 
 CLASSES_NAMED_TWICE = """
-    Answers Call Course Crew Driver Entry Failure Gathering Home Job Keeper Kept Lane Outcome Part Piece Place Plan Seat
-    Segment Sent Share Source Training Watch Watcher Work
+    Answers Call Course Crew Driver Entry Failure Gathering Job Keeper Kept Lane Outcome Part Piece Place Plan Seat Segment
+    Sent Share Source Training Watch Watcher Work
 """
 
 FILES_NAMED_TWICE = """
-    files job lines loop memory messages nodes options plan run sharing tables training
+    files job lines loop memory messages nodes options plan records run sharing training
 """
 
 PRIVATE_NAMES_OF_RAY = """

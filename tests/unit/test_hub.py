@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from raypool import queues
-from raypool.engine import hub as hub_module
-from raypool.engine.hub import MAX_EARLY, Hub
+from raypool.channel import hub as hub_module
+from raypool.channel import queues
+from raypool.channel.feed import Feed
+from raypool.channel.hub import MAX_EARLY, Hub
 from raypool.errors import InternalError
-from raypool.feed import Feed
 from raypool.worker.running import Running
 
 

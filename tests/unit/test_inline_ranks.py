@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
+from raypool.channel.records import Function, Part
 from raypool.core.messages import AttemptFinished, WorkerLost
-from raypool.engine.backend import Function, Part
 from raypool.engine.inline import InlineBackend
 from raypool.profiles import Profile
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from raypool.engine.backend import Part, WorkerInfo
+from raypool.channel.records import Part, WorkerInfo
 from raypool.engine.guard import ThreadGuard
 from raypool.engine.runner import Surroundings, run_parts
 

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from raypool import left_globals
-from raypool.by_value import note_globals
-from raypool.engine.backend import function_name
+from raypool.channel.by_value import note_globals
+from raypool.channel.records import function_name
 from raypool.left_globals import call_setup, share_left
 
 SCRIPT = """

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from raypool.engine.logs import Forwarder, Levels, levels_here, unpacked
+from raypool.channel.logs import Forwarder, Levels, levels_here, unpacked
 from raypool.worker.running import Running, running
 
 X = logging.getLogger("raypool_test.x")

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from raypool import report
-from raypool.engine import outbox as outbox_module
-from raypool.engine.hub import Hub
-from raypool.engine.outbox import Outbox
+from raypool.channel import outbox as outbox_module
+from raypool.channel.feed import TEXT_BYTES, Feed
+from raypool.channel.hub import Hub
+from raypool.channel.outbox import Outbox
 from raypool.errors import InvalidValueError
-from raypool.feed import TEXT_BYTES, Feed
 from raypool.worker.running import Running, running
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from raypool.engine.backend import NodeDevices, WorkerInfo
+from raypool.channel.records import NodeDevices, WorkerInfo
 from raypool.engine.overview import COLUMNS, device_table
 from raypool.gpus.devices import GpuDevice, GpuProcess
 from raypool.gpus.simulated import SimulatedGpus

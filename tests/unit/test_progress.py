@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from raypool.channel.capture import listening
+from raypool.channel.records import Function, GpuMemory
 from raypool.core.model import TaskState
-from raypool.engine.backend import Function, GpuMemory
-from raypool.engine.diary import listening
 from raypool.engine.loop_work import LoopOptions, LoopWork
 from raypool.errors import LossReason, WorkerLostError
 from raypool.views.progress import watched

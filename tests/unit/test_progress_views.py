@@ -19,8 +19,8 @@ from rich.text import Text
 from tqdm import tqdm
 
 from raypool import InvalidTypeError, ParallelPool, current_task, parpool
+from raypool.channel.records import GpuMemory
 from raypool.core.model import TaskState
-from raypool.engine.backend import GpuMemory
 from raypool.errors import WorkerLostError
 from raypool.views import notebook, progress
 from raypool.views.console import SafeConsole

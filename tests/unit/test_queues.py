@@ -14,19 +14,11 @@ from typing import Any
 
 import pytest
 
-from raypool import (
-    DataQueue,
-    InvalidTypeError,
-    InvalidValueError,
-    PoolClosedError,
-    QueueClosedError,
-    SerializationError,
-    queue_home,
-    queues,
-    task,
-)
-from raypool.engine.exchange import LocalExchange
-from raypool.queues import add_source, deliver, drop_source, offer
+from raypool import DataQueue, InvalidTypeError, InvalidValueError, PoolClosedError, QueueClosedError, SerializationError, task
+from raypool.channel import queues
+from raypool.channel import queues as queue_home
+from raypool.channel.exchange import LocalExchange
+from raypool.channel.queues import add_source, deliver, drop_source, offer
 
 TIMEOUT_S = 20.0
 

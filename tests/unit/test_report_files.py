@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from raypool import InvalidValueError, Results, WorkerLostError
+from raypool.channel.feed import Feed
 from raypool.errors import LossReason
-from raypool.feed import Feed
 from raypool.results import Miss, Row
 from raypool.views.drawing import at_once, plan
 

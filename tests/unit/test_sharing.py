@@ -17,8 +17,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raypool.channel.records import Failure, LocalValues, Part, SliceResult
 from raypool.core.messages import ResizeRequested
-from raypool.engine.backend import Failure, LocalValues, Part, SliceResult
 from raypool.engine.cards import TRIES_ALONE, Cards
 from raypool.engine.sharing import Turns, Weight
 from raypool.engine.telemetry import Usage

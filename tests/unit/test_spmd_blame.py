@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raypool.engine.backend import WorkerInfo
+from raypool.channel.records import WorkerInfo
 from raypool.errors import CollectiveError, LossReason, RankInterrupted, SpmdError, TaskTimeoutError, WorkerLostError
 from raypool.spmd.blame import RankFailure, spmd_error
 from raypool.spmd.failures import is_disconnect

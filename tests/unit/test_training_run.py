@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from raypool.channel.feed import Feed
 from raypool.errors import (
     InvalidTypeError,
     InvalidValueError,
@@ -24,7 +25,6 @@ from raypool.errors import (
     TrainingError,
     WorkerLostError,
 )
-from raypool.feed import Feed
 from raypool.futures import Future
 from raypool.options import Options
 from raypool.train.conductor import Conductor, Crew, start_run

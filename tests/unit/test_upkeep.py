@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from raypool.engine.backend import Part, WorkerInfo
+from raypool.channel.records import Part, WorkerInfo
 from raypool.engine.guard import Guard
 from raypool.engine.open_call import RawResult
 from raypool.engine.runner import Surroundings, run_parts

@@ -12,10 +12,10 @@ from types import ModuleType
 
 import pytest
 
+from raypool.channel.records import Failure, WorkerInfo
+from raypool.channel.users_code import PATCHERS, Project
 from raypool.core.model import Slice
-from raypool.engine.backend import Failure, WorkerInfo
 from raypool.engine.work import described
-from raypool.users_code import PATCHERS, Project
 
 NAME = "lab_of_users_code"
 

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from raypool import Future, InvalidTypeError, InvalidValueError, after_all, after_each, fetch_next, fetch_outputs, wait
-from raypool.futures import Deferred, Missing
+from raypool.channel.records import Missing
+from raypool.futures import Deferred
 
 
 def ended(value: Any) -> Future[Any]:

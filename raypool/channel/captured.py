@@ -15,10 +15,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from raypool.users_code import is_users
+from raypool.channel.users_code import is_users
 
 if TYPE_CHECKING:
     import numpy as np
+
 
 MOST_VALUES = 5_000
 """So many values are looked at for a function, no more."""

@@ -12,7 +12,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from raypool.errors import InvalidTypeError
 from raypool.gpus.memory import kept
 from raypool.left_globals import call_setup
-from raypool.task import current_task
+from raypool.worker.running import note_here
 
 T = TypeVar("T")
 
@@ -131,7 +131,8 @@ _called = threading.local()  # a worker is a thread: of its own process, or of t
 def call_once(key: str, fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     """Call a function unless this worker has called it under this key before; return what it has returned then."""
     results: dict[tuple[str, int], T] = _called.__dict__.setdefault("results", {})
-    place = (key, current_task().worker)  # "inline", several workers share a thread
+    note = note_here()
+    place = (key, 0 if note is None else note.worker)  # "inline", several workers share a thread
     if place not in results:
         results[place] = call_setup(fn, *args, **kwargs)
     return results[place]

@@ -1,4 +1,4 @@
-"""What stands between the driver and the places where user code runs: a protocol of eleven methods, and what passes there."""
+"""The records that pass between the driver and the places where user code runs: workers, functions, calls and their results."""
 
 from __future__ import annotations
 
@@ -6,22 +6,11 @@ import sys
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
-from raypool.core.messages import Event, Signal
-from raypool.futures import Values
+from raypool.channel.users_code import Snapshot
 from raypool.gpus.devices import GpuDevice
-from raypool.users_code import Snapshot
-from raypool.worker.running import Way
-
-Post = Callable[[Event, Any], None]
-"""How a backend tells the driver that something has happened, from any thread.
-
-The second argument goes with the event but not into the core: `WorkerInfo` with `WorkerReady`, a text with `WorkerLost`,
-a list of `SliceResult` with `AttemptFinished` and `AttemptNarrowed` (whose reports the driver fills in).
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,70 +229,34 @@ def all_failed(start: int, stop: int, error: BaseException) -> SliceResult:
     return SliceResult(start, count, LocalValues([None] * count), 0, failures, array("d", bytes(8 * count)), time.time())
 
 
-class Backend(Protocol):
-    """Runs workers in places. Every method returns at once, except `claim` and `close`; what happens then is posted.
+class Values(Protocol):
+    """The return values of a call, which may still be elsewhere."""
 
-    Attributes:
-        is_ending: Whether the pool takes no more work: what it holds comes free by itself. The engine sets it.
+    def get(self) -> list[Any]:
+        """Return them, one for each item of the call (None for a failed one, `Missing` for one that can't be opened)."""
+
+
+class Missing(NamedTuple):
+    """Stands for a value that has arrived and cannot be opened."""
+
+    error: Exception
+
+
+def where(worker: WorkerInfo) -> str:
+    """Return the machine of a worker, and its GPU if it has one."""
+    return f"{worker.host}, GPU {worker.gpu}" if worker.gpu is not None else worker.host
+
+
+def named(numbers: Sequence[int]) -> str:
+    """Return what to call these items.
+
+    Example:
+        >>> named([3]), named(range(3, 6)), named([9, 2]), named([9, 2, 7, 5, 1])
+        ('item 3', 'items 3 to 5', 'items 9 and 2', 'items 9, 2 and 3 more')
     """
-
-    is_ending: bool
-
-    def claim(self, least: int | None, most: int | None) -> list[int]:
-        """Claim places for workers: between `least` and `most`, as many as there are (both None: all there are).
-
-        Raises:
-            ResourceError: There are fewer than `least`, even after `start_timeout_s`. Nothing is kept then.
-        """
-
-    def sizing(self) -> AbstractContextManager[None]:
-        """Held by whoever sets the size of the pool, which the backend does not change meanwhile.
-
-        What it has lost before with nodes is not made up for after that.
-        """
-
-    def start_worker(self, worker_id: int, place: int, setups: Sequence[Function]) -> None:
-        """Start a worker in a place, instead of any that was there, and call these functions, without arguments, in it.
-
-        Posts `WorkerReady` when they have returned, else `WorkerLost`.
-        """
-
-    def vacate(self, place: int, *, keep: bool = False) -> None:
-        """End what runs in a place and give the place back, unless it is to be kept for another worker."""
-
-    def pack(self, value: Any, what: str, *, is_trial: bool = False) -> Any:
-        """Make a value ready to travel; in a trial, only make sure that it can.
-
-        Raises:
-            SerializationError: It cannot be pickled; `what` says what it is, the message names the variable.
-        """
-
-    def run(
-        self, worker_id: int, attempt_id: int, parts: Sequence[Part], functions: Sequence[Function], behind: int | None
-    ) -> None:
-        """Call a worker; posts `AttemptFinished` or `WorkerLost`. `functions` are those that the parts name.
-
-        Before that, it may post `AttemptNarrowed` once. What was sent to wait for that attempt (`behind` it) is not begun then.
-        """
-
-    def signal(self, worker_id: int, attempt_id: int, task_id: int, wish: Signal) -> None:
-        """Pass on to a worker what somebody wants of the slices of a task in a call.
-
-        With `Signal.CANCEL` they end at once, or are not begun. What has not ended after `cancel_grace_s` is killed with its
-        worker: then `WorkerLost` is posted, with `LossReason.STOPPED`, when nothing of the worker is left.
-        """
-
-    def devices(self) -> list[NodeDevices]:
-        """Return the GPUs of the machines that there are workers on, within seconds; from any thread."""
-
-    def gpu_memory(self, take: Callable[[dict[int, GpuMemory]], object]) -> None:
-        """Let `take` have, by worker, how much memory of its GPUs is in use: what the machines have seen last.
-
-        It is called once for each machine with GPUs that answers, in another thread. From any thread.
-        """
-
-    def find_way(self) -> Way:
-        """Return the way to the exchange that the processes of the pool share; from any thread."""
-
-    def close(self) -> None:
-        """End everything that is left. Values that were not fetched stay within reach."""
+    first, last = numbers[0], numbers[-1]
+    if len(numbers) == 1:
+        return f"item {first}"
+    if isinstance(numbers, range):
+        return f"items {first} to {last}"
+    return f"items {first} and {last}" if len(numbers) == 2 else f"items {first}, {numbers[1]} and {len(numbers) - 2:,} more"

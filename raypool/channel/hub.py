@@ -14,10 +14,10 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from raypool import queues
-from raypool.engine.logs import Records
+from raypool.channel import queues
+from raypool.channel.feed import Feed, LoopFeed
+from raypool.channel.logs import Records
 from raypool.errors import InternalError
-from raypool.feed import Feed, LoopFeed
 from raypool.worker.running import Running
 
 logger = logging.getLogger("raypool")

@@ -11,9 +11,8 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from raypool.channel.queues import Listener, check_timeout, sources
 from raypool.errors import InvalidTypeError, InvalidValueError, PoolClosedError, WorkerLostError
-from raypool.queue_home import Listener, sources
-from raypool.queues import check_timeout
 from raypool.worker.running import Way, link, note_here
 
 logger = logging.getLogger("raypool")
@@ -246,7 +245,7 @@ def _link_or_own() -> Way:
 
 @functools.cache
 def _own_exchange() -> Way:
-    from raypool.engine.exchange import LocalExchange
+    from raypool.channel.exchange import LocalExchange
 
     return LocalExchange()
 

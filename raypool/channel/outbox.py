@@ -17,8 +17,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from raypool.channel.feed import TEXT_BYTES, Last, Row
 from raypool.errors import InvalidValueError
-from raypool.feed import TEXT_BYTES, Last, Row
 from raypool.worker.running import Running
 
 INTERVAL_S = 0.02

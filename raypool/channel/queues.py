@@ -1,0 +1,732 @@
+"""Values on their way from tasks to whoever made the queue: each sender's in order, and none lost.
+
+A queue lives in the process that has made it. It travels as a key; what is put elsewhere comes here::
+
+    worker: put ──▶ link.send ──▶ the pool's agent ──▶ hub ──▶ deliver(key, payload)            without a limit, or "latest"
+    worker: put ──▶ link.ask("offer") ──▶ Exchange ──▶ offer(key, payload, answer) ──▶ answer   with a limit: it waits for room
+
+In pools of this process ("threads", "inline") it is the same object everywhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import numbers
+import os
+import pickle
+import threading
+import time
+import uuid
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, Literal, Protocol, TypeVar
+
+from raypool.counts import whole_number
+from raypool.errors import (
+    InvalidTypeError,
+    InvalidValueError,
+    PoolClosedError,
+    QueueClosedError,
+    SerializationError,
+    WorkerLostError,
+)
+from raypool.worker.running import Link, Way, in_task, link
+
+T = TypeVar("T")
+
+
+class DataQueue(Generic[T]):
+    """A queue from tasks to here: they `put`, and whoever made it reads with `get`, in a loop, or by `after_each`.
+
+    It goes to tasks like any value: in an argument, in a closure, in a list. What a task puts arrives while the task runs, in the
+    order in which it was put there; nothing is lost, also not what was put just before a task ended or was cancelled. (A worker
+    that is killed may take with it what it has put in its last tenth of a second.) On Ray, what is sent is what the value
+    is at `put`; in pools of this process it is the value itself.
+
+    A queue that nobody holds any more, and that has no listeners, is forgotten: what is still put is dropped.
+
+    Args:
+        maxsize: With "block", at most so many values wait to be read, put by whomever; `put` waits until there is room. With
+            "latest", the newest so many are kept (one, if None). None: no limit.
+        policy: What to do when it is full: "block" the one who puts, or keep the "latest" and drop the oldest.
+
+    Raises:
+        InvalidValueError, InvalidTypeError: An argument cannot work.
+
+    Source:
+        MATLAB R2025b, parallel.pool.DataQueue and PollableDataQueue; the limit is that of Python's `queue.Queue`.
+
+    Example:
+        >>> from raypool import parpool
+        >>> losses = DataQueue()
+        >>> def train(num_epochs):
+        ...     for epoch in range(num_epochs):
+        ...         losses.put((epoch, 1 / (epoch + 1)))
+        >>> with parpool(2, profile="threads", quiet=True) as pool:
+        ...     pool.parfeval(train, 2).result()
+        >>> losses.get(), losses.get()
+        ((0, 1.0), (1, 0.5))
+    """
+
+    def __init__(self, maxsize: int | None = None, policy: Literal["block", "latest"] = "block") -> None:
+        if policy not in ("block", "latest"):
+            raise InvalidValueError(f"policy={policy!r} is neither 'block' nor 'latest'.")
+        if maxsize is not None:
+            number = whole_number(maxsize)
+            if number is None:
+                raise InvalidTypeError(f"maxsize={maxsize!r} is not a whole number.")
+            if number < 1:
+                raise InvalidValueError(f"maxsize={number} is less than 1. Leave it out for a queue without a limit.")
+            maxsize = number
+        if policy == "latest":
+            maxsize = maxsize or 1
+        key = uuid.uuid4().hex
+        self._set_up(key, maxsize, policy, QueueOwner(key, maxsize, policy == "latest"))
+
+    def _set_up(self, key: str, maxsize: int | None, policy: str, end: QueueOwner | QueueProxy) -> None:
+        self._key, self._maxsize, self._policy = key, maxsize, policy
+        self._end = end
+        if isinstance(end, QueueOwner):
+            _here[key] = self
+            weakref.finalize(self, end.abandon).atexit = False
+
+    # --- in tasks and here --------------------------------------------------------------------------------------------
+
+    def put(self, value: T) -> None:
+        """Put a value in. It waits only where the queue has a limit, is full, and is to "block".
+
+        In a pool with profile "inline" the task runs in the thread that has asked for it: read in another, or by `after_each`.
+
+        Raises:
+            QueueClosedError: The queue was closed; also while it waited for room.
+            SerializationError: The value cannot be sent; it names the variable.
+            InvalidValueError: This process is neither the one that has made the queue nor a worker of its pools.
+            PoolClosedError: The pool has ended meanwhile.
+        """
+        self._end.put(value)
+
+    @property
+    def backlog(self) -> int:
+        """How many values wait to be read; 0 in workers, which cannot know."""
+        owner = self._end
+        if isinstance(owner, QueueProxy):
+            return 0
+        owner.catch_up()
+        return len(owner.values)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it was closed, as far as is known here."""
+        return self._end.is_closed
+
+    # --- here ---------------------------------------------------------------------------------------------------------
+
+    def get(self, timeout_s: float | None = None) -> T:
+        """Return the value that has waited longest, waiting for one if there is none.
+
+        Args:
+            timeout_s: How long to wait [s]; 0 only looks, None waits for ever.
+
+        Raises:
+            TimeoutError: Nothing came in this time.
+            QueueClosedError: The queue was closed, and everything in it was read.
+            SerializationError: The value has come and cannot be unpickled here; the next `get` goes on behind it.
+            InvalidValueError: This is a task, or the queue has listeners, which get everything.
+
+        Example:
+            >>> queue = DataQueue()
+            >>> queue.put("first")
+            >>> queue.get(timeout_s=0)
+            'first'
+            >>> queue.get(timeout_s=0)
+            Traceback (most recent call last):
+            TimeoutError: Nothing was put into the queue within 0 s.
+        """
+        check_timeout(timeout_s)
+        owner = self._owner("get")
+        try:
+            entry = owner.take(timeout_s)
+        except TimeoutError:
+            if not owner.catch_up():
+                raise
+            entry = owner.take(0.0, timeout_s)
+        return opened(entry)  # type: ignore[no-any-return]
+
+    def __iter__(self) -> Iterator[T]:
+        """Yield what comes, until the queue is closed and everything in it was read.
+
+        Example:
+            >>> queue = DataQueue()
+            >>> for number in range(3):
+            ...     queue.put(number)
+            >>> queue.close()
+            >>> list(queue)
+            [0, 1, 2]
+        """
+        with contextlib.suppress(QueueClosedError):
+            while True:
+                yield self.get()
+
+    def after_each(self, fn: Callable[[T], object]) -> Listener:
+        """Call `fn(value)` for each value: first for those that wait already, then for each that comes.
+
+        It is called in a thread of the queue's, for one value after the other. What it raises is logged and stops nothing. Each
+        of several listeners gets every value that is handed out while it is there. A queue with listeners lives until they
+        are removed, or it is closed.
+
+        Returns:
+            The listener; call its `remove()` when it is to get no more. What comes when none is left waits in the queue.
+
+        Raises:
+            InvalidTypeError: `fn` cannot be called.
+            InvalidValueError: This is a task.
+
+        Source:
+            MATLAB R2025b, afterEach (DataQueue).
+
+        Example:
+            >>> queue, seen = DataQueue(), []
+            >>> queue.put("early")
+            >>> listener = queue.after_each(seen.append)
+            >>> queue.put("late")
+            >>> queue.close()
+            >>> seen
+            ['early', 'late']
+        """
+        if not callable(fn):
+            raise InvalidTypeError(f"{fn!r} is not callable. Give a function of one value.")
+        owner = self._owner("after_each")
+        kept[self._key] = self
+        return owner.listen(fn)
+
+    def close(self) -> None:
+        """Let nothing more in: from now on `put` raises `QueueClosedError`, in workers too. What is in it can still be read.
+
+        Those who wait for room get that error now. It returns when everything that was put before is here, and
+        the listeners have had it (unless a listener calls it). A closed queue cannot be opened again; twice does nothing.
+
+        Raises:
+            InvalidValueError: This is a task.
+
+        Source:
+            MATLAB R2025b, close (PollableDataQueue).
+        """
+        self._owner("close").close()
+
+    def _owner(self, verb: str) -> QueueOwner:
+        owner = self._end
+        if isinstance(owner, QueueProxy) or (in_task() and not owner.is_of_task):
+            raise InvalidValueError(
+                f"{verb}() was called in a task. A queue is read and closed where it was made; in tasks, call put()."
+            )
+        return owner
+
+    def __reduce__(self) -> Any:
+        """Let it travel as a key."""
+        owner = self._end
+        is_of_task = owner.is_of_task
+        if isinstance(owner, QueueOwner):
+            owner.has_travelled = True
+        return _arrived, (self._key, self._maxsize, self._policy, is_of_task, owner.is_closed)
+
+    def __repr__(self) -> str:
+        limit = "" if self._maxsize is None else f" of at most {self._maxsize}"
+        where = f"{len(self._end.values)} values wait" if isinstance(self._end, QueueOwner) else "made in another process"
+        return f"<DataQueue{limit}: {where}{', closed' if self.is_closed else ''}>"
+
+
+# --- who is here ------------------------------------------------------------------------------------------------------
+
+_here: weakref.WeakValueDictionary[str, DataQueue[Any]] = weakref.WeakValueDictionary()  # by key
+
+
+def deliver(key: str, pickled: bytes) -> None:
+    """Take what a worker has put into a queue; if nobody holds that any more, drop it."""
+    queue = _here.get(key)
+    if queue is not None and isinstance(queue._end, QueueOwner):
+        queue._end.accept(Packed(pickled))
+
+
+def offer(key: str, pickled: bytes, answer: Answer) -> None:
+    """Take what a worker wants to put into a queue as soon as there is room; `answer` is told "taken" or "closed" then."""
+    queue = _here.get(key)
+    if queue is not None and isinstance(queue._end, QueueOwner):
+        queue._end.offer(Packed(pickled), answer)
+    else:
+        answer(TAKEN)
+
+
+def add_source(source: Source) -> None:
+    """Note a pool from whose workers values may come."""
+    sources.append(source)
+
+
+def drop_source(source: Source) -> None:
+    """Note that nothing more will come from a pool."""
+    with contextlib.suppress(ValueError):
+        sources.remove(source)
+
+
+def _arrived(key: str, maxsize: int | None, policy: str, is_of_task: bool, is_closed: bool) -> DataQueue[Any]:
+    queue = _here.get(key)
+    if queue is None:
+        queue = DataQueue.__new__(DataQueue)
+        proxy = proxies_by_key.get(key)
+        if proxy is None:
+            proxy = proxies_by_key[key] = QueueProxy(key, maxsize, policy, is_of_task)
+        proxy.is_closed |= is_closed
+        queue._set_up(key, maxsize, policy, proxy)
+    return queue
+
+
+def _become_proxies() -> None:
+    """In a forked child, queues of the parent's are elsewhere."""
+    for queue in list(_here.values()):
+        queue._end = QueueProxy(queue._key, queue._maxsize, queue._policy, is_of_task=False)
+    _here.clear()
+    kept.clear()
+    sources.clear()
+
+
+os.register_at_fork(after_in_child=_become_proxies)
+
+
+def check_timeout(timeout_s: Any) -> None:
+    """Raise the error for a time to wait (or None) that is no number, or negative."""
+    if timeout_s is None:
+        return
+    if not isinstance(timeout_s, numbers.Real) or isinstance(timeout_s, bool):
+        raise InvalidTypeError(f"timeout_s={timeout_s!r} is not a number of seconds.")
+    if not float(timeout_s) >= 0:
+        raise InvalidValueError(f"timeout_s={timeout_s} is no time to wait. Give 0 to look only, None to wait for ever.")
+
+
+# --- where a queue was made: there it is read and closed --------------------------------------------------------------
+
+
+Answer = Callable[[str], object]
+"""Tells whoever has offered a value what has become of it; it returns at once."""
+
+TAKEN, CLOSED = "taken", "closed"
+"""What becomes of a value that was offered."""
+
+LINGER_S = 0.5
+"""How long the thread of the listeners waits for another value before it ends [s]; the next value starts another."""
+
+LOOK_AGAIN_S = 0.05
+"""Who waits looks again so often [s]: a cancelled task in a thread is told only while it runs Python code."""
+
+PATIENCE_S = 10.0
+"""When nobody has read anything for so long, whoever waits for room is told what he waits for [s]."""
+
+NOBODY_READS = (
+    "put() has waited for room in a queue of at most %d values for %g s, in which nobody has read any. Read in another thread "
+    "than the one that puts: with profile='inline', tasks run in the one that asks for them."
+)
+
+logger = logging.getLogger("raypool")
+
+
+class Source(Way, Protocol):
+    """A pool whose workers put values into queues of this process."""
+
+    def catch_up(self, sent: dict[int, int]) -> None:
+        """Wait for what calls that have ended had said before, and for these batches (by worker id)."""
+
+
+class Listener:
+    """A function that gets what comes, until `remove` is called."""
+
+    def __init__(self, fn: Callable[..., object], on_remove: Callable[[Listener], None]) -> None:
+        self._fn = fn
+        self._on_remove = on_remove
+        self.is_removed = False
+
+    def remove(self) -> None:
+        """Call the function no more; a call that has begun goes on. Twice does nothing."""
+        self.is_removed = True
+        self._on_remove(self)
+
+    def call(self, *values: Any) -> None:
+        """Hand over what has come; what the function raises is logged."""
+        try:
+            self._fn(*values)
+        except BaseException:  # also sys.exit(): the thread has values for others
+            logger.exception("The listener %r has failed; it is called again all the same.", self._fn)
+
+
+class Packed:
+    """A value that has come from elsewhere."""
+
+    __slots__ = ("pickled",)
+
+    def __init__(self, pickled: bytes) -> None:
+        self.pickled = pickled
+
+
+def opened(entry: Any) -> Any:
+    """Return the value of an entry.
+
+    Raises:
+        SerializationError: It has come from elsewhere and cannot be unpickled here.
+    """
+    if type(entry) is not Packed:
+        return entry
+    try:
+        return pickle.loads(entry.pickled)
+    except Exception as error:
+        raise SerializationError(
+            f"A value has come through a queue but cannot be unpickled here ({type(error).__name__}: {error}). "
+            "Its class must be importable in this process too.",
+            what="a value of a queue",
+        ) from error
+
+
+class _Putter:
+    """A value that waits for room. Whoever has put it is woken by `bell` to read `outcome`, or is told by `answer` elsewhere."""
+
+    __slots__ = ("answer", "bell", "entry", "outcome")
+
+    def __init__(self, entry: Any, answer: Answer | None = None) -> None:
+        self.entry = entry
+        self.answer = answer
+        self.outcome: str | None = None
+        self.bell = threading.Lock()
+        self.bell.acquire()
+
+    def settle(self, outcome: str) -> None:
+        """Note what has become of it."""
+        self.outcome = outcome
+        self.bell.release()
+
+
+kept: dict[str, object] = {}
+"""Queues with listeners, by key: they live without anybody who holds them."""
+
+sources: list[Source] = []
+"""The pools from whose workers values may come."""
+
+
+class QueueOwner:
+    """What a queue is in the process that has made it."""
+
+    def __init__(self, key: str, maxsize: int | None, keeps_latest: bool) -> None:
+        self.key = key
+        self.values: deque[Any] = deque(maxlen=maxsize if keeps_latest else None)
+        self.is_of_task = in_task()
+        self.is_closed = False
+        self.has_travelled = False
+        self._capacity = math.inf if maxsize is None or keeps_latest else maxsize
+        self._num_taken = 0
+        self._putters: deque[_Putter] = deque()
+        self._listeners: list[Listener] = []
+        # The queue may be collected, and so call `abandon`, at any line of a thread that holds the lock. And whoever takes it may
+        # be interrupted at any line: a lock by itself is not left locked then, a condition would be.
+        self._lock = threading.RLock()
+        self._filled = threading.Condition(self._lock)  # readers wait for it
+        self._emptied = threading.Condition(self._lock)  # whoever closes the queue
+        self._is_closing = False  # closed, but something may still be on its way
+        self._server: threading.Thread | None = None
+        self._is_handing_out = False
+
+    # --- in -----------------------------------------------------------------------------------------------------------
+
+    def put(self, value: Any) -> None:
+        """Put a value in, waiting for room."""
+        with self._lock:
+            if self.is_closed:
+                raise closed_error()
+            if self._has_room():
+                self._append(value)
+                return
+        putter = _Putter(value)
+        try:
+            with self._lock:
+                self._enqueue(putter)
+            self._wait_for(putter)
+        except BaseException:  # Ctrl-C, or the task was cancelled
+            with self._lock, contextlib.suppress(ValueError):
+                self._putters.remove(putter)
+            raise
+        if putter.outcome == CLOSED:
+            raise closed_error()
+
+    def _enqueue(self, putter: _Putter) -> None:
+        """Let a value in behind those that wait already, now or when there is room."""
+        if self.is_closed:
+            putter.settle(CLOSED)
+        elif self._has_room():
+            self._append(putter.entry)
+            putter.settle(TAKEN)
+        else:
+            self._putters.append(putter)
+
+    def _wait_for(self, putter: _Putter) -> None:
+        num_taken, until = self._num_taken, time.monotonic() + PATIENCE_S
+        while putter.outcome is None:
+            putter.bell.acquire(timeout=LOOK_AGAIN_S)
+            if time.monotonic() > until:
+                until = math.inf
+                if self._num_taken == num_taken:
+                    logger.warning(NOBODY_READS, self._capacity, PATIENCE_S)
+
+    def accept(self, entry: Any) -> None:
+        """Take what has come from elsewhere; while the queue is being closed, it was put before."""
+        with self._lock:
+            if not self.is_closed or self._is_closing:
+                self._append(entry)
+
+    def offer(self, entry: Any, answer: Answer) -> None:
+        """Take what has come from elsewhere, now or when there is room."""
+        putter = _Putter(entry, answer)
+        with self._lock:
+            self._enqueue(putter)
+            outcome = putter.outcome
+        if outcome is not None:
+            answer(outcome)
+
+    def _has_room(self) -> bool:
+        return len(self.values) < self._capacity and not self._putters
+
+    def _append(self, entry: Any) -> None:
+        self.values.append(entry)
+        if self._listeners and self._server is None:
+            self._serve()
+        self._filled.notify()
+
+    # --- out ----------------------------------------------------------------------------------------------------------
+
+    def take(self, timeout_s: float | None, waited_s: float | None = None) -> Any:
+        """Return the oldest entry."""
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        with self._lock:
+            while True:
+                if self._listeners:
+                    raise InvalidValueError(
+                        f"get() was called, but the queue has {len(self._listeners)} listeners, which get everything. "
+                        "Remove them, or read in them."
+                    )
+                if self.values:
+                    entry, admitted = self._pop()
+                    break
+                if self.is_closed and not self._is_closing:
+                    raise QueueClosedError("The queue was closed, and everything in it was read.")
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    raise TimeoutError(f"Nothing was put into the queue within {waited_s or timeout_s:g} s.")
+                self._filled.wait(min(left_s, 10 * LOOK_AGAIN_S))
+        _tell(admitted)
+        return entry
+
+    def _pop(self) -> tuple[Any, list[_Putter]]:
+        """Return the oldest entry, and those who wait no longer since there is room now."""
+        entry = self.values.popleft()
+        self._num_taken += 1
+        admitted: list[_Putter] = []
+        while self._putters and len(self.values) < self._capacity:
+            putter = self._putters.popleft()
+            self.values.append(putter.entry)
+            putter.settle(TAKEN)
+            admitted.append(putter)
+        return entry, admitted
+
+    # --- listeners ----------------------------------------------------------------------------------------------------
+
+    def listen(self, fn: Callable[[Any], object]) -> Listener:
+        """Add a listener."""
+        listener = Listener(fn, self._unlisten)
+        with self._lock:
+            self._listeners.append(listener)
+            if self.values and self._server is None:
+                self._serve()
+            self._filled.notify_all()
+        return listener
+
+    def _unlisten(self, listener: Listener) -> None:
+        with self._lock:
+            if listener in self._listeners:
+                self._listeners.remove(listener)
+            if not self._listeners:
+                kept.pop(self.key, None)
+            self._filled.notify_all()
+            self._emptied.notify_all()
+
+    def _serve(self) -> None:
+        self._server = threading.Thread(target=self._hand_out, name=f"raypool-queue-{self.key[:8]}", daemon=True)
+        self._server.start()
+
+    def _hand_out(self) -> None:
+        """Give the listeners what there is, one after the other; end after a silence."""
+        while True:
+            with self._lock:
+                self._is_handing_out = False
+                if not self.values:
+                    self._emptied.notify_all()  # whoever closes it
+                self._filled.wait_for(lambda: self.values or not self._listeners or self.is_closed, LINGER_S)
+                if not (self.values and self._listeners):
+                    self._server = None
+                    return
+                self._is_handing_out = True
+                listeners = tuple(self._listeners)
+                entry, admitted = self._pop()
+            _tell(admitted)
+            self._hand_over(entry, listeners)
+            del entry
+
+    def _hand_over(self, entry: Any, listeners: tuple[Listener, ...]) -> None:
+        try:
+            value = opened(entry)
+        except BaseException:  # also what code of the user's raises when it is unpickled: the thread has values for others
+            logger.exception("No listener gets this value.")
+            return
+        is_had = False
+        for listener in listeners:
+            if not listener.is_removed:
+                is_had = True
+                listener.call(value)
+        if not is_had:  # they were removed in this instant: it waits for others
+            with self._lock:
+                if len(self.values) != self.values.maxlen:
+                    self.values.appendleft(entry)
+                    self._filled.notify()
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def catch_up(self) -> bool:
+        """Wait for what tasks that have ended had put; return whether there could be any."""
+        if not self.has_travelled or not sources:
+            return False
+        for source in tuple(sources):
+            with contextlib.suppress(PoolClosedError, WorkerLostError):
+                source.catch_up({})
+        return True
+
+    def close(self) -> None:
+        """Let nothing more in; return when everything is here, and the listeners have had it."""
+        with self._lock:
+            is_first = not self.is_closed
+            self.is_closed = True
+            self._is_closing |= is_first
+            rejected = self._reject(CLOSED)
+        _tell(rejected)
+        try:
+            if is_first and self.has_travelled:
+                for source in tuple(sources):
+                    with contextlib.suppress(PoolClosedError, WorkerLostError):
+                        source.catch_up(source.ask("end_queue", self.key))
+        finally:
+            with self._lock:
+                self._is_closing &= not is_first
+                self._filled.notify_all()
+                is_own = threading.current_thread() is self._server
+                while self._listeners and not is_own and (self.values or self._is_handing_out):
+                    self._emptied.wait(LOOK_AGAIN_S)
+                if not is_own:
+                    kept.pop(self.key, None)
+
+    def abandon(self) -> None:
+        """Release those elsewhere who wait for room: nobody holds the queue any more."""
+        with self._lock:
+            rejected = self._reject(TAKEN)
+        _tell(rejected)
+
+    def _reject(self, outcome: str) -> list[_Putter]:
+        """Let nobody wait for room any more."""
+        rejected = list(self._putters)
+        self._putters.clear()
+        for putter in rejected:
+            putter.settle(outcome)
+        return rejected
+
+
+def _tell(putters: list[_Putter]) -> None:
+    for putter in putters:
+        if putter.answer is not None and putter.outcome is not None:
+            putter.answer(putter.outcome)
+
+
+def closed_error() -> QueueClosedError:
+    """Return the error for whoever puts something into a queue that was closed."""
+    return QueueClosedError("The queue was closed, so nothing more can be put into it. Whoever has made it wants no more.")
+
+
+# --- in a worker: a key, and a way to where the queue was made --------------------------------------------------------
+
+
+class QueueProxy:
+    """What a queue is elsewhere: a key, and a way to where it was made."""
+
+    def __init__(self, key: str, maxsize: int | None, policy: str, is_of_task: bool) -> None:
+        self.key = key
+        self.is_of_task = is_of_task
+        self.is_closed = False
+        self._maxsize = maxsize
+        self._policy = policy
+        self._joined: Link | None = None
+
+    def put(self, value: Any) -> None:
+        """Send a value."""
+        way = link()
+        if way is None or self.is_of_task:
+            raise InvalidValueError(
+                "This process is neither the one that has made the queue nor a worker of a pool of its own, so nothing can be "
+                "put here. Make the queue where the pool is opened, and put into it in tasks."
+            )
+        if self.is_closed:
+            raise closed_error()
+        pickled = way.pack(value, "a value of a queue")
+        if self._maxsize is not None and self._policy == "block":
+            self.is_closed = way.ask("offer", self.key, pickled) == CLOSED
+        else:
+            self._join(way)
+            self._send(way, pickled)
+        # It may have been closed in this instant. What was sent before this process has said that it knows still counts.
+        if self.is_closed:
+            raise closed_error()
+
+    def _send(self, way: Link, pickled: bytes) -> None:
+        if self.is_closed:
+            return
+        if self._maxsize is None:
+            way.send("queue", self.key, pickled)
+        else:
+            way.send_latest(self.key, self._maxsize, pickled)
+
+    def _join(self, way: Link) -> None:
+        """Make sure, once for each exchange, that this process hears of the queue's end."""
+        if self._joined is not way:
+            _hear_of_ends(way)
+            self.is_closed = way.ask("join_queue", self.key, way.worker_id)
+            self._joined = way
+
+
+proxies_by_key: weakref.WeakValueDictionary[str, QueueProxy] = weakref.WeakValueDictionary()
+"""Those in this process."""
+
+_heard: Link | None = None
+
+
+def _hear_of_ends(way: Link) -> None:
+    """Let a thread wait for the ends of queues, for as long as the pool lives."""
+    global _heard
+    if _heard is not way:
+        threading.Thread(target=_hear, args=(way,), name="raypool-queue-ends", daemon=True).start()
+        _heard = way  # after it: if a signal interrupts here, there are two threads, which does no harm
+
+
+def _hear(way: Link) -> None:
+    ended: list[str] = []
+    number = 0
+    while True:
+        try:
+            ended = way.ask("queue_ends", way.worker_id, ended, number)
+            for key in ended:
+                proxy = proxies_by_key.get(key)
+                if proxy is not None:
+                    proxy.is_closed = True
+            number = way.flush()
+        except Exception:  # the pool has ended, and soon this process
+            return
