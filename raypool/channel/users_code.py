@@ -54,7 +54,7 @@ def _libraries() -> frozenset[Path]:
     """Return the folders of the standard library, of installed packages and of raypool itself."""
     folders: list[str | Path] = [sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")]
     zipped = Path(sysconfig.get_path("stdlib")).parent / f"python{sys.version_info.major}{sys.version_info.minor}.zip"
-    return frozenset(Path(folder).resolve() for folder in [*folders, zipped, Path(__file__).parent])
+    return frozenset(Path(folder).resolve() for folder in [*folders, zipped, Path(__file__).parents[1]])
 
 
 def folder_of(module: str) -> Path | None:

@@ -245,16 +245,16 @@ def test_a_stream_can_be_taken_away_from_under_a_print(run_python: Callable[...,
     """What one thread prints while the last task ends in another: `print` itself holds no reference to the stream."""
     run_python("""
         import gc, sys
-        from raypool.engine import diary
+        from raypool.channel import capture
         class Stream:
             def write(self, text):
                 if text != "\\n":
-                    diary.remove()
+                    capture.remove()
                     gc.collect()
                     self.others = [bytearray(size) for size in range(1, 1000) for _ in range(10)]
         for _ in range(20):
             sys.stdout = Stream()
-            diary.install()
+            capture.install()
             print("text")
         sys.stdout = sys.__stdout__
     """)

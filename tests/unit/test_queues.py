@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from raypool import DataQueue, InvalidTypeError, InvalidValueError, PoolClosedError, QueueClosedError, SerializationError, task
+from raypool import DataQueue, InvalidTypeError, InvalidValueError, PoolClosedError, QueueClosedError, SerializationError
 from raypool.channel import queues
-from raypool.channel import queues as queue_home
 from raypool.channel.exchange import LocalExchange
 from raypool.channel.queues import add_source, deliver, drop_source, offer
+from raypool.worker import running
 
 TIMEOUT_S = 20.0
 
@@ -180,7 +180,7 @@ def test_who_gives_up_waiting_has_put_nothing(eventually: Any) -> None:
 
 
 def test_who_waits_for_room_that_nobody_makes_is_told(monkeypatch: Any, caplog: Any, eventually: Any) -> None:
-    monkeypatch.setattr(queue_home, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(queues, "PATIENCE_S", 0.05)
     queue: DataQueue[int] = DataQueue(maxsize=1)
     queue.put(0)
     waiting = Aside(lambda: queue.put(1))
@@ -513,7 +513,7 @@ def far_pool() -> Iterator[FakePool]:
 @pytest.fixture
 def far_link(far_pool: FakePool, monkeypatch: pytest.MonkeyPatch) -> FakeLink:
     link = FakeLink(7, far_pool.exchange)
-    monkeypatch.setattr(task, "_link", link)
+    monkeypatch.setattr(running, "_link", link)
     return link
 
 
