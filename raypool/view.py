@@ -356,8 +356,8 @@ class PoolView(LoopVerbs, TrainingVerbs, concurrent.futures.Executor):
             ...     job.result()[1]
             2
         """
+        from raypool.spmd.call import submit_spmd
         from raypool.spmd.composite import workers_of  # a fifth of what importing raypool would take
-        from raypool.spmd.run import submit_spmd
 
         check_callable(fn)
         if self._options.fresh_process:
@@ -367,7 +367,7 @@ class PoolView(LoopVerbs, TrainingVerbs, concurrent.futures.Executor):
 
     def _ranks(self, workers: Any) -> tuple[Engine, int, tuple[int, ...] | None]:
         """Return where ranks are to run, how many there are, and the only places that they may have, rank 0 first (None: any)."""
-        from raypool.spmd.run import choose_ranks
+        from raypool.spmd.call import choose_ranks
 
         engine = self._engine_here()
         if engine is not self._engine:

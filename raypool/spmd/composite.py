@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
@@ -13,11 +14,169 @@ from typing import Any, NamedTuple
 from raypool.core.model import WorkerState
 from raypool.engine.calls import Where, submit_call
 from raypool.engine.engine import Engine
+from raypool.engine.runner import UNCHANGEABLE
 from raypool.errors import CompositeError, InvalidTypeError, InvalidValueError, PoolClosedError, RaypoolError, WorkerLostError
 from raypool.futures import Future
+from raypool.gpus.memory import kept
 from raypool.options import Options
-from raypool.spmd import parts
 from raypool.worker.running import in_task
+
+# --- parts: the values of Composites that live in this process, by key and rank ---------------------------------------
+#
+# On Ray a process has one rank; with "threads" and "inline" it has them all. There is no lock: every change is a single step of a
+# dict's, so that a finalizer, which runs in the midst of anything, may drop a Composite too.
+
+
+PLAIN_BYTES = 1024
+"""A value that cannot change and takes no more memory than this [bytes] also stays with whoever holds the Composite."""
+
+MAX_TEXT = 100
+"""A description has at most so many characters: it is one line of several."""
+
+_parts: dict[str, dict[int, Any]] = {}
+
+
+class Description(NamedTuple):
+    """What whoever holds a Composite knows of a part.
+
+    `text`: its type, and its shape or size. `plain`: empty, or the value itself if it is a small one that cannot change.
+    """
+
+    text: str
+    plain: tuple[Any, ...] = ()
+
+
+class Gone(NamedTuple):
+    """The answer of a worker that does not have the part."""
+
+
+class PartOf(NamedTuple):
+    """Stands in the arguments of an spmd call for a Composite: each rank puts its own part in its place (`find`)."""
+
+    key: str
+
+
+def keep(key: str, rank: int, value: Any) -> Description:
+    """Keep a value as the part of a rank; return what can be said of it."""
+    _parts.setdefault(key, {})[rank] = value
+    description = describe(value)
+    if not description.plain:  # else whoever holds the Composite has the value too
+        kept.treasures[key] = None
+        kept.all()
+    return description
+
+
+def find(key: str, rank: int) -> Any:
+    """Return the part itself.
+
+    Raises:
+        CompositeError: It is not in this process.
+    """
+    try:
+        return _parts[key][rank]
+    except KeyError:
+        raise CompositeError(
+            f"The part of rank {rank} of a Composite is not on this worker any more: it was replaced, or the part was deleted, "
+            "after the call was handed in. Make it again in an spmd call, or assign it.",
+            rank=rank,
+        ) from None
+
+
+def read(key: str, rank: int) -> Any:
+    """Return the part as it is to travel, a tensor on a GPU as a copy on the CPU; `Gone` if it is not here."""
+    try:
+        value = _parts[key][rank]
+    except KeyError:
+        return Gone()
+    torch = sys.modules.get("torch")
+    if torch is not None and issubclass(type(value), torch.Tensor) and value.is_cuda:
+        return value.detach().cpu().requires_grad_(value.requires_grad)
+    return value
+
+
+def remove(key: str, rank: int) -> None:
+    """Let go of the part of one rank, if it is here."""
+    own = _parts.get(key, {})
+    own.pop(rank, None)
+    if not own:
+        drop(key)
+    _empty_cache()
+
+
+def drop(key: str) -> None:
+    """Let go of all parts that this process has of a Composite."""
+    _parts.pop(key, None)
+    kept.treasures.pop(key, None)
+
+
+def forget(key: str) -> None:
+    """Let go of them, in a process that belongs to a worker: the memory of its GPU is free for others then."""
+    drop(key)
+    _empty_cache()
+
+
+def _empty_cache() -> None:
+    """Give back what torch holds of the GPU for later: others on this GPU, also other processes, see it as taken."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+# --- what can be said of a value ----------------------------------------------------------------------------------------
+
+
+def describe(value: Any) -> Description:
+    """Return what can be said of a value; it may be of any class of the user's, which may refuse to say anything."""
+    try:
+        text = _text_of(value)
+    except Exception:
+        text = type(value).__name__
+    if len(text) > MAX_TEXT:
+        text = f"{text[: MAX_TEXT - 3]}..."
+    is_plain = type(value) in UNCHANGEABLE and sys.getsizeof(value) <= PLAIN_BYTES
+    return Description(text, (value,) if is_plain else ())
+
+
+def _text_of(value: Any) -> str:
+    kind, name = type(value), type(value).__name__
+    torch = sys.modules.get("torch")
+    if value is None:
+        return "None"
+    if kind is str:
+        return f"str of {_count_parts(len(value), 'character')}"
+    if issubclass(kind, (dict, list, tuple, set, frozenset, bytes, bytearray)):
+        return f"{name} of {len(value)}"
+    if torch is not None and issubclass(kind, torch.nn.Module):
+        return _text_of_module(value)
+    return _text_of_array(value) if hasattr(kind, "shape") else name
+
+
+def _text_of_module(module: Any) -> str:
+    parameters = list(module.parameters())
+    count = _count_parts(sum(parameter.numel() for parameter in parameters), "parameter")
+    return f"{type(module).__name__}, {count}{_device_of(parameters[0]) if parameters else ''}"
+
+
+def _text_of_array(array: Any) -> str:
+    """Describe what has a shape: also tables, and whatever others call so."""
+    kind, name = type(array), type(array).__name__
+    if not isinstance(array.shape, tuple) or not all(type(size) is int for size in array.shape):
+        return name
+    dtype = str(array.dtype).removeprefix("torch.") if hasattr(kind, "dtype") else ""
+    if dtype == name:  # a number of NumPy's
+        return name
+    torch = sys.modules.get("torch")
+    device = _device_of(array) if torch is not None and issubclass(kind, torch.Tensor) else ""
+    return f"{name} {tuple(array.shape)} {dtype}".rstrip() + device
+
+
+def _device_of(tensor: Any) -> str:
+    return "" if tensor.device.type == "cpu" else f" on {tensor.device}"
+
+
+def _count_parts(number: int, what: str) -> str:
+    return f"{number} {what}" + ("s" if number != 1 else "")
+
 
 MAX_LINES = 16
 """The text of a Composite has a line for so many ranks at most."""
@@ -28,7 +187,7 @@ class Entry(NamedTuple):
 
     place: int
     worker_id: int
-    description: parts.Description | None
+    description: Description | None
 
 
 class Composite:
@@ -137,11 +296,11 @@ class Composite:
         )
 
     def _ask(self, rank: int) -> Future[Any]:
-        return self._call(parts.read, rank, "reading rank {} of a Composite")
+        return self._call(read, rank, "reading rank {} of a Composite")
 
     def _answer(self, rank: int, entry: Entry, future: Future[Any]) -> Any:
         value = self._wait(rank, entry, future)
-        if type(value) is parts.Gone:
+        if type(value) is Gone:
             raise self._lost(rank, entry)
         return value
 
@@ -159,7 +318,7 @@ class Composite:
         self._check_usable()
         place = self._entries[rank].place
         before = self._process_in(rank)
-        future = self._call(parts.keep, rank, "assigning rank {} of a Composite", value=value)
+        future = self._call(keep, rank, "assigning rank {} of a Composite", value=value)
         description = self._wait(rank, self._entries[rank], future)
         entry = self._entries[rank] = Entry(place, before, description)
         if not _lives(self._engine, entry):  # it was replaced before or after
@@ -179,7 +338,7 @@ class Composite:
         self._entries[rank] = entry._replace(description=None)
         if _lives(self._engine, entry):
             with contextlib.suppress(CompositeError):  # lost meanwhile: it is gone all the same
-                self._wait(rank, entry, self._call(parts.remove, rank, "deleting rank {} of a Composite"))
+                self._wait(rank, entry, self._call(remove, rank, "deleting rank {} of a Composite"))
 
     def _process_in(self, rank: int) -> int:
         crew = self._engine.driver.scheduler.crew
@@ -340,7 +499,7 @@ def check_located(args: Sequence[Any], engine: Engine, size: int, places: tuple[
 
 def marked(arg: Any) -> Any:
     """Return what an argument of an spmd call is sent as."""
-    return parts.PartOf(arg._key) if isinstance(arg, Composite) else arg
+    return PartOf(arg._key) if isinstance(arg, Composite) else arg
 
 
 # --- freeing ----------------------------------------------------------------------------------------------------------
@@ -361,7 +520,7 @@ def _free(engine_ref: weakref.ref[Engine], key: str, entries: list[Entry]) -> No
     """Free the parts of a Composite that nobody holds any more. This may run in the midst of anything, and takes no lock."""
     engine = engine_ref()
     if engine is None or engine.profile.backend != "ray":
-        parts.drop(key)
+        drop(key)
     elif not engine.is_over:
         seats = [(entry.worker_id, entry.place) for entry in entries]
         engine.driver.do(functools.partial(forget_on, engine, key, seats))
@@ -373,7 +532,7 @@ def forget_on(engine: Engine, key: str, seats: Sequence[tuple[int, int]]) -> Non
     Those that have ended, or are parked, have forgotten everything, and nobody is started to be told so.
     """
     if engine.profile.backend != "ray":
-        parts.drop(key)  # one process: nobody else could use what torch's cache holds of the GPU
+        drop(key)  # one process: nobody else could use what torch's cache holds of the GPU
         return
     crew = engine.driver.scheduler.crew
     for worker_id, place in seats:
@@ -381,7 +540,7 @@ def forget_on(engine: Engine, key: str, seats: Sequence[tuple[int, int]]) -> Non
         if engine.is_over or worker is None or worker.state is WorkerState.PARKED:
             continue
         with contextlib.suppress(RaypoolError):  # the pool has ended meanwhile, and its workers with it
-            future = submit_call(engine, parts.forget, (key,), {}, Options(retries=0, name="freeing a Composite"), Where(place))
+            future = submit_call(engine, forget, (key,), {}, Options(retries=0, name="freeing a Composite"), Where(place))
             again = functools.partial(forget_on, engine, key, [(worker_id, place)])
             future.add_done_callback(functools.partial(_not_cancelled, engine, again))
 

@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from raypool.errors import InvalidValueError
 from raypool.spmd import collectives
-from raypool.spmd.addresses import hold_port
 from raypool.spmd.collectives import Op
-from raypool.spmd.group import Assignment, Group, connect
+from raypool.spmd.group import Assignment, Group, alone_in_torch, connect, hold_port
 from raypool.spmd.wire import check_other, check_rank
-from raypool.spmd.world import alone_in_torch
 
 if TYPE_CHECKING:
     import torch

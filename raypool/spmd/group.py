@@ -7,37 +7,29 @@ process with "threads".
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
+import os
+import secrets
+import socket
 import threading
 import time
+import uuid
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 from raypool.errors import CollectiveError, InvalidValueError, RaypoolError
-from raypool.spmd.addresses import LOOPBACK, interfaces_for
+from raypool.folders import folder_of_process, make_private
 from raypool.spmd.failures import is_disconnect
-from raypool.spmd.lines import Alone, GlooLines, NcclLines, distributed
-from raypool.spmd.rendezvous import Assignment, find_others, in_thread
-from raypool.spmd.values import Packer
-from raypool.spmd.watch import ENDED, Place, Watch
-from raypool.spmd.wire import BEGIN, END, Word, find_disagreement, ordinal
-from raypool.spmd.world import (
-    begun_collectives,
-    close_world,
-    count_names,
-    discard_world,
-    environment,
-    is_registered,
-    let_names_begin_at,
-    make_world,
-    progress,
-    shown,
-)
+from raypool.spmd.transport import FOR_EVER, SLICE_S, Alone, GlooLines, NcclLines, distributed, sever
+from raypool.spmd.watch import ENDED, Place, Watch, begun_collectives, progress
+from raypool.spmd.wire import BEGIN, END, Packer, Word, find_disagreement, ordinal
 from raypool.task import current_task
-from raypool.worker.running import Way, before_thread_ends
+from raypool.worker.running import Way, before_thread_ends, note_here
 
 __all__ = ["Assignment", "AtHand", "Group", "connect", "is_disconnect", "join", "leave"]
 
@@ -439,3 +431,396 @@ def connect(assignment: Assignment, way: Way | None) -> Group:
         weakref.finalize(group, held.pop_all().close)
         group.has_nccl, group.interfaces = found.has_nccl, interfaces_for(found.address)
     return group
+
+
+# --- rendezvous: how the ranks of a new group find each other ---------------------------------------------------------
+#
+# Torch makes groups through a store. Rank 0 opens one: a file that only this user can read if all ranks are on one machine,
+# otherwise a TCP port. The ranks learn its address through the pool's exchange, which requires Ray's token. Strangers can
+# write to a TCP store, so nothing from it is unpickled. Through the exchange the ranks also learn a secret, with which they
+# sign their messages. Calls that wait in native code run in a thread, and only after all ranks have arrived.
+
+
+STORE_TIMEOUT = timedelta(seconds=60)
+"""How long one question to the store may take."""
+
+
+class Assignment(NamedTuple):
+    """Which rank of which group a worker is; plain data, made by the driver.
+
+    `local_rank`, `local_world_size`: on its host. `number`: of the group, unique in the pool; the same again means the group of
+    the call before. `is_one_host`: all ranks are on one machine, and everything listens on the loopback only. `has_process`: the
+    rank has a process of its own, whose environment and default group may be set. `key`: that the rank's value is kept under.
+    `stays_warm`: the worker keeps the group for the next call. `mismatch_timeout_s`: of the call's `Options`.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    number: int
+    is_one_host: bool
+    has_process: bool
+    key: str
+    stays_warm: bool = True
+    mismatch_timeout_s: float | None = None
+
+
+class Invitation(NamedTuple):
+    """What rank 0 tells the others.
+
+    `store`: its address or file, or the store itself if ranks are threads. `master`: an address, and a port held for torch.
+    `secret`: the ranks sign their messages with it.
+    """
+
+    store: Any
+    master: tuple[str, int]
+    secret: bytes
+
+
+class Found(NamedTuple):
+    """The store of a new group, the address of this rank, and what rank 0 has told."""
+
+    store: Any
+    address: str
+    invitation: Invitation
+    has_nccl: bool
+
+
+def find_others(assignment: Assignment, way: Way, held: ExitStack) -> Found:
+    """Find the other ranks, and wait until all are there. Can be interrupted. `held` keeps the port that torch may listen at."""
+    store, address, invitation, port = None, "", None, 0
+    if assignment.rank == 0:
+        store, place, address = _open_store(assignment)
+        if assignment.has_process:
+            holder, port = hold_port(address)
+            held.enter_context(holder)
+        invitation = Invitation(place, (address, port), secrets.token_bytes(32))
+    said = _gpu_uuid(assignment), None if invitation is None else tuple(invitation)  # plain data for the exchange
+    met = way.ask("meet", assignment.number, assignment.rank, assignment.world_size, said)
+    if invitation is None:
+        invitation = Invitation(*met[0][1])
+        store, address = _join_store(assignment, invitation.store)
+    uuids = [gpu_uuid for gpu_uuid, _ in met]
+    has_nccl = None not in uuids and len(set(uuids)) == len(uuids)  # NCCL wants a GPU of its own for each rank
+    return Found(store, address, invitation, has_nccl)
+
+
+def _gpu_uuid(assignment: Assignment) -> str | None:
+    import torch
+
+    if not assignment.has_process or current_task().device.type != "cuda":
+        return None
+    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+
+
+def _open_store(assignment: Assignment) -> tuple[Any, Any, str]:
+    """Return a new store, its place for the other ranks, and the address of this rank."""
+    dist = distributed()
+    if not assignment.has_process:
+        store = dist.HashStore()
+        return store, store, LOOPBACK
+    if assignment.is_one_host:
+        file = _new_file()
+        return _store_in(file), file, LOOPBACK
+    address = own_address(is_one_host=False)
+    listener = listen(address)
+    port = listener.getsockname()[1]
+    store = dist.TCPStore(address, port, None, True, STORE_TIMEOUT, wait_for_workers=False, master_listen_fd=listener.detach())
+    return store, (address, port), address
+
+
+def _join_store(assignment: Assignment, place: Any) -> tuple[Any, str]:
+    """Return the store that rank 0 has opened, and the address of this rank."""
+    if not assignment.has_process:
+        return place, LOOPBACK
+    if assignment.is_one_host:
+        return _store_in(place), LOOPBACK
+    host, port = place
+    knock((host, port))
+    store = in_thread(lambda: distributed().TCPStore(host, port, None, False, STORE_TIMEOUT, wait_for_workers=False))
+    return store, own_address(is_one_host=False, towards=(host, port))
+
+
+def _new_file() -> str:
+    """Return the name of a file that is removed with the pool. Removed earlier, it would hang native code that uses the store."""
+    note = note_here()
+    folder = folder_of_process() if note is None or note.folders is None else note.folders.temporary()
+    return str(make_private(folder / "groups") / uuid.uuid4().hex)
+
+
+def _store_in(file: str) -> Any:
+    store = distributed().FileStore(file)
+    store.set_timeout(STORE_TIMEOUT)
+    return store
+
+
+def in_thread(make: Callable[[], Any], discard: Callable[[Any], object] = bool) -> Any:
+    """Call something that waits in native code, in a way that can be interrupted: a rank may die just then.
+
+    What it makes when nobody waits for it any more is given to `discard`.
+    """
+    done, lock = threading.Event(), threading.Lock()
+    made: list[Any] = []
+    problems: list[BaseException] = []
+    is_wanted = True
+
+    def run() -> None:
+        try:
+            result = make()
+            with lock:
+                made.append(result)
+                is_late = not is_wanted
+            if is_late:
+                discard(result)
+        except BaseException as problem:
+            problems.append(problem)
+        finally:
+            done.set()
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        while not done.wait(SLICE_S):
+            pass
+    except BaseException:
+        with lock:
+            is_wanted = False
+            is_made = bool(made)
+        if is_made:
+            discard(made[0])
+        raise
+    if problems:
+        raise problems[0]
+    return made.pop()
+
+
+# --- addresses: where the other ranks reach this one ------------------------------------------------------------------
+
+
+LOOPBACK = "127.0.0.1"
+
+FAR_AWAY = ("192.0.2.1", 9)
+"""An address for documentation (RFC 5737). Nothing is sent there; the system just chooses the interface to the outside."""
+
+CONNECT_TIMEOUT_S = 5.0
+"""How long to wait for the first rank to take a connection [s]."""
+
+
+def own_address(is_one_host: bool, towards: tuple[str, int] | None = None) -> str:
+    """Return the address at which the other ranks reach this one.
+
+    Args:
+        is_one_host: All are on this machine: the loopback will do, and nobody outside can connect.
+        towards: The address of another rank; None if not known yet.
+    """
+    if is_one_host:
+        return LOOPBACK
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(towards or FAR_AWAY)  # UDP: no packet is sent
+        return str(probe.getsockname()[0])
+    return socket.gethostbyname(socket.gethostname())
+
+
+def interface_of(address: str) -> str | None:
+    """Return the name of the network interface that has this address, None if none has."""
+    import psutil
+
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address == address for entry in entries):
+            return name
+    return None
+
+
+def interfaces_for(address: str) -> dict[str, str]:
+    """Return the variables that tell gloo and NCCL which interface to use, except those that the user has set."""
+    name = interface_of(address)
+    if name is None:
+        return {}
+    return {variable: name for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if variable not in os.environ}
+
+
+def listen(address: str) -> socket.socket:
+    """Return a socket that listens at a port which the system has chosen."""
+    listener = socket.socket()
+    listener.bind((address, 0))
+    listener.listen(128)
+    return listener
+
+
+def hold_port(address: str) -> tuple[socket.socket, int]:
+    """Find a free port; return a socket that holds it, and its number.
+
+    Until the socket is closed, the system assigns the port to no other socket. Torch can still listen at it, because both set
+    SO_REUSEADDR and the holder does not listen.
+    """
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind((address, 0))
+    return holder, int(holder.getsockname()[1])
+
+
+def knock(address: tuple[str, int]) -> None:
+    """See that somebody listens there. Torch's own store would try for its whole time limit, and cannot be interrupted.
+
+    Raises:
+        ConnectionError: Nobody does.
+    """
+    try:
+        socket.create_connection(address, timeout=CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        raise ConnectionError(f"Rank 0 cannot be reached at {address[0]}:{address[1]}: {error}.") from error
+
+
+# --- torch's default group, and the environment, while a rank's function runs -----------------------------------------
+#
+# Between calls both are hidden, so that whatever else runs on the worker finds them as it has left them.
+
+
+OWN_NAMES = ("TF_CONFIG",)
+"""Variables that a context sets on request, and that are put back with the others."""
+
+
+def make_world(store: Any, rank: int, world_size: int, has_nccl: bool) -> Any:
+    """Make torch's default group. All ranks have to be known to come: this waits for them in native code."""
+    import torch
+
+    dist = distributed()
+    store.set(f"names/{rank}", str(count_names()))
+    let_names_begin_at(max(int(store.get(f"names/{other}")) for other in range(world_size)))
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if has_nccl else "gloo",
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=FOR_EVER,
+        # With the device NCCL connects all ranks at once. Else it would connect pairs at their first message, each waiting
+        # for the other, and ranks that send in a ring would wait for ever.
+        device_id=torch.device("cuda", torch.cuda.current_device()) if has_nccl else None,
+    )
+    return dist.group.WORLD
+
+
+def swap_default(group: Any) -> Any:
+    """Make a group torch's default one, None for none; return the one before.
+
+    Torch has no public way to hide its default group. The private one is what its own `init_process_group` uses.
+    """
+    from torch.distributed import distributed_c10d
+
+    dist = distributed()
+    before = dist.group.WORLD
+    distributed_c10d._update_default_pg(group)
+    return before
+
+
+def count_names() -> int:
+    """Return how many groups torch has named in this process. The next one has this number for its name."""
+    from torch.distributed import distributed_c10d
+
+    return int(distributed_c10d._world.group_count)
+
+
+def let_names_begin_at(number: int) -> None:
+    """Let torch name groups by numbers from here on, which have to be the same on all ranks: it finds the others by the name.
+
+    They differ where one worker has made a group by itself, or was interrupted while it made one. Torch has no public way.
+    """
+    from torch.distributed import distributed_c10d
+
+    distributed_c10d._world.group_count = number
+
+
+def is_registered(world: Any) -> bool:
+    """Whether torch still knows a group: `destroy_process_group`, called by the user, makes it forget them all.
+
+    Torch has no public way to ask this for a group that is hidden.
+    """
+    from torch.distributed import distributed_c10d
+
+    return world in distributed_c10d._world.pg_map
+
+
+_closing = threading.Lock()
+
+
+def close_world(world: Any) -> None:
+    """Close torch's default group, and all that were made from it: whoever waits in one, here or elsewhere, fails at once.
+
+    References to them may live on, in a model in the frames of a traceback, say: so dropping ours would not be enough.
+    """
+    from torch.distributed import distributed_c10d
+
+    dist = distributed()
+    with _closing:  # a rank that the thread of its watch cuts off closes the same group
+        if not is_registered(world):
+            return
+        swap_default(world)
+        try:
+            for group in list(distributed_c10d._world.pg_map):
+                _sever_gloo(group)
+            if "nccl" in dist.get_backend_config(world):
+                distributed_c10d._abort_process_group()  # destroying waits for what runs on the GPU, which waits for the others
+            else:
+                dist.destroy_process_group()
+        finally:
+            swap_default(None)
+
+
+def _sever_gloo(group: Any) -> None:
+    import torch
+
+    dist = distributed()
+    with contextlib.suppress(RuntimeError):  # it has nothing for CPUs
+        gloo = group._get_backend(torch.device("cpu"))
+        gloo = getattr(gloo, "wrapped_pg", gloo)  # with TORCH_DISTRIBUTED_DEBUG=DETAIL
+        if isinstance(gloo, dist.ProcessGroupGloo):
+            sever(gloo)
+
+
+@contextlib.contextmanager
+def environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables for a while."""
+    before = {name: os.environ.get(name) for name in (*values, *OWN_NAMES)}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+_now_shown: Any = None
+
+
+@contextlib.contextmanager
+def shown(world: Any) -> Iterator[None]:
+    """Make a group torch's default one for a while, None for none."""
+    global _now_shown
+    before, outer = swap_default(world), _now_shown
+    _now_shown = world
+    try:
+        yield
+    finally:
+        swap_default(before)
+        _now_shown = outer
+
+
+def discard_world(world: Any) -> None:
+    """Hide a group that has come when nobody waited for it any more: torch has made it the default one by itself."""
+    if distributed().group.WORLD is world:
+        swap_default(_now_shown)
+    _sever_gloo(world)
+
+
+def alone_in_torch() -> Any:
+    """Return a group with this process only: torch's default one, which is made if there is none."""
+    dist = distributed()
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        return dist.group.WORLD
+    if dist.get_world_size() == 1:
+        return dist.group.WORLD
+    return dist.new_group([dist.get_rank()], use_local_synchronization=True)

@@ -10,7 +10,7 @@ from typing import Any
 from raypool.channel.store import way_finder_here
 from raypool.engine.coroutines import finished
 from raypool.errors import RankInterrupted, TaskCancelled
-from raypool.spmd import parts
+from raypool.spmd import composite
 from raypool.spmd.context import SpmdContext
 from raypool.spmd.failures import is_disconnect
 from raypool.spmd.group import Assignment, AtHand, Group, join, leave, leave_other
@@ -70,10 +70,10 @@ class RankFunction:
 
     def answer(self, assignment: Assignment, value: Any) -> Any:
         """Return what travels back of what the function has returned: a description, the value stays."""
-        return parts.keep(assignment.key, assignment.rank, value)
+        return composite.keep(assignment.key, assignment.rank, value)
 
     def _arrived(self, arg: Any, rank: int) -> Any:
-        return parts.find(arg.key, rank) if isinstance(arg, parts.PartOf) else arg
+        return composite.find(arg.key, rank) if isinstance(arg, composite.PartOf) else arg
 
 
 def _shield() -> None:

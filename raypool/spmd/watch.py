@@ -1,6 +1,6 @@
 """Finds ranks that wait for each other and can never meet: one has ended, another is in a collective of torch's, say.
 
-Torch's groups have no time limit of their own here (see `lines.FOR_EVER`), and a rank that is merely slow may take any time. So
+Torch's groups have no time limit here (see `transport.FOR_EVER`), and a rank that is merely slow may take any time. So
 no rank is late by itself. What counts is that two ranks wait in different places, each for the other. Each rank has a thread that
 looks where it is, and writes that into the group's store when it is stuck. The thread of rank 0 reads what all have written.
 """
@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from raypool.spmd.wire import list_ranks, ordinal
-from raypool.spmd.world import Begun
 from raypool.worker.running import link
 
 logger = logging.getLogger("raypool")
@@ -218,3 +217,59 @@ def _warn(text: str) -> None:
         logger.warning("%s", text)
     else:
         way.send("warning", None, text)
+
+
+# --- what torch has begun ---------------------------------------------------------------------------------------------
+
+
+class Begun(NamedTuple):
+    """What a rank has begun in one of torch's groups: the number of the newest collective, and what is under way.
+
+    `ranks`: all ranks of the group. `pending`: the number of the oldest collective that is not done, 0 if all are. `operation`:
+    its name. `since`: when it began (Unix time [s]).
+    """
+
+    ranks: tuple[int, ...]
+    newest: int
+    pending: int = 0
+    operation: str = ""
+    since: float = 0.0
+
+
+def begun_collectives(since: float) -> dict[str, Begun]:
+    """Return what this process has begun in each of torch's groups since then (Unix time [s]), by backend and group name."""
+    from torch.distributed import distributed_c10d
+
+    world = distributed_c10d._world
+    ranks = {name: tuple(sorted(world.pg_group_ranks.get(group, ()))) for group, name in list(world.pg_names.items())}
+    found: dict[str, Begun] = {}
+    for dump in _flight_records(is_whole=True):
+        for entry in json.loads(dump).get("entries", ()):
+            name, at, number = entry["process_group"][0], entry["time_created_ns"] / 1e9, entry["collective_seq_id"]
+            if entry["is_p2p"] or at < since or name not in ranks:
+                continue
+            backend, _, operation = entry["profiling_name"].partition(":")
+            key = f"{backend} {name}"
+            begun = found.get(key, Begun(ranks[name], 0))._replace(newest=number)
+            if not begun.pending and not entry["retired"]:
+                begun = begun._replace(pending=number, operation=operation, since=at)
+            found[key] = begun
+    return found
+
+
+def progress() -> str:
+    """Return a text that changes when this process begins or ends a collective, in any group; "" if torch keeps no record."""
+    return "".join(str(json.loads(dump).get("pg_status") or "") for dump in _flight_records(is_whole=False))
+
+
+def _flight_records(is_whole: bool) -> Iterator[bytes]:
+    """Yield what torch's flight recorders have: of gloo, of NCCL.
+
+    Torch 2.13 writes each collective into a ring of some 2,000 entries. It has no public way to read that in the process itself.
+    """
+    from torch._C import _distributed_c10d as c10d
+
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        dump = getattr(c10d, name, None)
+        if dump is not None:
+            yield dump(includeCollectives=is_whole, onlyActive=False)

@@ -66,8 +66,8 @@ from raypool.errors import (
 from raypool.futures import Future
 from raypool.labels import for_ray
 from raypool.options import Options
-from raypool.spmd.blame import RankFailure, spmd_error
-from raypool.spmd.run import SpmdFuture, SpmdWork, submit_gang
+from raypool.spmd.call import SpmdFuture, SpmdWork, submit_gang
+from raypool.spmd.failures import RankFailure, spmd_error
 from raypool.train.checkpoints import latest, ranked
 from raypool.train.managed_ranks import TASK, ControllerHooks, Mailbox, ManagedLoop
 from raypool.train.plan import Plan, RankEnd

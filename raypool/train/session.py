@@ -33,9 +33,9 @@ from ray.train.v2.api.reported_checkpoint import ReportedCheckpoint, ReportedChe
 from raypool.engine.ray_nodes import look
 from raypool.errors import InvalidTypeError, InvalidValueError
 from raypool.spmd import collectives
+from raypool.spmd.collectives import all_values, meet
 from raypool.spmd.context import SpmdContext
-from raypool.spmd.messages import all_values, meet
-from raypool.spmd.world import environment
+from raypool.spmd.group import environment
 from raypool.train.checkpoints import check_name, list_kept, remove_partials
 from raypool.train.keeping import Delivery, Keeper
 from raypool.train.metrics import checked, how_they_differ

@@ -9,9 +9,9 @@ from raypool.channel.records import SliceResult, WorkerInfo
 from raypool.engine.engine import Engine
 from raypool.futures import Deferred, Future
 from raypool.options import Options
+from raypool.spmd.call import SpmdWork, submit_gang
 from raypool.spmd.group import Assignment
 from raypool.spmd.rank import RankFunction
-from raypool.spmd.run import SpmdWork, submit_gang
 from raypool.train.plan import Plan, RankEnd
 
 

@@ -18,7 +18,7 @@ from hypothesis.extra import numpy as npst
 from raypool.channel.exchange import LocalExchange
 from raypool.errors import CollectiveError, InvalidTypeError, InvalidValueError, SerializationError
 from raypool.spmd import group as group_module
-from raypool.spmd import values
+from raypool.spmd import wire
 from raypool.spmd.context import SpmdContext
 from raypool.spmd.group import Assignment, is_disconnect, join, leave
 
@@ -76,11 +76,11 @@ def crew_of() -> Iterator[Callable[[int], Crew]]:
         exchange.close()
 
 
-@pytest.fixture(scope="module", params=[values.MAX_INLINE_BYTES, 0], ids=["in words", "apart"])
+@pytest.fixture(scope="module", params=[wire.MAX_INLINE_BYTES, 0], ids=["in words", "apart"])
 def limit(request: pytest.FixtureRequest) -> Iterator[None]:
     """Let the memory of small values travel in the words, or by itself as that of large ones does."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(values, "MAX_INLINE_BYTES", request.param)
+        patch.setattr(wire, "MAX_INLINE_BYTES", request.param)
         yield
 
 

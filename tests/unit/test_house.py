@@ -15,7 +15,7 @@ CLASSES_NAMED_TWICE = """
 """
 
 FILES_NAMED_TWICE = """
-    files job lines loop memory messages nodes options plan records run sharing training
+    files job loop memory nodes options plan records sharing training
 """
 
 PRIVATE_NAMES_OF_RAY = """

@@ -32,7 +32,7 @@ LAYERS = [
     ["train.conductor"],
     ["train.run", "train.in_use", "train.warm", "train.managed"],
     ["train"],
-    ["spmd.run"],
+    ["spmd.call"],
     ["spmd.composite", "spmd.rank"],
     ["spmd.context"],
     ["spmd"],

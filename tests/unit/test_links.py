@@ -10,7 +10,7 @@ import pytest
 from raypool import InvalidTypeError, Profile
 from raypool.gpus.devices import FAST_LINKS, prefer_fast_links
 from raypool.profile_files import resolve_profile
-from raypool.spmd import addresses
+from raypool.spmd import group
 
 FAST = {FAST_LINKS: "1"}
 
@@ -59,11 +59,11 @@ def test_a_machine_without_infiniband_stays_as_it_is(monkeypatch: pytest.MonkeyP
 def test_the_interface_of_a_group_gives_way_to_one_that_was_named(interfaces: None, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
-    assert addresses.interfaces_for("10.0.0.7") == {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}
+    assert group.interfaces_for("10.0.0.7") == {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "=ib0,ib1")
-    assert addresses.interfaces_for("10.0.0.7") == {"GLOO_SOCKET_IFNAME": "eth0"}
+    assert group.interfaces_for("10.0.0.7") == {"GLOO_SOCKET_IFNAME": "eth0"}
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth1")
-    assert addresses.interfaces_for("10.0.0.7") == {}
+    assert group.interfaces_for("10.0.0.7") == {}
 
 
 def test_the_environment_of_workers() -> None:

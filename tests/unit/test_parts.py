@@ -14,15 +14,15 @@ import pandas as pd
 import pytest
 
 from raypool import CompositeError, RaypoolError
-from raypool.spmd import parts
-from raypool.spmd.parts import Description, Gone, PartOf, describe
+from raypool.spmd import composite
+from raypool.spmd.composite import Description, Gone, PartOf, describe
 
 
 @pytest.fixture
 def key() -> Iterator[str]:
     key = uuid.uuid4().hex
     yield key
-    parts.drop(key)
+    composite.drop(key)
 
 
 class Thing:
@@ -34,39 +34,39 @@ class Thing:
 
 def test_what_is_kept_is_found_as_itself_by_key_and_rank(key: str) -> None:
     here, there = Thing(), Thing()
-    assert parts.keep(key, 0, here) == Description("Thing")
-    parts.keep(key, 1, there)
+    assert composite.keep(key, 0, here) == Description("Thing")
+    composite.keep(key, 1, there)
 
-    assert parts.find(key, 0) is parts.read(key, 0) is here
-    assert parts.find(key, 1) is there
+    assert composite.find(key, 0) is composite.read(key, 0) is here
+    assert composite.find(key, 1) is there
 
 
 def test_a_value_takes_the_place_of_the_one_before(key: str) -> None:
     before = Thing()
     gone = weakref.ref(before)
-    parts.keep(key, 0, before)
+    composite.keep(key, 0, before)
     del before
-    parts.keep(key, 0, [1])
-    assert parts.find(key, 0) == [1]
+    composite.keep(key, 0, [1])
+    assert composite.find(key, 0) == [1]
     assert gone() is None
 
 
 def test_none_is_a_value(key: str) -> None:
-    parts.keep(key, 0, None)
-    assert parts.find(key, 0) is None
-    assert parts.read(key, 0) is None
+    composite.keep(key, 0, None)
+    assert composite.find(key, 0) is None
+    assert composite.read(key, 0) is None
 
 
 def test_what_is_not_here_is_an_error_or_an_answer(key: str) -> None:
     with pytest.raises(CompositeError, match=r"rank 2 .*not on this worker.*spmd") as caught:
-        parts.find(key, 2)
+        composite.find(key, 2)
     assert caught.value.rank == 2
     assert isinstance(caught.value, RaypoolError)
-    assert type(parts.read(key, 2)) is Gone
-    parts.keep(key, 0, 1)
+    assert type(composite.read(key, 2)) is Gone
+    composite.keep(key, 0, 1)
     with pytest.raises(CompositeError):
-        parts.find(key, 1)
-    assert type(parts.read(key, 1)) is Gone
+        composite.find(key, 1)
+    assert type(composite.read(key, 1)) is Gone
 
 
 def test_an_answer_and_a_marker_travel() -> None:
@@ -77,47 +77,47 @@ def test_an_answer_and_a_marker_travel() -> None:
 def test_removing_one_leaves_the_others(key: str) -> None:
     thing = Thing()
     gone = weakref.ref(thing)
-    parts.keep(key, 0, thing)
-    parts.keep(key, 1, 1)
+    composite.keep(key, 0, thing)
+    composite.keep(key, 1, 1)
     del thing
-    parts.remove(key, 0)
+    composite.remove(key, 0)
 
     assert gone() is None
-    assert type(parts.read(key, 0)) is Gone
-    assert parts.find(key, 1) == 1
-    parts.remove(key, 0)
-    parts.remove("no such key", 0)
+    assert type(composite.read(key, 0)) is Gone
+    assert composite.find(key, 1) == 1
+    composite.remove(key, 0)
+    composite.remove("no such key", 0)
 
 
-@pytest.mark.parametrize("forget", [parts.drop, parts.forget])
+@pytest.mark.parametrize("forget", [composite.drop, composite.forget])
 def test_forgetting_takes_all_ranks_and_no_other_composite(key: str, forget: Any) -> None:
     things = [Thing(), Thing()]
     gone = [weakref.ref(thing) for thing in things]
     for rank, thing in enumerate(things):
-        parts.keep(key, rank, thing)
+        composite.keep(key, rank, thing)
     other = uuid.uuid4().hex
-    parts.keep(other, 0, "other")
+    composite.keep(other, 0, "other")
     del things, thing
     forget(key)
 
     assert [ref() for ref in gone] == [None, None]
-    assert type(parts.read(key, 0)) is type(parts.read(key, 1)) is Gone
-    assert parts.find(other, 0) == "other"
+    assert type(composite.read(key, 0)) is type(composite.read(key, 1)) is Gone
+    assert composite.find(other, 0) == "other"
     forget(other)
     forget(other)
-    assert key not in parts._parts
-    assert other not in parts._parts
+    assert key not in composite._parts
+    assert other not in composite._parts
 
 
 def test_a_part_may_have_a_finalizer_that_drops_another(key: str) -> None:
     other = uuid.uuid4().hex
     thing = Thing()
-    weakref.finalize(thing, parts.drop, other)
-    parts.keep(key, 0, thing)
-    parts.keep(other, 0, 1)
+    weakref.finalize(thing, composite.drop, other)
+    composite.keep(key, 0, thing)
+    composite.keep(other, 0, 1)
     del thing
-    parts.keep(key, 0, 2)
-    assert type(parts.read(other, 0)) is Gone
+    composite.keep(key, 0, 2)
+    assert type(composite.read(other, 0)) is Gone
 
 
 # --- describing -------------------------------------------------------------------------------------------------------
@@ -235,8 +235,8 @@ class AnswersAll:
 @pytest.mark.parametrize("kind", [RaisingShape, OddShape, ShapeOfThings, RaisingDtype, RaisingLen, RaisingAll, AnswersAll])
 def test_of_one_that_refuses_only_the_type_is_said(key: str, kind: Any) -> None:
     value = kind()
-    assert parts.keep(key, 0, value) == Description(kind.__name__)
-    assert parts.read(key, 0) is value
+    assert composite.keep(key, 0, value) == Description(kind.__name__)
+    assert composite.read(key, 0) is value
 
 
 def test_a_description_is_one_short_line() -> None:
@@ -244,7 +244,7 @@ def test_a_description_is_one_short_line() -> None:
     text = describe(table).text
     assert text.startswith("ndarray (2,) [(")
     assert text.endswith("...")
-    assert len(text) <= parts.MAX_TEXT
+    assert len(text) <= composite.MAX_TEXT
     assert "\n" not in text
 
 

@@ -6,9 +6,8 @@ import pytest
 
 from raypool.channel.records import WorkerInfo
 from raypool.errors import CollectiveError, LossReason, RankInterrupted, SpmdError, TaskTimeoutError, WorkerLostError
-from raypool.spmd.blame import RankFailure, spmd_error
-from raypool.spmd.failures import is_disconnect
-from raypool.spmd.roster import Roster
+from raypool.spmd.call import Roster
+from raypool.spmd.failures import RankFailure, is_disconnect, spmd_error
 
 
 def end(rank: int, error: BaseException, at: float = 0.0) -> RankFailure:

@@ -16,7 +16,7 @@ from raypool.engine.runner import Surroundings, run_parts
 from raypool.engine.upkeep import Leftover, Upkeep
 from raypool.gpus.memory import kept
 from raypool.gpus.simulated import SimulatedAllocator, SimulatedGpus
-from raypool.spmd import parts
+from raypool.spmd import composite
 
 MIB = 2**20
 WORKER = WorkerInfo(3, "here", 1, gpus=(0,))
@@ -186,21 +186,21 @@ def test_what_is_kept_on_purpose_does_not_count(upkeep: Upkeep, allocator: Simul
 
 def test_parts_of_composites_stay_and_keep_their_worker(upkeep: Upkeep, allocator: SimulatedAllocator) -> None:
     """They cannot be made again: who holds some is told of, and not replaced; a small plain value is with its holder too."""
-    parts.keep("loss", 0, 0.5)
-    parts.keep("model", 0, allocator.allocate(4000 * MIB))
+    composite.keep("loss", 0, 0.5)
+    composite.keep("model", 0, allocator.allocate(4000 * MIB))
     assert upkeep.settle("spmd") is None
     left = allocator.allocate(4000 * MIB)
     leftover = upkeep.settle("train")
     assert leftover is not None
     assert not leftover.is_spent
     assert "stays, for parts of Composites are there" in leftover.words
-    parts.drop("model")
+    composite.drop("model")
     assert upkeep.settle("train") is None, "as far as anybody can tell, it was what is left over that has gone"
     left = [left, allocator.allocate(4000 * MIB)]
     leftover = upkeep.settle("train")
     assert leftover is not None
     assert leftover.is_spent
-    parts.drop("loss")
+    composite.drop("loss")
     del left
 
 

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from raypool.spmd import watch as watch_module
-from raypool.spmd.watch import ENDED, Place, Watch
-from raypool.spmd.world import Begun
+from raypool.spmd.watch import ENDED, Begun, Place, Watch
 
 WORLD = (0, 1, 2)
 

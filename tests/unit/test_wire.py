@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raypool import CollectiveError
-from raypool.spmd.values import Packer
-from raypool.spmd.wire import BEGIN, END, SIGNATURE_BYTES, SLOT_BYTES, Word, find_disagreement, ordinal, signed
+from raypool.spmd.wire import BEGIN, END, SIGNATURE_BYTES, SLOT_BYTES, Packer, Word, find_disagreement, ordinal, signed
 
 SECRET = b"of this group"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
 import uuid
@@ -11,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import InvalidStateError
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from raypool.channel.records import NOBODY, Function, Part, SliceResult, WorkerInfo
 from raypool.core.model import Slice, TaskSpec, TaskState
@@ -23,14 +24,55 @@ from raypool.engine.work import Pack, described
 from raypool.errors import InvalidValueError, ResourceError, TaskError, TaskTimeoutError
 from raypool.futures import Future
 from raypool.options import Options, worker_numbers
-from raypool.spmd.blame import RankFailure, spmd_error
 from raypool.spmd.composite import Composite, Entry, check_located, forget_on, marked
+from raypool.spmd.failures import RankFailure, spmd_error
 from raypool.spmd.group import Assignment
 from raypool.spmd.rank import RankFunction
-from raypool.spmd.roster import Roster
 
 if TYPE_CHECKING:
     import pandas as pd
+
+
+# --- warm groups ------------------------------------------------------------------------------------------------------
+
+
+class Roll(NamedTuple):
+    """A group: its number, and the ids of its workers by rank."""
+
+    number: int
+    worker_ids: tuple[int, ...]
+
+
+class Roster:
+    """The groups of a pool. A worker is in one at a time; a group is of use as long as all its workers have been in no other.
+
+    Example:
+        >>> roster = Roster()
+        >>> first = roster.number_for([7, 8])
+        >>> roster.number_for([7, 8]) == first
+        True
+        >>> roster.number_for([7]) == first, roster.number_for([7, 8]) == first
+        (False, False)
+    """
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+        self._rolls: dict[int, Roll] = {}  # by worker id: the group that it was in last
+
+    def number_for(self, worker_ids: Sequence[int]) -> int:
+        """Return the number of the group that has these ranks, or the next number if there is none."""
+        wanted = tuple(worker_ids)
+        rolls = {self._rolls.get(worker_id) for worker_id in wanted}
+        roll = rolls.pop()
+        if rolls or roll is None or roll.worker_ids != wanted:
+            roll = Roll(next(self._numbers), wanted)
+            self._rolls.update(dict.fromkeys(wanted, roll))
+        return roll.number
+
+    def forget(self, worker_ids: Sequence[int]) -> None:
+        """Note that the group of these workers is of no use any more."""
+        for worker_id in worker_ids:
+            self._rolls.pop(worker_id, None)
 
 
 class SpmdFuture(Future[Any]):

@@ -20,6 +20,7 @@ from raypool.spmd.wire import SLOT_BYTES
 if TYPE_CHECKING:
     import torch
 
+
 SLICE_S = 0.05
 """How long a wait lasts before it looks round [s]: Python code, and so a cancellation, gets its turn this often."""
 
