@@ -55,8 +55,7 @@ if typing.TYPE_CHECKING:
     from raypool.task import CurrentTask, MetricBuffer, current_task, load_checkpoint, report, save_checkpoint
     from raypool.tls import Tls
     from raypool.train.options import TrainingOptions
-    from raypool.train.run import TrainingRun
-    from raypool.train.runs import RunOptions, TrainingResult
+    from raypool.train.runs import RunOptions, TrainingResult, TrainingRun
     from raypool.train.scaling import ScalingReport, scaling_report
     from raypool.view import PoolView
     from raypool.waiting import after_all, after_each, fetch_next, fetch_outputs, wait
@@ -178,7 +177,7 @@ _HOMES = {
     "TrainingError": "raypool.errors",
     "TrainingOptions": "raypool.train.options",
     "TrainingResult": "raypool.train.runs",
-    "TrainingRun": "raypool.train.run",
+    "TrainingRun": "raypool.train.runs",
     "ValueStore": "raypool.channel.store",
     "WorkerInfo": "raypool.channel.records",
     "WorkerLostError": "raypool.errors",

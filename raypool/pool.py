@@ -23,7 +23,7 @@ from raypool.worker.running import in_task
 
 if TYPE_CHECKING:
     from raypool.train.options import TrainingOptions
-    from raypool.train.run import TrainingRun
+    from raypool.train.runs import TrainingRun
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from raypool.mapping import MapResults, checked_buffersize, unless_interrupted
 from raypool.options import Options, check_callable
 from raypool.parfor import LoopVerbs
 from raypool.task import current_task
-from raypool.training import TrainingVerbs
+from raypool.train.verbs import TrainingVerbs
 from raypool.worker.running import in_task
 
 if TYPE_CHECKING:

@@ -86,7 +86,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def runs_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Keep trainings that are given no folder out of the home of whoever runs the tests."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("raypool.train.run.RUNS", str(tmp_path_factory.mktemp("raypool_runs")))
+        patch.setattr("raypool.train.runs.RUNS", str(tmp_path_factory.mktemp("raypool_runs")))
         yield
 
 

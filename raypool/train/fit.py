@@ -19,14 +19,10 @@ from torch import nn
 from raypool.channel.records import WorkerInfo
 from raypool.errors import InvalidTypeError, InvalidValueError, ResourceError
 from raypool.train.data import Samples, is_shuffled, loader_of, take_samples
-from raypool.train.job import FitJob
-from raypool.train.learner import check_module
-from raypool.train.loop import LOST, fit
+from raypool.train.fit_loop import LOST, FitJob, check_module, fit, own_random_state
 from raypool.train.options import TrainingOptions
-from raypool.train.ranks import own_random_state
 from raypool.train.runs import TrainingResult
-from raypool.train.schedule import Course, default_warmup
-from raypool.train.shares import Division, divide, split_batch
+from raypool.train.shares import Course, Division, default_warmup, divide, split_batch
 
 logger = logging.getLogger("raypool")
 

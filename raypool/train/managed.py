@@ -68,9 +68,8 @@ from raypool.labels import for_ray
 from raypool.options import Options
 from raypool.spmd.call import SpmdFuture, SpmdWork, submit_gang
 from raypool.spmd.failures import RankFailure, spmd_error
-from raypool.train.checkpoints import latest, ranked
+from raypool.train.checkpoints import Plan, RankEnd, latest, ranked
 from raypool.train.managed_ranks import TASK, ControllerHooks, Mailbox, ManagedLoop
-from raypool.train.plan import Plan, RankEnd
 from raypool.train.runs import RunOptions, TrainingResult
 
 ABORT_S = 3.0

@@ -34,9 +34,8 @@ from raypool.engine.packing import Packed, snapshot, unpack
 from raypool.errors import CollectiveError
 from raypool.spmd.failures import is_disconnect
 from raypool.spmd.wire import ordinal
-from raypool.train.checkpoints import forget_deleted, next_index, note_down
-from raypool.train.metrics import checked
-from raypool.train.plan import Plan
+from raypool.train.checkpoints import Plan, forget_deleted, next_index, note_down
+from raypool.train.session import checked
 from raypool.worker.running import Running, let_notes_travel, mark_worker_process, note_in_process, running
 
 TASK = 0

@@ -1,20 +1,29 @@
-"""How a training is kept, and what it gives."""
+"""Trainings: how they are kept, what they give, and the handle of one in progress."""
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+import threading
+import time
+import weakref
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from raypool.channel.feed import Feed
 from raypool.counts import optional_count
-from raypool.errors import InvalidTypeError, InvalidValueError
+from raypool.errors import InvalidTypeError, InvalidValueError, JournalError
+from raypool.futures import Future
+from raypool.journal.lock import RunLock
 
 if TYPE_CHECKING:
     import pandas as pd
     import torch
     from ray.train import Checkpoint
+
 
 MODES = ("min", "max")
 
@@ -127,3 +136,189 @@ class TrainingResult:
     path: Path | None = None
     model: torch.nn.Module | None = field(default=None, repr=False)
     ended_by: str | None = None
+
+
+# --- a training in progress: what whoever waits for it holds, and its attempts ----------------------------------------
+
+
+RUNS = "raypool_runs"
+"""Below the user's home: the folders of runs that are given none."""
+
+
+class TrainingRun(Future[TrainingResult]):
+    """The handle of a training: a future of its `TrainingResult`, for `cancel`, `request_stop`, `metrics` and `diary` meanwhile.
+
+    After `request_stop` the loop finds `current_task().should_stop` true: on all ranks from the same `ray.train.report` on.
+
+    Attributes:
+        path: The folder of the run; it is made with the first checkpoint.
+        recipe: Of a training by `pool.fit`: what `scaling_report` needs; else None.
+    """
+
+    def __init__(self, name: str, path: Path) -> None:
+        self._tries: list[Future[Any]] = []
+        super().__init__(name, on_ask=_pass_on)
+        self.path = path
+        self.recipe: Any = None
+        self._adopting = threading.Lock()
+        self.catch_up = self._joined
+
+    def running(self) -> bool:
+        """Whether an attempt runs, or has run, and the training has not ended."""
+        return not self.done() and any(each.running() or each.done() for each in self._tries)
+
+    @property
+    def started_at(self) -> datetime | None:
+        """When its first attempt began, None before."""
+        return self._tries[0].started_at if self._tries else None
+
+    @started_at.setter
+    def started_at(self, value: datetime | None) -> None:
+        """Take nothing: its attempts know."""
+
+    @property
+    def attempts(self) -> int:
+        """How often it was started, by the pool or by Ray Train's controller."""
+        return sum(max(1, each.attempts) for each in self._tries)
+
+    @attempts.setter
+    def attempts(self, value: int) -> None:
+        """Take nothing: its attempts know."""
+
+    @property
+    def metrics(self) -> pd.DataFrame:
+        """What was reported so far, all of it once the training has ended.
+
+        A row for each report, by rank, then in order: `time` (UTC), `rank`, `attempt`, then the metrics in the order in which
+        they first appear. What is reported by `ray.train.report` is in it once, as rank 0 says it; what is reported by
+        `raypool.report`, as each rank says it. A metric that is called like one of those is in "reported_NAME".
+        """
+        return self._joined().metrics("rank")
+
+    def __repr__(self) -> str:
+        return f"<TrainingRun {self.name!r}: {self.state}>"
+
+    def adopt(self, attempt: Future[Any]) -> None:
+        """Take up an attempt: what was, and is, asked of the training is asked of it. For the pool."""
+        attempt.whole = self
+        with self._adopting:
+            self._tries.append(attempt)
+        _pass_on(self)
+
+    @property
+    def tries(self) -> Sequence[Future[Any]]:
+        """The attempts so far, the last of which may still go on. For the pool."""
+        with self._adopting:
+            return tuple(self._tries)
+
+    def _joined(self) -> Feed:
+        feed = Feed()
+        for each in self.tries:
+            feed.add_all_of(each._caught_up())
+        return feed
+
+
+def _pass_on(run: Future[Any]) -> None:
+    """Ask the attempt at hand what was asked of the training."""
+    assert isinstance(run, TrainingRun)
+    for attempt in run.tries[-1:]:
+        if run.cancelled():
+            attempt.cancel()
+        elif run.stop_requested:
+            attempt.request_stop()
+    if run.cancelled():
+        run.notify_cancelled()
+
+
+def run_folder(kept: RunOptions, name: str) -> Path:
+    """Return the folder of a run, which need not be there; a new one if none is named."""
+    if kept.run_dir is not None:
+        return Path(kept.run_dir)
+    readable = "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in name)[:40].strip("-")
+    stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{time.monotonic_ns() % 16**6:06x}"
+    return Path.home() / RUNS / f"{readable}-{stamp}"
+
+
+# --- folders of trainings in progress: each has its own to itself -----------------------------------------------------
+
+
+_here: weakref.WeakSet[TrainingRun] = weakref.WeakSet()
+"""The trainings of this process; each has its folder to itself."""
+
+
+class Locked(NamedTuple):
+    """A folder that is kept from other processes: how, for which training, and whether it was made for that."""
+
+    lock: RunLock
+    run: TrainingRun
+    is_new: bool
+
+
+_locked: dict[Path, Locked] = {}
+"""The folders that were named for them."""
+
+_starting = threading.Lock()
+
+LOCK = ".training.lock"
+
+
+def take_folder(run: TrainingRun, is_named: bool) -> None:
+    """Note that a folder is in use; a new one, with a name of its own, nobody else knows.
+
+    Raises:
+        InvalidValueError: It is already, here or in another process.
+    """
+    folder = run.path.resolve()
+    with _starting:
+        other = next((each for each in _here if not each.done() and each.path.resolve() == folder), None)
+        if other is not None:
+            raise InvalidValueError(
+                f"run_dir={run.path} is in use by the training {other.name!r}, which is {other.state}. Name another folder, or "
+                "wait for its end."
+            )
+        if is_named:
+            _lock(folder, run)
+        _here.add(run)
+    run.add_done_callback(lambda _: leave_folder(run, folder))
+
+
+def _lock(folder: Path, run: TrainingRun) -> None:
+    """Keep other processes out of a folder. One that cannot be written is left as it is: the first checkpoint will say so.
+
+    Raises:
+        InvalidValueError: Another process has it.
+    """
+    if folder in _locked:  # of a training that has just ended
+        _locked[folder] = _locked[folder]._replace(run=run)
+        return
+    is_new = not folder.exists()
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = RunLock(folder, LOCK)
+        while not (folder / LOCK).exists():  # whoever had it has removed it in this instant
+            lock.release()
+            lock = RunLock(folder, LOCK)
+        _locked[folder] = Locked(lock, run, is_new)
+    except OSError:
+        return
+    except JournalError as error:
+        if not isinstance(error.__cause__, OSError):
+            raise InvalidValueError(f"run_dir={error}") from None
+
+
+def leave_folder(run: TrainingRun, folder: Path) -> None:
+    """Let others have a folder; one that was made for a training which has kept nothing goes."""
+    with _starting:
+        _here.discard(run)
+        if folder in _locked and _locked[folder].run is run:
+            lock, _, is_new = _locked.pop(folder)
+            with contextlib.suppress(OSError):
+                (folder / LOCK).unlink()
+                if is_new and not has_kept(folder):
+                    folder.rmdir()
+            lock.release()
+
+
+def has_kept(folder: Path) -> bool:
+    """Whether there is anything in the folder of a run."""
+    return folder.is_dir() and any(path.name != LOCK for path in folder.iterdir())

@@ -11,9 +11,9 @@ from raypool.counts import checked_count
 from raypool.engine.engine import Engine
 from raypool.errors import InvalidTypeError, InvalidValueError
 from raypool.options import Options
-from raypool.train.measure import Measure
-from raypool.train.plan import Plan, RankEnd
-from raypool.train.run import TrainingRun
+from raypool.train.checkpoints import Plan, RankEnd
+from raypool.train.fit_loop import Measure
+from raypool.train.runs import TrainingRun
 from raypool.train.warm import WarmLane
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ def scaling_report(run: TrainingRun, *, num_steps: int = 20, num_warm_up: int = 
 
 def _steps(recipe: Recipe, size: int, measure: Measure) -> list[list[float]]:
     """Return what each step took on each rank [s]."""
-    from raypool.train.loop import measure_loop
+    from raypool.train.fit_loop import measure_loop
 
     places = recipe.places if recipe.places is None else recipe.places[:size]
     lane = WarmLane(recipe.engine, measure_loop, {"config": recipe.config, "measure": measure})

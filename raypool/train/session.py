@@ -10,10 +10,11 @@ import functools
 import logging
 import math
 import os
+import pickle
 import platform
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,9 +23,6 @@ import pyarrow.fs
 import ray
 from ray.train import Checkpoint, CheckpointUploadMode, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
-
-# Private: what all functions of ray.train ask in the end. Ray has no public way to say what they are to do in a process of one's
-# own; its local mode, and its own trainers, set the same. tests/integration/test_train_warm.py fails if a name is gone.
 from ray.train.v2._internal.execution.storage import StorageContext
 from ray.train.v2._internal.execution.train_fn_utils import LocalTrainFnUtils, get_train_fn_utils, set_train_fn_utils
 from ray.train.v2.api.context import LocalTrainContext
@@ -36,10 +34,8 @@ from raypool.spmd import collectives
 from raypool.spmd.collectives import all_values, meet
 from raypool.spmd.context import SpmdContext
 from raypool.spmd.group import environment
-from raypool.train.checkpoints import check_name, list_kept, remove_partials
-from raypool.train.keeping import Delivery, Keeper
-from raypool.train.metrics import checked, how_they_differ
-from raypool.train.plan import Plan, RankEnd
+from raypool.task import NUMBERS, checked_metric
+from raypool.train.checkpoints import Delivery, Keeper, Plan, RankEnd, check_name, list_kept, remove_partials
 from raypool.worker.running import Running, note_here, running
 
 __all__ = ["Plan", "RankEnd", "run_loop"]
@@ -395,3 +391,70 @@ class Session(LocalTrainFnUtils):  # type: ignore[misc]
     def broadcast_from_rank_zero(self, data: Any) -> Any:
         """Return what rank 0 has passed."""
         return collectives.broadcast(self._spmd._group, data if self._spmd.rank == 0 else None, 0)
+
+
+# --- what ranks report: values that can travel, and whether all report the same ---------------------------------------
+
+
+MAX_NAMES = 8
+"""An error has so many names of metrics at most."""
+
+
+def checked(metrics: Any) -> dict[str, Any]:
+    """Return metrics as they can travel, and as they are now.
+
+    Raises:
+        InvalidTypeError: They are no dict of names, or one is a tensor, or cannot be pickled.
+    """
+    if not isinstance(metrics, Mapping) or not all(isinstance(name, str) for name in metrics):
+        raise InvalidTypeError(
+            f"report(metrics={metrics!r}) got a {type(metrics).__name__}. Metrics are a dict from names to values, "
+            '{"loss": 0.5} for one.'
+        )
+    if NUMBERS.issuperset(map(type, metrics.values())):
+        return dict(metrics)
+    return {name: _checked_value(name, value) for name, value in metrics.items()}
+
+
+def _checked_value(name: str, value: Any) -> Any:
+    try:
+        return checked_metric(name, value)
+    except (InvalidTypeError, InvalidValueError):
+        if _has_tensor(value):
+            raise
+    try:
+        return pickle.loads(pickle.dumps(value))
+    except Exception as error:
+        raise InvalidTypeError(
+            f"report({name}=...) got a {type(value).__name__}, which cannot be pickled ({error}). Report numbers, texts, or what "
+            "is made of them."
+        ) from error
+
+
+def _has_tensor(value: Any) -> bool:
+    import torch
+
+    if isinstance(value, Mapping):
+        return any(map(_has_tensor, value.values()))
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return any(map(_has_tensor, value))
+    return isinstance(value, torch.Tensor)
+
+
+def how_they_differ(names: Sequence[tuple[str, ...]]) -> str:
+    """Return which rank is the first to report other metrics than rank 0, and which; nothing if none does."""
+    first = set(names[0])
+    for rank, own in enumerate(names):
+        if set(own) == first or (rank and not own):
+            continue
+        missing, other = _listed(first.difference(own)), _listed(set(own) - first)
+        facts = [f"{missing} is missing"] * bool(missing) + [f"{other} is not among those of rank 0"] * bool(other)
+        return f"Rank {rank} has reported other metrics than rank 0: {', '.join(facts)}"
+    return ""
+
+
+def _listed(names: set[str]) -> str:
+    shown = [repr(name) for name in sorted(names)]
+    if len(shown) > MAX_NAMES:
+        shown = [*shown[:MAX_NAMES], f"and {len(shown) - MAX_NAMES} more"]
+    return ", ".join(shown)

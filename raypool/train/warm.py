@@ -12,7 +12,7 @@ from raypool.options import Options
 from raypool.spmd.call import SpmdWork, submit_gang
 from raypool.spmd.group import Assignment
 from raypool.spmd.rank import RankFunction
-from raypool.train.plan import Plan, RankEnd
+from raypool.train.checkpoints import Plan, RankEnd
 
 
 class WarmLoop:

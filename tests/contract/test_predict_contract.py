@@ -28,7 +28,7 @@ from raypool import (
     TaskTimeoutError,
     current_task,
 )
-from raypool.train import predictor
+from raypool.train import predict
 
 pytestmark = pytest.mark.semantics
 
@@ -326,12 +326,12 @@ def test_all_workers_take_part_and_order_does_not_depend_on_them(pool: ParallelP
 @pytest.mark.arguments
 def test_the_model_is_on_the_device_of_the_worker(pool: ParallelPool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shown with a device that every machine has; with GPUs in tests/gpu."""
-    monkeypatch.setattr(predictor, "device_here", lambda: torch.device("meta"))
+    monkeypatch.setattr(predict, "device_here", lambda: torch.device("meta"))
     model = nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2))
     devices = pool.predict(model, inputs(20), mini_batch_size=5, output=lambda y: [str(y.device)])
     assert devices == ["meta"] * 4
     assert {value.device.type for value in model.state_dict().values()} == {"cpu"}, "the caller's stays where it is"
-    assert not predictor._on_gpu, "and nothing stays behind"
+    assert not predict._on_gpu, "and nothing stays behind"
 
 
 @pytest.mark.semantics

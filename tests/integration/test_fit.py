@@ -19,8 +19,7 @@ from raypool import ParallelPool, parpool
 from raypool.errors import InvalidValueError, TrainingError
 from raypool.train.data import order_of
 from raypool.train.fit import prepare_fit
-from raypool.train.loop import measure_loop
-from raypool.train.measure import Measure
+from raypool.train.fit_loop import Measure, measure_loop
 from raypool.train.options import TrainingOptions
 from raypool.train.runs import RunOptions
 
@@ -83,7 +82,7 @@ def assert_same_model(ours: nn.Module, theirs: nn.Module, atol: float = 1e-12) -
 
 def train_and_show(config: dict[str, Any]) -> Any:
     """Train as `pool.fit` does; return this rank's own parameters and buffers, and how many samples it took of a mini-batch."""
-    from raypool.train.loop import Training, ranks_here
+    from raypool.train.fit_loop import Training, ranks_here
 
     training = Training(config["fit"], ranks_here(config["fit"]))
     training.run()

@@ -23,7 +23,7 @@ from raypool.channel.records import WorkerInfo
 from raypool.errors import InvalidTypeError, InvalidValueError, ResourceError
 from raypool.train.data import ArraySamples, DatasetSamples, order_of, take_samples
 from raypool.train.fit import FitCall, gradient_bytes, prepare_fit
-from raypool.train.job import FitJob
+from raypool.train.fit_loop import FitJob
 from raypool.train.options import TrainingOptions
 
 MSE = torch.nn.functional.mse_loss

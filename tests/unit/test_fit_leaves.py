@@ -13,7 +13,7 @@ from torch import nn  # noqa: E402
 from torch.nn.functional import mse_loss  # noqa: E402
 
 from raypool import RunOptions, TrainingOptions, parpool  # noqa: E402
-from raypool.train import loop  # noqa: E402
+from raypool.train import fit_loop  # noqa: E402
 from raypool.worker.running import note_here  # noqa: E402
 
 INPUTS = torch.randn(40, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -52,7 +52,7 @@ def fit(folder: Path, *steps: int, **changes: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "LOOK_S", 0.0)
+    monkeypatch.setattr(fit_loop, "LOOK_S", 0.0)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

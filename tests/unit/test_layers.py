@@ -25,12 +25,9 @@ LAYERS = [
     ["pool"],
     ["partition"],
     ["view"],
-    ["training", "parfor"],
+    ["parfor", "train.verbs"],
     ["loop", "mapping"],
     ["views"],
-    ["train.scaling"],
-    ["train.conductor"],
-    ["train.run", "train.in_use", "train.warm", "train.managed"],
     ["train"],
     ["spmd.call"],
     ["spmd.composite", "spmd.rank"],
@@ -86,21 +83,13 @@ RAY_MAY_STAND_IN = {
 
 
 IN_WORKERS = {
-    "train.predict",
-    "train.predictor",
-    "train.samples",
-    "train.session",
-    "train.loop",
     "train.data",
-    "train.batchnorm",
     "train.fit",
-    "train.learner",
-    "train.losses",
-    "train.ranks",
-    "train.snapshot",
-    "train.spread",
+    "train.fit_loop",
     "train.managed",
     "train.managed_ranks",
+    "train.predict",
+    "train.session",
 }
 """They are imported by what needs torch or Ray Train anyway, and by nothing else."""
 

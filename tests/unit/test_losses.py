@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from raypool.train.losses import is_mean_over_samples
+from raypool.train.fit_loop import is_mean_over_samples
 
 OUTPUTS = torch.randn(7, 3, generator=torch.Generator().manual_seed(0))
 CLASSES = torch.tensor([0, 1, 2, 0, 0, 1, 2])

@@ -23,10 +23,9 @@ from raypool.engine.answers import pack_error
 from raypool.errors import LossReason, ResourceError, SpmdError, TrainingError, WorkerLostError
 from raypool.options import Options
 from raypool.train import managed
-from raypool.train.checkpoints import commit, list_kept, open_partial
+from raypool.train.checkpoints import Plan, commit, list_kept, open_partial
 from raypool.train.managed import ManagedAttempt, tell_ray
 from raypool.train.managed_ranks import Mailbox
-from raypool.train.plan import Plan
 
 # --- the mailbox ------------------------------------------------------------------------------------------------------
 

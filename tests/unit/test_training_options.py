@@ -11,7 +11,7 @@ import pytest
 
 from raypool.errors import InvalidTypeError, InvalidValueError
 from raypool.train.options import TrainingOptions
-from raypool.train.schedule import Course, default_warmup
+from raypool.train.shares import Course, default_warmup
 
 WRONG_VALUES: list[tuple[dict[str, Any], str]] = [
     ({"optimizer": "rmsprop"}, "'sgdm', 'adam', 'adamw', or a function"),

@@ -27,10 +27,9 @@ from raypool.errors import (
 )
 from raypool.futures import Future
 from raypool.options import Options
-from raypool.train.conductor import Conductor, Crew, start_run
-from raypool.train.plan import Plan, RankEnd
-from raypool.train.run import TrainingRun, run_folder
-from raypool.train.runs import RunOptions, TrainingResult
+from raypool.train.checkpoints import Plan, RankEnd
+from raypool.train.controller import Conductor, Crew, start_run
+from raypool.train.runs import RunOptions, TrainingResult, TrainingRun, run_folder
 
 WAIT_S = 60.0
 
@@ -327,7 +326,7 @@ def test_a_folder_that_cannot_be_read_is_no_reason_to_wait_for_ever(tmp_path: Pa
     def stale(folder: Path) -> None:
         raise OSError(116, "Stale file handle")
 
-    monkeypatch.setattr("raypool.train.conductor.latest", stale)
+    monkeypatch.setattr("raypool.train.controller.latest", stale)
     lane.attempts[0].set_exception(failed(KeyError("x")))
     with pytest.raises(SpmdError) as caught:
         run.result(WAIT_S)
@@ -351,7 +350,7 @@ HOLDER = """
     import sys, time
     from pathlib import Path
     from raypool.journal.lock import RunLock
-    from raypool.train.in_use import LOCK
+    from raypool.train.runs import LOCK
     lock = RunLock(Path({folder!r}), LOCK)
     print("held", flush=True)
     time.sleep(60)
@@ -408,7 +407,7 @@ def test_running_duration_is_that_of_the_attempts(tmp_path: Path) -> None:
 
 def test_folders_have_readable_names_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr("raypool.train.run.RUNS", "raypool_runs")
+    monkeypatch.setattr("raypool.train.runs.RUNS", "raypool_runs")
     first, second = (run_folder(RunOptions(), "a loop/with <lambda>") for _ in range(2))
     assert first.parent == tmp_path / "raypool_runs"
     assert first.name.startswith("a-loop-with--lambda-")

@@ -16,10 +16,10 @@ from raypool.errors import InvalidTypeError, InvalidValueError
 from raypool.options import Options, check_callable
 
 if TYPE_CHECKING:
-    from raypool.train.conductor import Crew, Finish, Lane
+    from raypool.train.controller import Crew, Finish, Lane
     from raypool.train.options import TrainingOptions
-    from raypool.train.run import TrainingRun
-    from raypool.train.runs import RunOptions
+    from raypool.train.runs import RunOptions, TrainingRun
+
 
 Workers = int | Iterable[int | WorkerInfo] | None
 """How many workers, or which; None for all."""
@@ -288,7 +288,7 @@ class TrainingVerbs:
 
     def _crew(self, workers: Workers, least: int | None) -> tuple[Engine, Crew]:
         """Return where a training runs, and who trains."""
-        from raypool.train.conductor import Crew
+        from raypool.train.controller import Crew
 
         if self._options.fresh_process:
             raise InvalidValueError(
@@ -338,8 +338,8 @@ class TrainingVerbs:
     def _run(
         self, engine: Engine, lane: Lane, crew: Crew, kept: RunOptions, name: str, finish: Finish | None = None
     ) -> TrainingRun:
-        from raypool.train.conductor import Conductor, start_run
-        from raypool.train.run import TrainingRun, run_folder
+        from raypool.train.controller import Conductor, start_run
+        from raypool.train.runs import TrainingRun, run_folder
 
         run = TrainingRun(name, run_folder(kept, name))
         return start_run(run, Conductor(run, lane, crew, self._options, kept, finish), engine)

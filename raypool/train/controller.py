@@ -25,14 +25,12 @@ from raypool.errors import (
 )
 from raypool.futures import Future
 from raypool.options import Options
-from raypool.train.checkpoints import Kept, best, latest, ranked
-from raypool.train.in_use import has_kept, leave_folder, take_folder
-from raypool.train.plan import Plan, RankEnd
-from raypool.train.run import TrainingRun
-from raypool.train.runs import RunOptions, TrainingResult
+from raypool.train.checkpoints import Kept, Plan, RankEnd, best, latest, ranked
+from raypool.train.runs import RunOptions, TrainingResult, TrainingRun, has_kept, leave_folder, take_folder
 
 if TYPE_CHECKING:
     import pandas as pd
+
 
 LOOK_S = 0.1
 """How often to see whether workers have come that are waited for [s]."""

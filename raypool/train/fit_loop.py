@@ -1,0 +1,1036 @@
+"""The loop of `pool.fit`, as each rank runs it: a loop for Ray Train, as a user could have written it.
+
+A `Learner` takes one step after the other. The ranks agree on what they do, share out losses and gradients, and write a snapshot
+between two epochs. It imports torch: the driver imports it only with a model in its hands.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import io
+import math
+import random
+import tempfile
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import ray.train
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from raypool.errors import InvalidTypeError, InvalidValueError
+from raypool.task import current_task
+from raypool.train.data import Batch, Samples, call_model, mixed_seed, order_of
+from raypool.train.options import TrainingOptions
+from raypool.train.shares import Course, Division, Share, share_of
+from raypool.worker.running import note_here
+
+LOOK_S = 1.0
+"""How often the ranks ask each other whether the machine of any is about to go [s]: that waits for the device."""
+
+PREEMPTED = "preempted"
+"""What has ended an attempt that has kept all, to go on elsewhere."""
+
+LOST = "loss is nan"
+"""What has ended a training that nothing can be made of any more."""
+
+
+def fit(config: dict[str, Any]) -> dict[str, Any]:
+    """Train a model by the options; return how that ended, on rank 0 with the model's state, saved by torch."""
+    job: FitJob = config["fit"]
+    ranks = ranks_here(job)
+    with own_random_state(ranks.device):
+        return Training(job, ranks).run()
+
+
+def ranks_here(job: FitJob) -> Ranks:
+    """Return the ranks of the training that this process is one of."""
+    context = ray.train.get_context()
+    device = torch.device("cpu") if job.is_on_cpu else current_task().device
+    return Ranks(context.get_world_rank(), context.get_world_size(), device)
+
+
+class Training:
+    """A training on one rank, from its start or a checkpoint to its end."""
+
+    def __init__(self, job: FitJob, ranks: Ranks) -> None:
+        options = job.options
+        self._job, self._ranks, self._options = job, ranks, options
+        self._learner = Learner(job, ranks)
+        dtype, loaders = self._learner.dtype, options.loader_processes
+        self._source = job.samples.open(ranks.device, dtype, loaders)
+        self._tests = None if job.validation is None else job.validation.open(ranks.device, dtype, loaders)
+        self._best: dict[str, Any] | None = None  # the model's state at the best validation, on rank 0, if that is what is wanted
+        self._progress = self._start()
+        self._reason = "max_epochs"
+        self._is_lost = False
+        self._reported_at = self._looked_at = time.perf_counter()
+        self._reported_step = self._looked_step = self._progress.step
+        self._look_step = self._progress.step + 1  # after this one all ranks look
+
+    def _start(self) -> Progress:
+        checkpoint = ray.train.get_checkpoint()
+        if checkpoint is None:
+            return Progress()
+        with checkpoint.as_directory() as folder:
+            state = read(folder)
+        self._best = state["best"]
+        return restore(self._learner, state, checkpoint.path)
+
+    def run(self) -> dict[str, Any]:
+        """Train to the end."""
+        for epoch in range(self._progress.epoch, self._options.max_epochs):
+            if self._has_no_patience_left():
+                self._reason = "patience"
+            if self._reason != "max_epochs" or self._train_epoch(epoch):
+                break
+        if self._reason == PREEMPTED:
+            return {}  # for nobody: all there is was kept
+        self._learner.settle()
+        progress, dropped = self._progress, self._job.division.dropped
+        end: dict[str, Any] = {
+            "epochs": progress.epoch,
+            "steps": progress.step,
+            "dropped_samples": dropped,
+            "ended_by": self._reason,
+            "is_mean": not self._ranks.any(not self._learner.is_mean),
+        }
+        is_best = self._options.output_model == "best" and self._best is not None
+        state = self._best if is_best else whole_state(self._learner.module, self._ranks)
+        if self._ranks.rank == 0:
+            file = io.BytesIO()
+            torch.save(state, file)
+            end["model"] = file.getvalue()
+        return end
+
+    def _train_epoch(self, epoch: int) -> bool:
+        """Train through what is left of the data in this epoch; return whether it is to end here."""
+        options, division = self._options, self._job.division
+        done = self._progress.step - epoch * division.steps
+        self._ranks.seed(options.seed, 1, epoch, *([done] if done else []))
+        batches = self._batches(epoch, done)
+        for number in range(done + 1, division.steps + 1):
+            chosen = [next(batches) for _ in range(division.accumulate)]
+            self._learner.iterate(self._progress.step, chosen)
+            self._progress = self._progress._replace(step=self._progress.step + 1)
+            is_due = options.report_every is not None and number % options.report_every == 0
+            if number < division.steps:
+                if is_due and self._report(self._metrics(epoch), None):
+                    return True
+                if self._has_left():
+                    return True
+        return self._end_epoch(epoch)
+
+    def _batches(self, epoch: int, done: int) -> Iterator[Batch]:
+        """Return this rank's shares of an epoch's mini-batches, but for those of the steps that are done."""
+        job, options = self._job, self._options
+        order = ordered(job.samples, str(options.shuffle), options.seed, epoch, self._ranks)
+        return self._source.batches(order, job.pieces(self._learner.share)[done * job.division.accumulate :])
+
+    def _has_left(self) -> bool:
+        """Keep all there is if the machine of any rank is about to go, to go on elsewhere from this very step."""
+        if self._progress.step < self._look_step:
+            return False
+        info = preemption_info()
+        (seconds,) = self._ranks.add([time.perf_counter() - self._looked_at])
+        steps = self._progress.step - self._looked_step
+        self._look_step = self._progress.step + max(int(LOOK_S * steps * self._ranks.size / seconds), 1)
+        self._looked_at, self._looked_step = time.perf_counter(), self._progress.step
+        if info is None:
+            return False
+        self._report_state({}, self._state())
+        self._reason = PREEMPTED
+        return True
+
+    # --- what happens between epochs ----------------------------------------------------------------------------------
+
+    def _end_epoch(self, epoch: int) -> bool:
+        """Validate, keep a checkpoint and report, as is due; return whether somebody has asked for an end."""
+        options, learner = self._options, self._learner
+        done = epoch + 1
+        is_last = done == options.max_epochs
+        self._progress = self._progress._replace(epoch=done)
+        metrics = self._metrics(epoch)
+        metrics["dropped_samples"] = self._job.division.dropped
+        if self._tests is not None and (is_last or done % options.validation_frequency == 0):
+            metrics["validation_loss"] = self._validate()
+            self._judge(metrics["validation_loss"])
+        learner.end_epoch(metrics.get("validation_loss") if self._tests is not None else metrics["loss"])
+        every = options.checkpoint_every
+        state = None
+        if every is not None and not self._is_lost and (is_last or done % every == 0 or self._has_no_patience_left()):
+            state = self._state()
+        is_to_end = self._report(metrics, state)
+        if is_to_end and every is not None and state is None and not self._is_lost:
+            self._report_state({}, self._state())  # it can go on from where it was stopped; all else was said
+        return is_to_end
+
+    def _state(self) -> dict[str, Any]:
+        self._learner.settle()
+        return take(self._learner, self._progress, self._best)
+
+    def _judge(self, loss: float) -> None:
+        """Note whether the loss of a validation is below all before."""
+        progress = self._progress
+        if not loss < progress.best_loss:
+            self._progress = progress._replace(worse_in_a_row=progress.worse_in_a_row + 1)
+            return
+        self._progress = progress._replace(best_loss=loss, worse_in_a_row=0)
+        if self._options.output_model == "best":
+            state = whole_state(self._learner.module, self._ranks)
+            self._best = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
+
+    def _has_no_patience_left(self) -> bool:
+        patience = self._options.patience
+        return patience is not None and self._progress.worse_in_a_row >= patience
+
+    def _validate(self) -> float:
+        """Return the mean loss over all samples to validate on, which the ranks share out.
+
+        All ranks call the model equally often, as FSDP needs it: one with fewer samples takes any, with a weight of 0.
+        """
+        assert self._tests is not None
+        assert self._job.validation is not None
+        num_samples, ranks = len(self._job.validation), self._ranks
+        loads = (1,) * ranks.size
+        share, largest = share_of(ranks.rank, num_samples, loads), share_of(0, num_samples, loads).size
+        size = max(self._job.division.batch_size // ranks.size, 1)
+        counts = [max(min(size, share.size - start), 0) for start in range(0, largest, size)]
+        starts = [share.start + number * size for number in range(len(counts))]
+        pieces = [(start, start + count) if count else (0, 1) for start, count in zip(starts, counts, strict=True)]
+        total = torch.zeros((), dtype=torch.float64, device=ranks.device)
+        self._learner.settle()
+        self._learner.module.eval()
+        with torch.no_grad():
+            order = ordered(self._job.validation, "never", self._options.seed, 0, ranks)
+            batches = self._tests.batches(order, pieces)
+            for batch, count in zip(batches, counts, strict=True):
+                total += self._learner.loss_on(batch) * count
+        self._learner.module.train()
+        return ranks.add([total])[0] / num_samples
+
+    def _metrics(self, epoch: int) -> dict[str, Any]:
+        """Return what there is to say since the last report; it waits for the device."""
+        progress, division = self._progress, self._job.division
+        loss = self._learner.take_loss()
+        self._is_lost = math.isnan(loss)
+        now = time.perf_counter()
+        num_samples = (progress.step - self._reported_step) * division.batch_size * division.accumulate
+        speed = num_samples / (now - self._reported_at)
+        self._reported_at, self._reported_step = now, progress.step
+        rate = self._learner.learning_rate
+        return {"epoch": epoch, "step": progress.step - 1, "loss": loss, "learning_rate": rate, "samples_per_s": speed}
+
+    def _report(self, metrics: dict[str, Any], state: dict[str, Any] | None) -> bool:
+        """Report to whoever looks on, with a checkpoint if there is one; return whether somebody has asked for an end."""
+        if state is None:
+            ray.train.report(metrics)
+        else:
+            self._report_state(metrics, state)
+        return self._is_to_end(metrics)
+
+    def _report_state(self, metrics: dict[str, Any], state: dict[str, Any]) -> None:
+        with tempfile.TemporaryDirectory(prefix="raypool-fit-") as folder:
+            checkpoint = None
+            if self._ranks.rank == 0:
+                write(state, folder)
+                checkpoint = ray.train.Checkpoint.from_directory(folder)
+            ray.train.report(metrics, checkpoint=checkpoint)
+
+    def _is_to_end(self, metrics: dict[str, Any]) -> bool:
+        """Whether the training was asked to end, from outside or by the user's function, or is lost; the same on all ranks."""
+        output_fn = self._options.output_fn
+        has_said_so = output_fn is not None and self._ranks.rank == 0 and bool(output_fn(dict(metrics)))
+        note = note_here()  # `should_stop` of the task would also be true where a machine is about to go
+        wishes = [float(note is not None and note.should_stop), float(has_said_so)]
+        asked, said = self._ranks.add(wishes) if self._ranks.size > 1 else wishes
+        if asked or said:
+            self._reason = "request_stop" if asked else "output_fn"
+        elif self._is_lost:
+            self._reason = LOST
+        return bool(asked or said or self._is_lost)
+
+
+def ordered(samples: Samples, shuffle: str, seed: int, epoch: int, ranks: Ranks) -> torch.Tensor:
+    """Return the order of the samples in an epoch, the same on every rank; a sampler draws it on rank 0.
+
+    Raises:
+        InvalidValueError: The sampler has given more or fewer than it said.
+    """
+    if samples.sampler is None:
+        return order_of(len(samples), shuffle, seed, epoch)
+    order = torch.zeros(len(samples), dtype=torch.int64)
+    if ranks.rank == 0:
+        with own_random_state(ranks.device):  # what the model draws does not depend on it
+            own = mixed_seed(seed, 2, epoch)
+            seed_all(own)
+            if isinstance(getattr(samples.sampler, "generator", None), torch.Generator):
+                samples.sampler.generator.manual_seed(own)  # so that an epoch that is resumed has the same order
+            if hasattr(samples.sampler, "set_epoch"):
+                samples.sampler.set_epoch(epoch)
+            numbers = [int(number) for number in samples.sampler]
+        if len(numbers) != len(order):
+            raise InvalidValueError(
+                f"The sampler, a {type(samples.sampler).__name__}, has given {len(numbers):,} samples in epoch {epoch}, and its "
+                f"length is {len(order):,}. Let both be equal."
+            )
+        order = torch.tensor(numbers, dtype=torch.int64)
+    order = order.to(ranks.device)
+    ranks.broadcast([order])
+    return order
+
+
+def preemption_info() -> Any:
+    """Return which machines are about to go, the same on all ranks, which have to ask together; Ray 2.52 can't tell."""
+    ask = getattr(ray.train, "get_preemption_info", None)
+    return None if ask is None else ask()
+
+
+# --- measured for `scaling_report` ------------------------------------------------------------------------------------
+
+
+def measure_loop(config: dict[str, Any]) -> list[float]:
+    """Take some steps of a training with a model of its own, and return how long each took on this rank [s].
+
+    Args:
+        config: "config": that of `fit`. "measure": how many steps to measure, how many to take before, and whether the
+            ranks reduce their gradients.
+    """
+    job: FitJob = config["config"]["fit"]
+    measure: Measure = config["measure"]
+    ranks = ranks_here(job)
+    seconds = []
+    with own_random_state(ranks.device):
+        learner = Learner(job, ranks)
+        batches = _endless_batches(job, ranks, learner)
+        for step in range(measure.num_warm_up + measure.num_steps):
+            chosen = [next(batches) for _ in range(job.division.accumulate)]
+            ranks.wait()
+            start = time.perf_counter()
+            learner.iterate(step % job.course.num_steps, chosen, is_synchronised=measure.is_synchronised)
+            if ranks.device.type == "cuda":
+                torch.cuda.synchronize(ranks.device)
+            seconds.append(time.perf_counter() - start)
+    return seconds[measure.num_warm_up :]
+
+
+def _endless_batches(job: FitJob, ranks: Ranks, learner: Learner) -> Iterator[Batch]:
+    """Yield this rank's shares of the mini-batches of one epoch, again and again."""
+    source = job.samples.open(ranks.device, learner.dtype, 0)
+    order = ordered(job.samples, "never", job.options.seed, 0, ranks)
+    while True:
+        yield from source.batches(order, job.pieces(learner.share))
+
+
+# --- a model that learns: one step after the other --------------------------------------------------------------------
+
+
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Learner:
+    """A rank's model, with its optimizer.
+
+    Gradients are averaged over the ranks, with equal weights: so each rank's mean loss is weighted by the number of ranks times
+    its share of the mini-batch. What comes out is the gradient of the mean loss over the whole mini-batch, for any shares.
+
+    Attributes:
+        module: The model itself, by whose names its state is known.
+        optimizer: Its optimizer.
+        scheduler: The user's own schedule, if there is one.
+        scaler: Of the loss, with fp16.
+        ranks: All ranks, as this one sees them.
+        share: What this rank takes of each mini-batch.
+        is_mean: Whether the loss is the mean over its samples, as far as was seen. Only then the ranks' shares make the whole.
+        strategy: "ddp" or "fsdp": how its state is kept.
+        is_sharded: Whether it has a part of the model only.
+    """
+
+    def __init__(self, job: FitJob, ranks: Ranks) -> None:
+        options = job.options
+        self._job, self.ranks, self._options = job, ranks, options
+        self.share = job.share(ranks.rank, ranks.size)
+        self.is_mean = True
+        self.module = _made(job.model, options.seed).to(ranks.device).train()
+        self._loss_fn = job.loss.to(ranks.device) if isinstance(job.loss, nn.Module) else job.loss
+        ranks.broadcast([*self.module.parameters(), *self.module.buffers()])
+        self.strategy = options.strategy
+        self.is_sharded = self.strategy == "fsdp" and ranks.size > 1
+        if self.is_sharded:
+            shard(self.module, ranks)
+        self.optimizer = _optimizer(options, [each for each in self.module.parameters() if each.requires_grad])
+        self._base_rates = [group["lr"] * job.rate_scale for group in self.optimizer.param_groups]
+        self.scheduler = self._own_schedule()
+        self.scaler = torch.amp.GradScaler(ranks.device.type) if options.precision == "fp16" else None
+        self._call: Any = None  # the model as it is called, once that is known
+        self._weight: torch.Tensor | None = None  # of a loss, once its type is known
+        self._factor: float | None = None
+        self._loss_sum = torch.zeros((), dtype=torch.float64, device=ranks.device)
+        self._num_losses = 0
+        self._is_settled = True
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the model's numbers."""
+        return dtype_of(self.module)
+
+    def _own_schedule(self) -> Any:
+        if not callable(self._options.schedule):
+            return None
+        for group, rate in zip(self.optimizer.param_groups, self._base_rates, strict=True):
+            group["lr"] = rate
+        scheduler = self._options.schedule(self.optimizer)
+        if not hasattr(scheduler, "step"):
+            raise InvalidTypeError(
+                f"schedule={self._options.schedule!r} has made a {type(scheduler).__name__} of the optimizer, not an LRScheduler."
+            )
+        return scheduler
+
+    # --- one step ----------------------------------------------------------------------------------------------------------
+
+    def iterate(self, step: int, batches: Sequence[Batch], *, is_synchronised: bool = True) -> None:
+        """Take one step: by the mean gradient of these mini-batches, of which this rank has its share."""
+        self._is_settled = False
+        if self._call is None:
+            self._begin(batches[0])
+        self._set_rate(step)
+        last = len(batches) - 1
+        for number, batch in enumerate(batches):
+            with self._reduction(number == last and is_synchronised):
+                if self._weight is None:
+                    loss = self._first_loss_of(self._call, batch)
+                    self._weight = self._weight_of(loss)
+                else:
+                    loss = self._loss_of(self._call, batch)
+                scaled = loss if self.scaler is None else self.scaler.scale(loss)
+                scaled.backward(self._weight)
+            self._loss_sum += loss.detach()
+        self._num_losses += len(batches)
+        self._update()
+
+    def _loss_of(self, call: Any, batch: Batch) -> torch.Tensor:
+        if self._options.precision == "float32":
+            loss: torch.Tensor = self._loss_fn(call_model(call, self.module, batch[0]), batch[1])
+            return loss
+        with torch.autocast(self.ranks.device.type, AUTOCAST[self._options.precision]):
+            loss = self._loss_fn(call_model(call, self.module, batch[0]), batch[1])
+        return loss
+
+    def _first_loss_of(self, call: Any, batch: Batch) -> torch.Tensor:
+        """Return the loss of a mini-batch, and see that it is one.
+
+        Torch only warns where the shapes of outputs and targets differ, and compares each with each.
+        """
+        outputs: list[Any] = []
+
+        def noting(*inputs: Any, **named: Any) -> Any:
+            outputs.append(call(*inputs, **named))
+            return outputs[-1]
+
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="Using a target size")
+            try:
+                loss = self._loss_of(noting, batch)
+            except UserWarning as warning:
+                if "target size" not in str(warning):
+                    raise  # another one, which the user's filters make an error
+                raise InvalidValueError(
+                    "The loss was given outputs and targets of different shapes: "
+                    f"{str(warning).split('. ')[0]}. Give targets the shape of the outputs, targets[:, None] for one."
+                ) from None
+        check_loss(loss)
+        if self.ranks.size > 1:
+            self.is_mean = self.is_mean and is_mean_over_samples(self._loss_fn, outputs[0], batch[1], loss)
+        return loss
+
+    def _reduction(self, is_due: bool) -> contextlib.AbstractContextManager[Any]:
+        """Let this backward pass reduce gradients, or not yet."""
+        if self.ranks.size > 1 and self.is_sharded:
+            self.module.set_requires_gradient_sync(is_due)  # type: ignore[operator]
+        elif self.ranks.size > 1 and not is_due:
+            return self._connected.no_sync()
+        return contextlib.nullcontext()
+
+    def _update(self) -> None:
+        clip = self._options.clip_gradient_norm
+        if self.scaler is not None and clip is not None:
+            self.scaler.unscale_(self.optimizer)
+        if clip is not None:
+            nn.utils.clip_grad_norm_(self.module.parameters(), clip)
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        self.optimizer.zero_grad()
+
+    def _set_rate(self, step: int) -> None:
+        if self.scheduler is not None:
+            return
+        factor = self._job.course.factor(step)
+        if factor == self._factor:
+            return
+        self._factor = factor
+        for group, rate in zip(self.optimizer.param_groups, self._base_rates, strict=True):
+            group["lr"] = rate * factor
+
+    def _begin(self, batch: Batch) -> None:
+        """Connect the ranks, now that there is a mini-batch by which to see what the loss depends on."""
+        self._call = self.module
+        if self.ranks.size > 1 and not self.is_sharded:
+            is_unused = self.ranks.any(has_unused(self._tried(batch), self.module))
+            self._call = self._connected = connect(self.module, self.ranks, is_unused)
+        if self._options.compile:
+            self._call = torch.compile(self._call)
+
+    def _tried(self, batch: Batch) -> torch.Tensor:
+        """Return the loss of a mini-batch; buffers stay as they were, and nothing is drawn."""
+        buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+        with torch.random.fork_rng([self.ranks.device] if self.ranks.device.type == "cuda" else []):
+            loss = self._first_loss_of(self.module, batch)
+        with torch.no_grad():
+            for name, buffer in self.module.named_buffers():
+                if name in buffers:
+                    buffer.copy_(buffers[name])
+        return loss
+
+    def _weight_of(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return what the gradient of a loss is multiplied by on this rank."""
+        weight = self.ranks.size * self.share.weight / self._job.division.accumulate
+        return torch.full_like(loss, weight, requires_grad=False)
+
+    # --- what is asked of it in between -------------------------------------------------------------------------------
+
+    def take_loss(self) -> float:
+        """Return the mean loss of the mini-batches since the last time: of whole ones, of all ranks' shares together."""
+        (total,) = self.ranks.add([self._loss_sum * self.share.weight])
+        mean = total / max(self._num_losses, 1)
+        self._loss_sum.zero_()
+        self._num_losses = 0
+        return mean
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the last step, of the first group of parameters."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def loss_on(self, batch: Batch) -> torch.Tensor:
+        """Return the loss of a mini-batch with the model as it would be used."""
+        return self._loss_of(self.module, batch)
+
+    def settle(self) -> None:
+        """Make the model the same on all ranks, its buffers too: before it is used or kept."""
+        if not self._is_settled:
+            merge_buffers(self.module, self.ranks, self.share.weight)
+            self._is_settled = True
+
+    def end_epoch(self, loss: float | None) -> None:
+        """Let the user's own schedule go on; `loss` is what it may go by, None if there is none of this epoch."""
+        if isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            if loss is not None:
+                self.scheduler.step(loss)
+        elif self.scheduler is not None:
+            self.scheduler.step()
+
+
+def dtype_of(module: nn.Module) -> torch.dtype:
+    """Return the type of a model's numbers, by its first parameter that has one with a fraction."""
+    kinds = (each.dtype for each in module.parameters() if each.is_floating_point())
+    return next(kinds, torch.get_default_dtype())
+
+
+def _made(model: Any, seed: int) -> nn.Module:
+    """Return a model of this rank's own."""
+    seed_all(mixed_seed(seed))
+    module = copy.deepcopy(model) if isinstance(model, nn.Module) else model()
+    check_module(module)
+    return module
+
+
+def check_module(module: Any) -> None:
+    """Raise the error for what cannot be trained.
+
+    Raises:
+        InvalidTypeError: It is no module.
+        InvalidValueError: It has no parameters that can be trained, or some without a size yet.
+    """
+    if not isinstance(module, nn.Module):
+        raise InvalidTypeError(f"The function given as model has returned a {type(module).__name__}, not a torch.nn.Module.")
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise InvalidValueError(f"The parameter {name!r} of the model has no size yet. Call the model on some samples first.")
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        count = sum(1 for _ in module.parameters())
+        reason = f"all its {count} parameters are frozen (requires_grad=False)" if count else "it has no parameters"
+        raise InvalidValueError(f"The model, a {type(module).__name__}, cannot be trained: {reason}.")
+
+
+def _optimizer(options: TrainingOptions, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    rate, decay = options.learning_rate, options.weight_decay
+    if options.optimizer == "sgdm":
+        return torch.optim.SGD(parameters, lr=rate, momentum=options.momentum, weight_decay=decay)
+    if options.optimizer == "adam":
+        return torch.optim.Adam(parameters, lr=rate, weight_decay=decay)
+    if options.optimizer == "adamw":
+        return torch.optim.AdamW(parameters, lr=rate, weight_decay=decay)
+    assert callable(options.optimizer)
+    optimizer = options.optimizer(parameters)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise InvalidTypeError(
+            f"optimizer={options.optimizer!r} has made a {type(optimizer).__name__} of the parameters, not a torch Optimizer."
+        )
+    return optimizer
+
+
+# --- what travels to the ranks ----------------------------------------------------------------------------------------
+
+
+class FitJob(NamedTuple):
+    """A training, as it was prepared.
+
+    `loads`: of the ranks, by rank. `division`: of an epoch. `course`: of the learning rate, which is multiplied by `rate_scale`
+    before. `is_on_cpu`: on the CPU, also where a worker has a GPU.
+    """
+
+    model: Any
+    samples: Samples
+    validation: Samples | None
+    loss: Callable[..., Any]
+    options: TrainingOptions
+    loads: tuple[float, ...]
+    division: Division
+    course: Course
+    rate_scale: float
+    is_on_cpu: bool
+
+    def share(self, rank: int, size: int) -> Share:
+        """Return what a rank takes of each mini-batch. Where there are fewer ranks than planned, all take the same.
+
+        So it is in pools of this process, which train with one, and after workers were lost for good: the mini-batch stays.
+        """
+        loads = self.loads if size == len(self.loads) else (1,) * size
+        return share_of(rank, self.division.batch_size, loads)
+
+    def pieces(self, share: Share) -> list[tuple[int, int]]:
+        """Return where in the order of an epoch's samples a rank's part of each mini-batch is."""
+        size, count = self.division.batch_size, self.division.steps * self.division.accumulate
+        return [(number * size + share.start, number * size + share.start + share.size) for number in range(count)]
+
+
+# --- the ranks, as one of them sees them: who it is, and what they agree on -------------------------------------------
+
+
+class Ranks:
+    """All ranks, as one of them sees them; a single one needs no process group.
+
+    Attributes:
+        rank: Its number, from 0.
+        size: How many there are.
+        device: Where it computes.
+    """
+
+    def __init__(self, rank: int, size: int, device: torch.device) -> None:
+        self.rank, self.size, self.device = rank, size, device
+
+    def add(self, values: Sequence[float | torch.Tensor]) -> list[float]:
+        """Return the sums of numbers over all ranks, the same to the last bit on each. It waits for the device, once."""
+        numbers = [torch.as_tensor(value, dtype=torch.float64, device=self.device) for value in values]
+        together = torch.stack(numbers)
+        if self.size > 1:
+            dist.all_reduce(together)
+        return [float(value) for value in together.tolist()]
+
+    def any(self, wish: bool) -> bool:
+        """Whether any rank says so."""
+        return wish if self.size == 1 else self.add([float(wish)])[0] > 0
+
+    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Give these tensors of all ranks the values that rank 0 has."""
+        if self.size == 1:
+            return
+        for tensor in tensors:
+            if tensor.numel():
+                values = tensor.detach().contiguous()
+                dist.broadcast(values.reshape(-1).view(torch.uint8), src=0)  # as bytes: gloo does not know all types
+                tensor.detach().copy_(values)
+
+    def wait(self) -> None:
+        """Wait for all ranks, and for what the device still does."""
+        self.any(False)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def seed(self, seed: int, *others: int) -> None:
+        """Seed what a model or data set may draw from, differently on each rank."""
+        seed_all(mixed_seed(seed, *others, self.rank))
+
+
+def seed_all(seed: int) -> None:
+    """Seed Python's, NumPy's and torch's global generators."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+@contextlib.contextmanager
+def own_random_state(device: torch.device) -> Iterator[None]:
+    """Leave the global generators as they were: the worker, or with "inline" the user's process, has other uses for them."""
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
+
+
+# --- running statistics of normalization layers, merged over the ranks ------------------------------------------------
+
+
+def merge_buffers(module: nn.Module, ranks: Ranks, weight: float) -> None:
+    """Give all ranks the same buffers, to the last bit.
+
+    Running means and variances become those of all ranks' samples together: with the weights w, means m and variances v of the
+    ranks, the mean is M = sum(w m), the variance sum(w (v + (m - M)^2)). All other buffers become those of rank 0.
+
+    Args:
+        module: The model.
+        ranks: The ranks.
+        weight: This rank's part of each mini-batch.
+
+    Source:
+        Chan, Golub and LeVeque 1979, "Updating formulae and a pairwise algorithm for computing sample variances", for parts of
+        any sizes.
+    """
+    if ranks.size == 1:
+        return
+    layers = list(_layers(module))
+    statistics = {id(tensor) for layer in layers for tensor in layer}
+    for dtype in sorted({mean.dtype for mean, _ in layers}, key=str):
+        same = [layer for layer in layers if layer[0].dtype is dtype]
+        _merge([mean for mean, _ in same], [variance for _, variance in same], ranks, weight)
+    ranks.broadcast([buffer for buffer in module.buffers() if id(buffer) not in statistics])
+
+
+def _layers(module: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield the running mean and variance of each layer that keeps them: BatchNorm, and InstanceNorm that tracks them."""
+    for layer in module.modules():
+        mean, variance = getattr(layer, "running_mean", None), getattr(layer, "running_var", None)
+        if isinstance(mean, torch.Tensor) and isinstance(variance, torch.Tensor):
+            yield mean, variance
+
+
+@torch.no_grad()
+def _merge(means: list[torch.Tensor], variances: list[torch.Tensor], ranks: Ranks, weight: float) -> None:
+    own_mean = torch.cat([mean.flatten() for mean in means]).double()
+    own_variance = torch.cat([variance.flatten() for variance in variances]).double()
+    mean = own_mean * weight
+    dist.all_reduce(mean)
+    variance = (own_variance + (own_mean - mean) ** 2) * weight
+    dist.all_reduce(variance)
+    ranks.broadcast([mean, variance])  # torch does not promise that a sum has the same bits everywhere
+    _put(mean, means)
+    _put(variance, variances)
+
+
+def _put(values: torch.Tensor, targets: list[torch.Tensor]) -> None:
+    """Cut values into what belongs to each target."""
+    for target, part in zip(targets, values.split([target.numel() for target in targets]), strict=True):
+        target.copy_(part.view_as(target))
+
+
+# --- losses that ranks can share out ----------------------------------------------------------------------------------
+
+
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+"""By so much the mean over parts may differ from the mean over all, for no other reason than rounding; else by a hundredth."""
+
+
+def check_loss(loss: Any) -> None:
+    """Raise the error for what a loss function has returned, if nothing can be learnt from it.
+
+    Raises:
+        InvalidTypeError: It is no tensor.
+        InvalidValueError: It is not one number, or does not depend on the model.
+    """
+    if not isinstance(loss, torch.Tensor):
+        raise InvalidTypeError(f"The loss function has returned a {type(loss).__name__}. It is to return a tensor, one number.")
+    if loss.ndim:
+        raise InvalidValueError(
+            f"The loss function has returned a tensor of shape {tuple(loss.shape)}. It is to return one number, the mean over "
+            "the samples it was given: reduction='mean'."
+        )
+    if loss.grad_fn is None:
+        raise InvalidValueError("The loss does not depend on the model's parameters: is there a detach(), or an argmax()?")
+
+
+def is_mean_over_samples(loss_fn: Callable[..., Any], outputs: Any, targets: Any, loss: torch.Tensor) -> bool:
+    """Whether a loss of all samples is the mean of those of its two halves, as it is where each sample counts the same.
+
+    What cannot be cut into halves counts as one: nobody can tell.
+    """
+    if not isinstance(outputs, torch.Tensor) or not isinstance(targets, torch.Tensor) or len(outputs) < 2:
+        return True
+    num_all, half = len(outputs), len(outputs) // 2
+    try:
+        with torch.no_grad():
+            first, second = loss_fn(outputs[:half], targets[:half]), loss_fn(outputs[half:], targets[half:])
+            mean = (first * half + second * (num_all - half)) / num_all
+        return bool(torch.isclose(mean, loss.detach(), rtol=TOLERANCE.get(loss.dtype, 1e-2), atol=1e-7, equal_nan=True))
+    except Exception:  # the function is the user's, and need not take halves
+        return True
+
+
+# --- a model over several ranks: by DDP, or by FSDP2 ------------------------------------------------------------------
+
+
+LISTS = (nn.ModuleList, nn.ModuleDict)
+"""Layers that are never called, only those in them."""
+
+
+def shard(module: nn.Module, ranks: Ranks) -> None:
+    """Leave each rank a part of every parameter (FSDP2): layer by layer, so that one is gathered at a time."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(ranks.device.type, (ranks.size,))
+    for unit in _units(module):
+        fully_shard(unit, mesh=mesh)
+    fully_shard(module, mesh=mesh)
+
+
+def _units(module: nn.Module) -> list[nn.Module]:
+    """Return the layers that are gathered by themselves: not those that share parameters, which belong to the whole then."""
+    layers = list(_outermost_layers(module))
+    in_layers = {id(parameter) for layer in layers for parameter in layer.parameters()}
+    owners = Counter(id(parameter) for layer in layers for parameter in layer.parameters())
+    for owner in set(module.modules()).difference(*(layer.modules() for layer in layers)):
+        owners.update(id(each) for each in owner.parameters(recurse=False) if id(each) in in_layers)
+    return [layer for layer in layers if all(owners[id(parameter)] == 1 for parameter in layer.parameters())]
+
+
+def _outermost_layers(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield what stands in its outermost lists of layers (`Sequential` too); others may have parts that are never called."""
+    for child in module.children():
+        if isinstance(module, (nn.Sequential, *LISTS)) and not isinstance(child, LISTS):
+            if next(child.parameters(), None) is not None:
+                yield child
+        else:
+            yield from _outermost_layers(child)
+
+
+def connect(module: nn.Module, ranks: Ranks, has_unused: bool) -> DistributedDataParallel:
+    """Let gradients be averaged over the ranks while they are computed. The parameters have to be the same already."""
+    # Buffers are merged when they are looked at. Torch 2.13 has another name for this, and warns of the old one.
+    has_new_name = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+    not_buffers: dict[str, Any] = {"forward_sync_buffers" if has_new_name else "broadcast_buffers": False}
+    return DistributedDataParallel(
+        module,
+        device_ids=[ranks.device] if ranks.device.type == "cuda" else None,
+        **not_buffers,
+        init_sync=False,
+        gradient_as_bucket_view=True,
+        find_unused_parameters=has_unused,
+    )
+
+
+def has_unused(loss: torch.Tensor, module: nn.Module) -> bool:
+    """Whether a loss leaves out parameters that are to be trained: DDP would wait for their gradients for ever."""
+    found: set[int] = set()
+    seen: set[Any] = set()
+    waiting: list[Any] = [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.add(id(node.variable))
+        waiting.extend(following for following, _ in node.next_functions)
+    return any(parameter.requires_grad and id(parameter) not in found for parameter in module.parameters())
+
+
+def whole(tensor: Any) -> Any:
+    """Return a tensor on the CPU as a whole; all ranks have to ask for it. What is no tensor, as it is."""
+    if not isinstance(tensor, torch.Tensor):
+        return tensor
+    gathered = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return gathered.detach().cpu()
+
+
+def whole_state(module: nn.Module, ranks: Ranks) -> dict[str, Any]:
+    """Return a model's state on the CPU, as one process would have it; all ranks have to ask for it, and rank 0 gets it."""
+    state: dict[str, Any] = {}
+    for name, tensor in module.state_dict().items():
+        if ranks.rank == 0:
+            state[name] = whole(tensor)
+        elif hasattr(tensor, "full_tensor"):
+            tensor.full_tensor()  # rank 0 needs this rank's part
+    return state
+
+
+# --- checkpoints: written between two epochs, and read to go on from there --------------------------------------------
+
+
+FILE = "training.pt"
+"""The name of the one file of a checkpoint."""
+
+VERSION = 1
+
+ASKED = ("momentum", "weight_decay")
+"""What is said of an optimizer by the options holds, also where a checkpoint was made with others."""
+
+
+class Progress(NamedTuple):
+    """How far a training has come: the epochs and steps that are done, and what patience has seen."""
+
+    epoch: int = 0
+    step: int = 0
+    best_loss: float = float("inf")
+    worse_in_a_row: int = 0
+
+
+def take(learner: Learner, progress: Progress, best: dict[str, Any] | None) -> dict[str, Any]:
+    """Return what a checkpoint has in it, on rank 0; all ranks have to ask for it. Each epoch is seeded anew: no generators."""
+    scheduler, scaler = learner.scheduler, learner.scaler
+    return {
+        "raypool": VERSION,
+        "progress": tuple(progress),
+        "strategy": learner.strategy,
+        "model": whole_state(learner.module, learner.ranks),
+        "best": best,
+        "optimizer": _optimizer_state(learner),
+        "scheduler": None if scheduler is None else scheduler.state_dict(),
+        "scaler": None if scaler is None else scaler.state_dict(),
+    }
+
+
+def write(state: dict[str, Any], folder: str) -> None:
+    """Write a checkpoint into a folder."""
+    torch.save(state, Path(folder) / FILE)
+
+
+def read(folder: str) -> dict[str, Any]:
+    """Return what a checkpoint has in it; no code of its is run.
+
+    Raises:
+        InvalidValueError: It is none of `pool.fit`.
+    """
+    path = Path(folder) / FILE
+    advice = "Give one that a training by pool.fit has made."
+    if not path.is_file():
+        found = ", ".join(sorted(each.name for each in Path(folder).iterdir())[:5]) or "nothing"
+        raise InvalidValueError(f"{folder} is no checkpoint of pool.fit: it has no {FILE} in it, but {found}. {advice}")
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # of a file that was cut short torch's reader may raise anything, an IndexError for one
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise InvalidValueError(f"{path} is no checkpoint of pool.fit: it cannot be read ({reason}). {advice}") from error
+    if not isinstance(state, dict) or state.get("raypool") != VERSION:
+        raise InvalidValueError(f"{path} is no checkpoint of pool.fit, but something else that torch has saved. {advice}")
+    return state
+
+
+def restore(learner: Learner, state: dict[str, Any], folder: str) -> Progress:
+    """Let a model go on from a checkpoint; return how far it has come.
+
+    Raises:
+        InvalidValueError: The checkpoint is of another model, optimizer, or strategy.
+    """
+    check_same_model(state["model"], learner.module, folder)
+    if state["strategy"] != learner.strategy:
+        raise InvalidValueError(
+            f"{folder} was made with strategy={state['strategy']!r}, and this training goes on with {learner.strategy!r}, which "
+            "keeps the optimizer's state in another way. Use the same."
+        )
+    if learner.is_sharded:
+        from torch.distributed.checkpoint.state_dict import set_model_state_dict
+
+        set_model_state_dict(learner.module, state["model"], options=_whole_options())
+    else:
+        learner.module.load_state_dict(state["model"])
+    _restore_rest(learner, state, folder)
+    return Progress(*state["progress"])
+
+
+def _restore_rest(learner: Learner, state: dict[str, Any], folder: str) -> None:
+    asked = [{name: group[name] for name in ASKED if name in group} for group in learner.optimizer.param_groups]
+    try:
+        if learner.strategy == "fsdp":
+            from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+
+            set_optimizer_state_dict(learner.module, learner.optimizer, state["optimizer"], options=_whole_options())
+        else:
+            learner.optimizer.load_state_dict(state["optimizer"])
+        for group, own in zip(learner.optimizer.param_groups, asked, strict=True):
+            group.update(own)
+        for name, part in (("scheduler", learner.scheduler), ("scaler", learner.scaler)):
+            if (part is None) != (state[name] is None):
+                raise ValueError(f"it has {'no' if state[name] is None else 'a'} {name}")
+            if part is not None:
+                part.load_state_dict(state[name])
+    except (ValueError, KeyError) as error:
+        raise InvalidValueError(
+            f"{folder} was made with other options: {error}. Go on with the optimizer, schedule and precision that it was made "
+            "with, or begin anew."
+        ) from error
+
+
+def check_same_model(state: dict[str, Any], module: nn.Module, folder: str) -> None:
+    """Raise the error for the first key in which a checkpoint is not of this model.
+
+    Raises:
+        InvalidValueError: It names the key.
+    """
+    own = module.state_dict()
+    text = f"{folder} is a checkpoint of another model: "
+    for name, tensor in own.items():
+        if name not in state:
+            raise InvalidValueError(f"{text}it has no {name!r}. Give one of this model, or begin anew.")
+        shapes = [tuple(getattr(each, "shape", ())) for each in (state[name], tensor)]
+        if shapes[0] != shapes[1]:
+            raise InvalidValueError(
+                f"{text}{name!r} has the shape {shapes[0]} in it, and {shapes[1]} here. Give one of this model, or begin anew."
+            )
+    for name in state:
+        if name not in own:
+            raise InvalidValueError(f"{text}it has {name!r}, which is not here. Give one of this model, or begin anew.")
+
+
+def _optimizer_state(learner: Learner) -> dict[str, Any]:
+    if learner.strategy != "fsdp":
+        return learner.optimizer.state_dict()
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    state: dict[str, Any] = get_optimizer_state_dict(learner.module, learner.optimizer, options=_whole_options())
+    return state
+
+
+def _whole_options() -> Any:
+    """Return the options for states as one process would have them."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+    return StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+# --- what a rank is to measure ----------------------------------------------------------------------------------------
+
+
+class Measure(NamedTuple):
+    """How to measure steps: so many, after so many that do not count.
+
+    `is_synchronised`: with the gradients of all ranks put together, as in the training; else each rank goes its own way.
+    """
+
+    num_steps: int
+    num_warm_up: int
+    is_synchronised: bool
