@@ -39,14 +39,13 @@ if typing.TYPE_CHECKING:
         TrainingError,
         WorkerLostError,
     )
-    from raypool.futures import Future
+    from raypool.futures import Future, after_all, after_each, fetch_next, fetch_outputs, wait
     from raypool.gpus.handover import as_device, copy_to, cpu, gpu
     from raypool.gpus.table import gpu_device_count, gpu_device_table
     from raypool.interop.joblib import register_joblib
     from raypool.job import Job
     from raypool.journal.reading import load_results
-    from raypool.partition import PoolPart
-    from raypool.pool import ParallelPool, Statistics, fit, gcp, parpool
+    from raypool.pool import ParallelPool, PoolPart, PoolView, Statistics, fit, gcp, parpool
     from raypool.profiles import Profile
     from raypool.resources import WorkerResources
     from raypool.results import Results
@@ -57,8 +56,6 @@ if typing.TYPE_CHECKING:
     from raypool.train.options import TrainingOptions
     from raypool.train.runs import RunOptions, TrainingResult, TrainingRun
     from raypool.train.scaling import ScalingReport, scaling_report
-    from raypool.view import PoolView
-    from raypool.waiting import after_all, after_each, fetch_next, fetch_outputs, wait
 
 __version__ = "0.1.0"
 
@@ -155,8 +152,8 @@ _HOMES = {
     "ParallelPool": "raypool.pool",
     "PoolBrokenError": "raypool.errors",
     "PoolClosedError": "raypool.errors",
-    "PoolPart": "raypool.partition",
-    "PoolView": "raypool.view",
+    "PoolPart": "raypool.pool",
+    "PoolView": "raypool.pool",
     "Profile": "raypool.profiles",
     "QueueClosedError": "raypool.errors",
     "RaypoolError": "raypool.errors",
@@ -182,15 +179,15 @@ _HOMES = {
     "WorkerInfo": "raypool.channel.records",
     "WorkerLostError": "raypool.errors",
     "WorkerResources": "raypool.resources",
-    "after_all": "raypool.waiting",
-    "after_each": "raypool.waiting",
+    "after_all": "raypool.futures",
+    "after_each": "raypool.futures",
     "as_device": "raypool.gpus.handover",
     "batch": "raypool.batches",
     "copy_to": "raypool.gpus.handover",
     "cpu": "raypool.gpus.handover",
     "current_task": "raypool.task",
-    "fetch_next": "raypool.waiting",
-    "fetch_outputs": "raypool.waiting",
+    "fetch_next": "raypool.futures",
+    "fetch_outputs": "raypool.futures",
     "find_job": "raypool.batches",
     "fit": "raypool.pool",
     "gcp": "raypool.pool",
@@ -204,7 +201,7 @@ _HOMES = {
     "report": "raypool.task",
     "save_checkpoint": "raypool.task",
     "scaling_report": "raypool.train.scaling",
-    "wait": "raypool.waiting",
+    "wait": "raypool.futures",
 }
 """Where each name is from. It is imported when somebody asks for it: each process of a pool begins with `import raypool`, and
 those of workers need little of what a driver needs.

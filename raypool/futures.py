@@ -1,23 +1,29 @@
-"""A future that knows where its task is."""
+"""Futures that know where their tasks are, and functions over several of them."""
 
 from __future__ import annotations
 
 import concurrent.futures
 import contextlib
 import functools
+import itertools
 import logging
+import os
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Reversible, Sequence
+from concurrent.futures import CancelledError, InvalidStateError
 from concurrent.futures._base import CANCELLED as IS_CANCELLED  # the states have no public names
 from concurrent.futures._base import CANCELLED_AND_NOTIFIED, FINISHED, PENDING, RUNNING
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, ParamSpec, Protocol, TypeVar
 
 from raypool.channel.feed import Feed
+from raypool.channel.queues import check_timeout
 from raypool.channel.records import Missing, Values
+from raypool.counts import whole_number
 from raypool.errors import InvalidTypeError, InvalidValueError, TaskCancelled
-from raypool.lean_future import LeanFuture
 from raypool.reasons import CANCELLED, reason_of
 from raypool.worker.running import in_task
 
@@ -26,9 +32,103 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+
+# --- a future that takes little memory until somebody waits for it ----------------------------------------------------
+
+
+class Meeting:
+    """Where those meet who wait for a future: its lock, and the lists of who is to be told.
+
+    It stands for a `threading.Condition`, which takes ten times as much memory; it has one once a thread waits for this very
+    future.
+    """
+
+    __slots__ = ("_awaited", "_lock", "callbacks", "waiters")
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._awaited: threading.Condition | None = None
+        self.waiters: list[Any] = []
+        self.callbacks: list[Any] = []
+
+    def acquire(self) -> bool:
+        """Take the lock."""
+        return self._lock.acquire()
+
+    def release(self) -> None:
+        """Give the lock back."""
+        self._lock.release()
+
+    def __enter__(self) -> bool:
+        return self._lock.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait to be notified; whoever calls this has the lock, and has it again then."""
+        if self._awaited is None:
+            self._awaited = threading.Condition(self._lock)
+        return self._awaited.wait(timeout)
+
+    def notify_all(self) -> None:
+        """Wake up whoever waits; whoever calls this has the lock."""
+        if self._awaited is not None:
+            self._awaited.notify_all()
+
+
+class _Making:
+    """Held for an instant, by whoever is the first at a future: one lock for all of them."""
+
+    lock = threading.RLock()
+
+    @classmethod
+    def renew(cls) -> None:
+        """In a forked child: another thread of the parent may have held it."""
+        cls.lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_Making.renew)
+
+
+class LeanFuture(concurrent.futures.Future[T], Generic[T]):
+    """A `concurrent.futures.Future` that makes its lock and its lists when they are needed."""
+
+    __slots__ = ("_exception", "_meeting", "_result", "_state")
+
+    def __init__(self) -> None:
+        # Not the base's, which makes them now.
+        self._state = PENDING
+        self._result: Any = None
+        self._exception: BaseException | None = None
+        self._meeting: Meeting | None = None
+
+    @property
+    def _condition(self) -> Meeting:  # type: ignore[override]
+        return self._meeting or self._meet()
+
+    @property
+    def _waiters(self) -> list[Any]:  # type: ignore[override]
+        return (self._meeting or self._meet()).waiters
+
+    @property
+    def _done_callbacks(self) -> list[Any]:
+        return (self._meeting or self._meet()).callbacks
+
+    def _meet(self) -> Meeting:
+        made = Meeting()
+        with _Making.lock:
+            if self._meeting is None:  # nobody was quicker
+                self._meeting = made
+            return self._meeting
+
+
 ENDED = frozenset({IS_CANCELLED, CANCELLED_AND_NOTIFIED, FINISHED})
 
 logger = logging.getLogger("raypool")
+
+
+# --- the future of a task ---------------------------------------------------------------------------------------------
 
 
 class Deferred:
@@ -428,3 +528,555 @@ def _error_of(value: Any) -> BaseException | Literal[False]:
 def owners_of(futures: Iterable[Future[Any]]) -> tuple[Owner, ...]:
     """Return who must not wait for what comes after these, each once."""
     return tuple(dict.fromkeys(owner for future in futures for owner in future.owners))
+
+
+# --- several futures as one -------------------------------------------------------------------------------------------
+
+
+def _joined_feed(futures: Sequence[Future[Any]]) -> Feed:
+    feed = Feed()
+    for future in futures:
+        feed.add_all_of(future._caught_up())
+    return feed
+
+
+class _Whole(Future[list[Any]]):
+    """A future of the results of others, its parts; it runs when one of them does, and until the last has ended."""
+
+    parts: Sequence[Future[Any]] = ()
+
+    def running(self) -> bool:
+        """Whether something of it runs, or has run, and it has not ended."""
+        return not self.done() and any(part.running() or part.done() for part in self.parts)
+
+
+class _Gathered:
+    """The results of futures that have ended well, brought here when somebody asks, and not in the thread of the pool."""
+
+    __slots__ = ("_futures",)
+
+    def __init__(self, futures: Sequence[Future[Any]]) -> None:
+        self._futures = futures
+
+    def get(self) -> list[Any]:
+        """Return the list of them, as the only value."""
+        return [[future.result() for future in self._futures]]
+
+
+def _first_error(futures: Sequence[Future[Any]]) -> BaseException | None:
+    """Return the first error of these, which have ended, as far as it is known without a look at their values."""
+    for future in futures:
+        error = CancelledError() if future.cancelled() else future.error
+        if error is not None:
+            return error
+    return None
+
+
+def cancel_each(futures: Reversible[Future[Any]]) -> None:
+    """Cancel those that have not ended, the last first: a worker that becomes free would begin with the next that waits."""
+    for future in reversed(futures):
+        future.cancel()
+
+
+def gather(futures: Sequence[Future[Any]], name: str) -> Future[list[Any]]:
+    """Return a future of all their results, in this order; it fails with the first of their errors when all have ended.
+
+    Its metrics and its diary are theirs, those of one after those of the other.
+    """
+
+    def ask_parts(whole: Future[list[Any]]) -> None:
+        if whole.cancelled():
+            cancel_each(futures)
+            whole.notify_cancelled()
+        else:
+            for future in futures:
+                future.request_stop()
+
+    whole = _Whole(name, on_ask=ask_parts)
+    whole.parts = futures
+    whole.owners = owners_of(futures)
+    whole.catch_up = functools.partial(_joined_feed, futures)
+    lock = threading.Lock()
+    missing = len(futures)
+
+    def note(_: Any) -> None:
+        nonlocal missing
+        with lock:
+            missing -= 1
+            if missing:
+                return
+        if not whole.start():
+            return
+        whole.started_at = min((future.started_at for future in futures if future.started_at is not None), default=None)
+        whole.finished_at = datetime.now(UTC)
+        whole.attempts = max(future.attempts for future in futures)
+        error = _first_error(futures)
+        with contextlib.suppress(InvalidStateError):  # it was cancelled in this instant
+            if error is None:
+                whole.set_result(Deferred(_Gathered(futures), 0))  # type: ignore[arg-type]
+            else:
+                whole.set_exception(error)
+
+    if not futures:
+        whole.set_result([])
+    for future in futures:
+        future.add_done_callback(note)
+    return whole
+
+
+# --- `map`: results in the order of their arguments, each brought here when somebody asks for it ----------------------
+
+
+P = ParamSpec("P")
+
+
+class MapResults(Iterator[T], Generic[T]):
+    """What `PoolView.map` returns.
+
+    It goes on after a call that has failed. What is left is cancelled by `close`, when the time is up, and when nobody holds it
+    any more after the first result.
+
+    Args:
+        submit: Hands in the call with these arguments.
+        rows: The arguments of each call.
+        timeout: When `next` stops waiting [s], from now; None: never.
+        buffersize: So many calls are handed in ahead of the results; None: all, now.
+
+    Raises:
+        SerializationError: The arguments of a call cannot be sent; none of the calls is left.
+    """
+
+    def __init__(
+        self,
+        submit: Callable[[tuple[Any, ...]], Future[T]],
+        rows: Iterator[tuple[Any, ...]],
+        timeout: float | None,
+        buffersize: int | None,
+    ) -> None:
+        self._has_begun = False
+        self._futures: deque[Future[T]] = deque()
+        self._timeout = timeout
+        self._ends_at = None if timeout is None else time.monotonic() + timeout
+        self._calls: Iterator[Future[T]] = map(submit, rows)  # holds the pool and the user's iterables
+        self._why: Exception | None = None  # raised where the next call would have been
+        try:
+            while (buffersize is None or len(self._futures) < buffersize) and self._hand_in():
+                pass
+        except BaseException:
+            self.close()
+            raise
+
+    def _hand_in(self) -> bool:
+        """Hand in the next call; return whether there was one."""
+        count = len(self._futures)
+        self._futures.extend(itertools.islice(self._calls, 1))  # no Ctrl-C can come between: a call that is not in here is lost
+        if len(self._futures) == count:
+            self._calls = iter(())
+            return False
+        return True
+
+    def __next__(self) -> T:
+        self._has_begun = True
+        try:
+            self._hand_in()
+        except Exception as error:  # of the user's iterable, or since nothing can be handed in any more
+            self._calls, self._why = iter(()), error
+        except BaseException:  # Ctrl-C: a row that was drawn in this instant would be missing without a word
+            self.close()
+            raise
+        if not self._futures:
+            self._raise_end()
+        future = self._futures.popleft()
+        try:
+            return future.result(None if self._ends_at is None else self._ends_at - time.monotonic())
+        except StopIteration as error:
+            raise RuntimeError("A call of map raised StopIteration, which would end the loop over the results.") from error
+        except TimeoutError as error:
+            if error is future.error:  # the call's own
+                raise
+            self._futures.appendleft(future)
+            self.close()
+            raise TimeoutError(
+                f"A result of map had not come {self._timeout:g} s after the call of map. What was left is cancelled."
+            ) from None
+        except BaseException:
+            if not future.done():  # Ctrl-C
+                self._futures.appendleft(future)
+                self.close()
+            raise
+        finally:
+            del self, future  # the traceback of an error would hold them, and what is left is cancelled when nobody does
+
+    def _raise_end(self) -> NoReturn:
+        why, self._why = self._why, None
+        try:
+            raise StopIteration if why is None else why
+        finally:
+            del why
+
+    def close(self) -> None:
+        """Cancel what is left; nothing more comes."""
+        self._calls, self._why = iter(()), None
+        while self._futures:
+            self._futures.pop().cancel()  # the last first, as `cancel_each` does; if Ctrl-C comes, the rest is still here
+
+    def __del__(self) -> None:
+        if self._has_begun:
+            self.close()
+
+
+def unless_interrupted(submit: Callable[P, Future[T]]) -> Callable[P, Future[T]]:
+    """Let Ctrl-C in a call that runs while it is handed in end the handing in: it means all the calls."""
+
+    def submit_unless(*args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        future = submit(*args, **kwargs)
+        try:
+            if isinstance(future.error, KeyboardInterrupt):
+                raise future.error
+            return future
+        finally:
+            del future  # the traceback of its error would hold it
+
+    return submit_unless
+
+
+def checked_buffersize(chunksize: Any, buffersize: Any) -> int | None:
+    """Return `buffersize` as Python's `int`; raise the error for a size that the standard library would refuse too."""
+    if not isinstance(chunksize, int) and whole_number(chunksize) is None:  # it takes True
+        raise InvalidTypeError(f"chunksize must be an integer. It is {chunksize!r}.")
+    if chunksize < 1:
+        raise InvalidValueError(f"chunksize must be >= 1. It is {chunksize!r}.")
+    if buffersize is None:
+        return None
+    if not isinstance(buffersize, int) and whole_number(buffersize) is None:
+        raise InvalidTypeError(f"buffersize must be an integer or None. It is {buffersize!r}.")
+    if buffersize < 1:
+        raise InvalidValueError(f"buffersize must be None or > 0. It is {buffersize!r}.")
+    return int(buffersize)
+
+
+# --- functions over several futures -----------------------------------------------------------------------------------
+
+
+_reading = threading.Lock()
+"""Held while `fetch_next` chooses: no result is delivered twice, to two threads either."""
+
+
+def fetch_next(futures: Sequence[Future[T]], timeout_s: float | None = None) -> tuple[int, T]:
+    """Return the next result that has not been read, in the order in which they end, with its place in `futures`.
+
+    Args:
+        futures: Futures of any pools, also those of `after_each`.
+        timeout_s: Longest wait [s]; None waits for ever.
+
+    Raises:
+        ValueError: All have been read.
+        TimeoutError: None has ended in time; nothing is marked as read.
+        InvalidValueError: This is a callback of a pool that one of them waits for, and none has ended.
+        Exception: The task's own exception, or `CancelledError`; the future counts as read.
+
+    Source:
+        MATLAB R2025b, fetchNext.
+
+    Example:
+        >>> from raypool import parpool
+        >>> with parpool(profile="inline", quiet=True) as pool:
+        ...     fetch_next([pool.parfeval(abs, -3)])
+        (0, 3)
+    """
+    checked = _checked(futures)
+    check_timeout(timeout_s)
+    until = None if timeout_s is None else time.monotonic() + timeout_s
+    while True:
+        with _reading:
+            unread = [future for future in checked if not future.read]
+            if not unread:
+                raise InvalidValueError("There is no future left to read.")
+            ended = [future for future in unread if future._state in ENDED]  # `done`, without its lock
+            if ended:
+                first = _first_of(ended)
+                first.read = True
+                break
+        left_s = None if until is None else max(0.0, until - time.monotonic())
+        if not _wait(unread, left_s, concurrent.futures.FIRST_COMPLETED).done:
+            raise TimeoutError(f"None of {len(unread)} futures has ended within {timeout_s} s; they go on.")
+    return checked.index(first), first.result()
+
+
+def _first_of(ended: list[Future[T]]) -> Future[T]:
+    try:
+        return min(ended, key=attrgetter("finished_at"))
+    except TypeError:  # one has no time yet: it ends right now
+        return min(ended, key=lambda future: future.finished_at or datetime.now(UTC))
+
+
+def fetch_outputs(futures: Sequence[Future[T]], stack: bool = False) -> Any:
+    """Wait for all, mark them as read, and return their results in the order of `futures`.
+
+    Args:
+        futures: Futures of any pools, also those of `after_each`.
+        stack: Return one NumPy array, the results one below the other, instead of a list.
+
+    Raises:
+        InvalidValueError: The results have shapes that do not stack; each is still there in its future.
+        Exception: The first exception among them.
+
+    Source:
+        MATLAB R2025b, fetchOutputs.
+
+    Example:
+        >>> from raypool import parpool
+        >>> with parpool(2, profile="threads", quiet=True) as pool:
+        ...     fetch_outputs([pool.parfeval(abs, x) for x in (-3, 4)])
+        [3, 4]
+    """
+    checked = _checked(futures)
+    for future in checked:
+        future.read = True
+    results = [future.result() for future in checked]
+    if not stack:
+        return results
+    import numpy as np
+
+    rows = [np.atleast_2d(np.asarray(result)) for result in results]
+    widths = {row.shape[1:] for row in rows}
+    if len(widths) > 1:
+        raise InvalidValueError(
+            f"The results do not stack: their rows have the shapes {sorted(widths)}. Use stack=False for a list."
+        )
+    return np.concatenate(rows)
+
+
+def wait(futures: Sequence[Future[Any]], timeout_s: float | None = None) -> bool:
+    """Wait until all have ended, in whatever way; return whether they have, after at most `timeout_s` seconds.
+
+    What became of them raises nothing here.
+
+    Raises:
+        InvalidValueError: This is a callback of a pool that one of them waits for: it would wait for itself.
+
+    Source:
+        MATLAB R2025b, wait.
+
+    Example:
+        >>> from raypool import parpool
+        >>> with parpool(2, profile="threads", quiet=True) as pool:
+        ...     wait([pool.parfeval(divmod, 1, 0)])
+        True
+    """
+    check_timeout(timeout_s)
+    return not _wait(_checked(futures), timeout_s).not_done
+
+
+def after_each(futures: Sequence[Future[Any]], fn: Callable[[Any], T], pass_future: bool = False) -> list[Future[T]]:
+    """Call `fn(value)` here for each of these futures when it has ended; return a future of each of these calls.
+
+    The calls are made in this process, by one thread for all of them, one after the other in the order in which the futures end:
+    `fn` may write to a file or draw without a lock, and the next call waits as long as it takes. A future that fails or is
+    cancelled is skipped: `fn` is not called, and the new future ends with the same error, or cancelled. What is returned can be
+    waited for, read, cancelled (as long as `fn` has not begun) and given to `after_each` and `after_all` again.
+
+    Args:
+        futures: Futures of any pools, also those of `after_each`.
+        fn: A function of a value. Within it, results of its own kind cannot be waited for: the thread would wait for itself.
+        pass_future: Give `fn` the futures themselves instead; then none is skipped.
+
+    Raises:
+        InvalidTypeError: Something is not a future, or `fn` is not callable. What `fn` raises is the new future's exception.
+
+    Source:
+        MATLAB R2025b, afterEach (which returns one future for all).
+
+    Example:
+        >>> from raypool import fetch_outputs, parpool
+        >>> with parpool(2, profile="threads", quiet=True) as pool:
+        ...     squares = [pool.parfeval(pow, x, 2) for x in (1, 2, 3)]
+        ...     fetch_outputs(after_each(squares, lambda square: square + 0.5))
+        [1.5, 4.5, 9.5]
+    """
+    _check_callable(fn)
+    return [_after_one(future, fn, pass_future) for future in _checked(futures)]
+
+
+def after_all(futures: Sequence[Future[Any]] | Future[Any], fn: Callable[[Any], T], pass_future: bool = False) -> Future[T]:
+    """Call `fn(values)` here when all of these futures have ended; return a future of that call.
+
+    `values` is the list of their values, in the order of `futures`; those of futures that failed or were cancelled are left out.
+    The call is made by the thread that makes the calls of `after_each`.
+
+    Args:
+        futures: Futures of any pools, also those of `after_each`. A single one counts by itself: `fn` is called with its value,
+            and not at all if it fails.
+        fn: A function of a list of values.
+        pass_future: Give `fn` the list of the futures (or the single one) instead.
+
+    Raises:
+        InvalidTypeError: Something is not a future, or `fn` is not callable. What `fn` raises is the new future's exception.
+
+    Source:
+        MATLAB R2025b, afterAll (which does not call `fn` if one has failed).
+
+    Example:
+        >>> from raypool import parpool
+        >>> with parpool(2, profile="threads", quiet=True) as pool:
+        ...     squares = [pool.parfeval(pow, x, 2) for x in (1, 2, 3)]
+        ...     after_all(squares, sum).result()
+        14
+    """
+    _check_callable(fn)
+    if isinstance(futures, Future):
+        return _after_one(futures, fn, pass_future)
+    checked = _checked(futures)
+
+    def call() -> T:
+        return fn(checked if pass_future else [future.result() for future in checked if _has_value(future)])
+
+    follower: _Follower[T] = _Follower(_name_of(fn))
+    follower.owners = owners_of(checked)
+    missing = len(checked) or 1
+    counting = threading.Lock()
+
+    def note(_: Any) -> None:
+        nonlocal missing
+        with counting:
+            missing -= 1
+            if missing:
+                return
+        _dispatcher.put(functools.partial(follower.run, call))
+
+    for future in checked:
+        future.add_done_callback(note)
+    if not checked:
+        note(None)
+    return follower
+
+
+def _after_one(future: Future[Any], fn: Callable[[Any], T], pass_future: bool) -> Future[T]:
+    follower: _Follower[T] = _Follower(f"{_name_of(fn)} of {future.name}")
+    follower.owners = future.owners
+
+    def run() -> None:
+        if future.cancelled() and not pass_future:
+            follower.cancel()
+        else:
+            follower.run(lambda: fn(future if pass_future else future.result()))
+
+    future.add_done_callback(lambda _: _dispatcher.put(run))
+    return follower
+
+
+def _has_value(future: Future[Any]) -> bool:
+    return not future.cancelled() and future.exception() is None
+
+
+class _Follower(Future[T]):
+    """A future of a call that is made here when others have ended."""
+
+    def cancel(self) -> bool:
+        """Cancel it if its call has not begun; return whether it is cancelled. What runs in this process cannot be stopped."""
+        if not super().cancel():
+            return False
+        self.notify_cancelled()
+        return True
+
+    def run(self, call: Callable[[], T]) -> None:
+        """Make the call, unless somebody has cancelled it."""
+        if not self.start():
+            return
+        self.attempts = 1
+        self.started_at = datetime.now(UTC)
+        before = time.perf_counter()
+        error: BaseException | None = None
+        try:
+            value = call()
+        except BaseException as raised:  # also one that would end this thread: others wait for it
+            error = raised
+        self.duration_s = time.perf_counter() - before
+        self.finished_at = datetime.now(UTC)
+        if error is None:
+            self.set_result(value)
+        else:
+            self.set_exception(error)
+
+    def check_wait(self, timeout: float | None) -> None:
+        """Make sure that neither the thread of the calls waits for it, nor that of a pool whose future it comes after.
+
+        Raises:
+            InvalidValueError: It would, for ever.
+        """
+        if timeout is None and _dispatcher.is_here:
+            raise InvalidValueError(
+                f"The function of an after_each or after_all waits for {self.name!r}, which can only run after it. "
+                "Chain them instead: give its future to after_all."
+            )
+        super().check_wait(timeout)
+
+
+class _Dispatcher:
+    """Makes calls one after the other, in a thread that is there as long as there are any.
+
+    The interpreter waits for that thread at its end: what has come in by then is not lost.
+    """
+
+    def __init__(self) -> None:
+        self._calls: deque[Callable[[], None]] = deque()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.RLock()  # the collector may end a pool, and its futures, in the middle of `put`
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this code runs in its thread."""
+        return threading.current_thread() is self._thread
+
+    def put(self, call: Callable[[], None]) -> None:
+        """Make a call, soon, in its turn; it must not raise."""
+        with self._lock:
+            self._calls.append(call)
+            if self._thread is not None and self._thread.is_alive():  # it does not live in a forked child
+                return
+            self._thread = threading.Thread(target=self._make_calls, name="raypool-callbacks", daemon=False)
+            try:
+                self._thread.start()
+                return
+            except RuntimeError:  # the interpreter ends, or the system has no thread left
+                self._thread = threading.current_thread()
+        self._make_calls()
+
+    def _make_calls(self) -> None:
+        while True:
+            with self._lock:
+                if not self._calls:
+                    self._thread = None
+                    return
+                call = self._calls.popleft()
+            call()
+            del call  # while it waits for the next, it holds nothing
+
+
+_dispatcher = _Dispatcher()
+
+
+def _wait(futures: Sequence[Future[Any]], timeout_s: float | None, until: str = concurrent.futures.ALL_COMPLETED) -> Any:
+    for future in futures:
+        if future._state not in ENDED:
+            future.check_wait(timeout_s)
+    return concurrent.futures.wait(futures, timeout_s, until)
+
+
+def _name_of(fn: Callable[..., Any]) -> str:
+    return getattr(fn, "__name__", None) or type(fn).__name__
+
+
+def _check_callable(fn: Any) -> None:
+    if not callable(fn):
+        raise InvalidTypeError(f"{fn!r} is not callable. Give a function of one argument.")
+
+
+def _checked(futures: Iterable[Future[T]]) -> list[Future[T]]:
+    if isinstance(futures, Future):
+        raise InvalidTypeError(f"{futures!r} is a single future. Put it into a list.")
+    checked = list(futures) if isinstance(futures, Iterable) else [futures]
+    if all(issubclass(kind, Future) for kind in set(map(type, checked))):
+        return checked
+    stranger = next(future for future in checked if not isinstance(future, Future))
+    raise InvalidTypeError(f"{stranger!r} is not a future of a pool.")

@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 from raypool.errors import InvalidValueError, RemoteTraceback, SerializationError
-from raypool.futures import Future
-from raypool.gathered import cancel_each
+from raypool.futures import Future, cancel_each
 
 T = TypeVar("T")
 

@@ -41,14 +41,12 @@ from raypool.engine.engine import Engine
 from raypool.engine.ray_session import is_forked
 from raypool.engine.runner import CALL_LIMIT_S
 from raypool.errors import InvalidTypeError, InvalidValueError, ResourceError, SerializationError
-from raypool.futures import Future
-from raypool.gathered import cancel_each
+from raypool.futures import Future, cancel_each
 from raypool.left_globals import share_left
-from raypool.loop import PLAIN
-from raypool.pool import ParallelPool, gcp, open_pool
+from raypool.parfor import PLAIN
+from raypool.pool import ParallelPool, PoolView, gcp, open_pool
 from raypool.profile_files import resolve_profile
 from raypool.profiles import Profile
-from raypool.view import PoolView
 from raypool.worker.running import in_task
 
 LEAST_JOBS = 2

@@ -24,17 +24,14 @@ from raypool.engine.calls import submit_function
 from raypool.engine.coroutines import finished
 from raypool.engine.engine import Engine
 from raypool.errors import InvalidTypeError, InvalidValueError, SerializationError
-from raypool.futures import Future
-from raypool.gathered import cancel_each
+from raypool.futures import Future, cancel_each, unless_interrupted
 from raypool.interop.async_results import AsyncResult, Callback, Collector, Drawing, Gathering, IMapIterator, joined, only
-from raypool.loop import is_serial
-from raypool.mapping import unless_interrupted
 from raypool.options import check_callable
-from raypool.pool import ParallelPool, open_pool
+from raypool.parfor import is_serial
+from raypool.pool import ParallelPool, PoolView, open_pool
 from raypool.profile_files import resolve_profile
 from raypool.profiles import Profile
 from raypool.resources import WorkerResources
-from raypool.view import PoolView
 from raypool.worker.running import in_task, retire_process
 
 __all__ = ["AsyncResult", "IMapIterator", "Pool", "UnpicklableError"]

@@ -26,8 +26,7 @@ from raypool.counts import checked_count
 from raypool.engine.calls import Where, submit_call, submit_function
 from raypool.engine.engine import Engine
 from raypool.errors import InvalidTypeError, InvalidValueError, RaypoolError
-from raypool.futures import Future
-from raypool.gathered import cancel_each
+from raypool.futures import Future, cancel_each
 from raypool.gpus.memory import kept
 from raypool.options import Options, check_callable
 from raypool.train.data import Elsewhere, Inputs, Piece, batch_of, call_model, changed, mapped, samples_of

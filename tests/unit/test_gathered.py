@@ -11,8 +11,7 @@ import pytest
 
 from raypool import Future
 from raypool.channel.records import Missing
-from raypool.futures import Deferred
-from raypool.gathered import gather
+from raypool.futures import Deferred, gather
 
 
 class Fetched:
