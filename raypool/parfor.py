@@ -18,7 +18,7 @@ from raypool.core.messages import CancelRequested, ItemsAdded
 from raypool.core.model import TaskSpec, TaskState
 from raypool.counts import optional_count, whole_number
 from raypool.engine.engine import Engine, serial_engine
-from raypool.engine.loop_work import LoopOptions, LoopWork, Lost, Segment
+from raypool.engine.loop import LoopOptions, LoopWork, Lost, Segment
 from raypool.errors import InvalidTypeError, InvalidValueError
 from raypool.options import Options, check_callable, check_name
 from raypool.results import Results, Row
@@ -26,7 +26,7 @@ from raypool.worker.running import in_task
 
 if TYPE_CHECKING:
     from raypool.backends.base import Backend
-    from raypool.engine.calls import Where
+    from raypool.engine.engine import Where
 
 
 RERUNS = ("failed", "missing", "all")

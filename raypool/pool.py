@@ -21,10 +21,9 @@ from raypool.channel.store import ValueStore
 from raypool.channel.traffic import TransferBytes
 from raypool.core.messages import CancelRequested
 from raypool.counts import checked_count, optional_count
-from raypool.engine.calls import Where, submit_call, submit_function
-from raypool.engine.engine import Engine, open_engine, serial_engine
+from raypool.engine.call import Work
+from raypool.engine.engine import Engine, Where, open_engine, serial_engine, submit_call, submit_function
 from raypool.engine.overview import device_table, running
-from raypool.engine.work import Work
 from raypool.errors import InvalidTypeError, InvalidValueError, PoolClosedError, ResourceError
 from raypool.futures import Future, MapResults, cancel_each, checked_buffersize, gather, unless_interrupted
 from raypool.options import Options, check_callable, worker_numbers

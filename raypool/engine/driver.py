@@ -10,7 +10,9 @@ import functools
 import itertools
 import threading
 from array import array
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from heapq import heappop, heappush
 from time import time
 from typing import Any, cast
 
@@ -28,19 +30,17 @@ from raypool.channel.records import (
     nothing_done,
 )
 from raypool.core import messages as m
-from raypool.core.model import PoolState, Slice, TaskSpec, TaskState, Worker, WorkerState
+from raypool.core import policy
+from raypool.core.messages import SetTimer, TimerFired
+from raypool.core.model import PoolState, Report, Slice, TaskSpec, TaskState, Worker, WorkerState
 from raypool.core.scheduler import Scheduler
-from raypool.engine import verdicts
-from raypool.engine.arrivals import Arrivals
-from raypool.engine.casualties import Casualties
-from raypool.engine.in_flight import Sent
+from raypool.engine import explanations
+from raypool.engine.call import GangWork, Work
+from raypool.engine.explanations import Tell
+from raypool.engine.in_flight import Call, InFlight, Sent
 from raypool.engine.inbox import Inbox, Message
-from raypool.engine.returns import Returns
-from raypool.engine.timers import Timers, is_of_use
 from raypool.engine.trace import TraceWriter
-from raypool.engine.verdicts import Tell
-from raypool.engine.work import GangWork, Work
-from raypool.errors import LossReason, PoolBrokenError, PoolClosedError
+from raypool.errors import LossReason, PoolBrokenError, PoolClosedError, WorkerLostError
 from raypool.futures import Future
 
 CLOSED = "The pool is closed. Open another with parpool()."
@@ -206,7 +206,7 @@ class Driver:
 
     def crash_error(self) -> PoolBrokenError:
         """Return the error for those who still want something of a driver that has failed."""
-        return verdicts.driver_failed(self.crash)
+        return explanations.driver_failed(self.crash)
 
     def _give_up(self, error: BaseException) -> None:
         """Raypool's own mistake: nobody may be left waiting for it."""
@@ -253,7 +253,7 @@ class Driver:
             self._record(now, event)
         commands = self.scheduler.handle(event, now)
         if commands and isinstance(commands[0], m.ParkWorker):
-            self._tell.note(verdicts.parked(len(commands)))
+            self._tell.note(explanations.parked(len(commands)))
         for command in commands:
             self._carry_out(command)
         self._casualties.tell_misses(self.works, commands, self._speaker)
@@ -379,7 +379,7 @@ class Driver:
                     self._hub.watch(piece.task_id, work.holder)  # not before: what waits says nothing, and is much
                     functions[work.function.fn_id] = work.function
                 except Exception as error:  # also a full object store, or a Ray that has ended
-                    known = all_failed(piece.start, piece.stop, verdicts.unsent(work.describe(piece), error))
+                    known = all_failed(piece.start, piece.stop, explanations.unsent(work.describe(piece), error))
             call.sent.append(Sent(piece, known, len(parts) - 1))
         if parts:
             self._backend.run(command.worker_id, command.attempt_id, parts, list(functions.values()), call.behind)
@@ -408,13 +408,291 @@ class Driver:
 
     def _time_out(self, items: Slice, timeout_s: float) -> None:
         work = self.works[items.task_id]
-        work.fail(items, verdicts.timed_out(self._speaker, work.describe(items), timeout_s))
+        work.fail(items, explanations.timed_out(self._speaker, work.describe(items), timeout_s))
 
     def _end(self, task_id: int, state: TaskState) -> None:
         is_broken = state is TaskState.FAILED and self.scheduler.state is PoolState.BROKEN
-        self.works.pop(task_id).end(state, verdicts.pool_broken(self._casualties.words) if is_broken else None)
+        self.works.pop(task_id).end(state, explanations.pool_broken(self._casualties.words) if is_broken else None)
 
     def _drop(self, command: m.DropPlace) -> None:
         text, why = self._casualties.farewell(command)
         if not self.arrivals.note_failed(command.place, why):
             self._tell.warn(text)
+
+
+# --- which workers are up, and why others are not ---------------------------------------------------------------------
+
+
+class Arrivals:
+    """What is known of the workers by place. The driver's thread notes it; others wait.
+
+    Args:
+        is_closed: Whether there is nothing to wait for any more.
+    """
+
+    def __init__(self, is_closed: Callable[[], bool]) -> None:
+        self.infos: dict[int, WorkerInfo] = {}  # of the newest worker in each place that was up
+        self._is_closed = is_closed
+        self._failed: dict[int, str] = {}  # place -> why
+        self._awaited: Counter[int] = Counter()  # places that somebody waits for
+        self.changed = threading.Condition()
+
+    def note_ready(self, place: int, info: WorkerInfo) -> None:
+        """Note that the worker in a place is up."""
+        with self.changed:
+            self.infos[place] = info
+            self.changed.notify_all()
+
+    def note_failed(self, place: int, why: str) -> bool:
+        """Note that nobody need wait for the worker in a place; return whether somebody does, and so will be told."""
+        with self.changed:
+            self._failed.setdefault(place, why)
+            self.changed.notify_all()
+            return self._awaited[place] > 0
+
+    def forget(self, place: int) -> None:
+        """Note that a place is given back."""
+        with self.changed:
+            self.infos.pop(place, None)
+
+    def expect(self, places: Sequence[int]) -> None:
+        """Say that somebody is going to `wait` for the workers in these places."""
+        with self.changed:
+            self._awaited.update(places)
+
+    def wait(self, places: Sequence[int], timeout_s: float) -> dict[int, str]:
+        """Wait until the workers in these places are up, at most so long; return those that are not, and why."""
+        with self.changed:
+            is_known = self.changed.wait_for(
+                lambda: self._is_closed() or all(place in self.infos or place in self._failed for place in places),
+                min(timeout_s, threading.TIMEOUT_MAX),
+            )
+            self._awaited.subtract(places)
+            why = "the pool was closed" if is_known else f"it had not come up within start_timeout_s={timeout_s:g}"
+            return {place: self._failed.get(place, why) for place in places if place not in self.infos}
+
+
+# --- lost workers, and places that go ---------------------------------------------------------------------------------
+
+
+ANSWERS = (m.AttemptFinished, m.AttemptNarrowed)
+LOSSES = (m.WorkerLost, m.TimerFired, m.PlaceLeaving, m.PlaceLost)
+
+
+class Casualties:
+    """The driver's notes of what has gone wrong, by its own thread."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.words = ""  # what was said of the newest loss
+        self.to_retry: list[tuple[Slice, BaseException]] = []  # what has raised something that `retry_on` names, just now
+        self._fallen: list[Slice] = []  # what the worker was running that the event at hand is the loss of
+        self._lost: list[Slice] = []  # of that, attempts: begun, or charged, as nobody knows whether they were
+        self._leaving: dict[int, str] = {}  # by place: what was said of its end
+        self._vacated = NOBODY  # who was in the place that was given back last
+        self._scheduler = scheduler
+
+    def turn_page(self) -> None:
+        """Note that another event is at hand."""
+        self.to_retry, self._fallen, self._lost = [], [], []
+
+    def note_going(self, place: int, words: str) -> None:
+        """Note why a place is gone, or will be."""
+        self.words = self._leaving[place] = words
+
+    def note_fallen(self, call: Call, reason: LossReason, was_idle: bool) -> None:
+        """Note what a call held whose worker is lost, as far as it is still waited for."""
+        is_attempt = not was_idle and (call.began_at is not None or reason not in policy.FORGIVEN)
+        for piece, _, _ in call.sent:
+            if self.is_awaited(piece, call.attempt_id):
+                self._fallen.append(piece)
+                if is_attempt:
+                    self._lost.append(piece)
+
+    def is_awaited(self, piece: Slice, attempt_id: int) -> bool:
+        """Whether somebody still waits for a slice in flight: its task has not ended, nor is its time over."""
+        task = self._scheduler.backlog.tasks.get(piece.task_id)
+        return task is not None and attempt_id in (task.flights or ())
+
+    def note_vacated(self, worker: WorkerInfo) -> None:
+        """Note who was in a place that is given back."""
+        self._vacated = worker
+
+    def tell_misses(self, works: Mapping[int, Work], commands: Sequence[m.Command], speaker: WorkerInfo) -> None:
+        """Tell works which of their items run again after the event at hand."""
+        if self._lost or self.to_retry:
+            missed: list[tuple[Slice, Why]] = [*((piece, self.words) for piece in self._lost), *self.to_retry]
+            tell_misses(works, missed, commands, speaker)
+
+    def error(self, items: Slice, what: str, reason: LossReason, at_hand: m.Event | None, speaker: WorkerInfo) -> WorkerLostError:
+        """Return the error for items that have no worker any more; `what` is what to call them."""
+        if any(piece.task_id == items.task_id and piece.start <= items.start < piece.stop for piece in self._fallen):
+            return explanations.lost(speaker, what, items.attempt, reason, self.words)
+        if isinstance(at_hand, ANSWERS) and reason is LossReason.PREEMPTED:  # a rank that was interrupted, or what came back
+            words = self._leaving.get(speaker.index, "the machine of another rank is about to go")
+            return explanations.lost(speaker, what, items.attempt, reason, words)
+        words = self.words if isinstance(at_hand, LOSSES) else "the pool was made smaller"
+        return explanations.stranded(what, items.attempt, reason, explanations.FAULTY if reason is LossReason.FAULTY else words)
+
+    def farewell(self, command: m.DropPlace) -> tuple[str, str]:
+        """Return what to say to the user of a place that is dropped, and to whoever waits for a worker there."""
+        left, num_left = self._leaving.pop(command.place, None), self._scheduler.crew.size
+        if command.reason is LossReason.FAULTY:
+            return explanations.faulty(self._vacated, command.failed, command.finished, num_left), explanations.FAULTY
+        if left is not None:
+            return explanations.left(self._vacated, left, num_left), left
+        return explanations.dropped(self.words, num_left), self.words
+
+
+# --- which items run again, and why -----------------------------------------------------------------------------------
+
+
+Why = str | BaseException
+"""What is known of the loss of a worker, or what an item has raised that `retry_on` names."""
+
+
+def tell_misses(
+    works: Mapping[int, Work], missed: Iterable[tuple[Slice, Why]], commands: Sequence[m.Command], worker: WorkerInfo
+) -> None:
+    """Tell works what of theirs runs again: of what was missed, all that none of the commands settles.
+
+    Args:
+        works: Those that are not at their end, by task.
+        missed: Slices that have no outcome of this attempt, and why.
+        commands: The scheduler's answer.
+        worker: Where they ran.
+    """
+    settled = [command.items for command in commands if isinstance(command, (m.SettleItems, m.FailItems, m.TimeOutItems))]
+    for piece, why in missed:
+        work = works.get(piece.task_id)
+        if work is not None and not any(_overlap(piece, items) for items in settled):
+            work.miss(piece, worker, why)
+
+
+def _overlap(piece: Slice, items: Slice) -> bool:
+    return piece.task_id == items.task_id and piece.start < items.stop and items.start < piece.stop
+
+
+# --- what comes back from workers -------------------------------------------------------------------------------------
+
+
+class Returns:
+    """Says of each slice that comes back what the scheduler has to know, and keeps what has come for whoever is told then.
+
+    Args:
+        works: The tasks that have not ended.
+        casualties: Takes note of what has raised something that runs again.
+        cancel: Posts that nobody wants a task any more.
+    """
+
+    def __init__(self, works: Mapping[int, Work], casualties: Casualties, cancel: Callable[[int], object]) -> None:
+        self.in_flight = InFlight()
+        self.stopping: dict[int, list[Future[Any]]] = {}  # by attempt: cancelled while it ran
+        self._works = works
+        self._casualties = casualties
+        self._cancel = cancel
+        self._at_hand: dict[int, list[tuple[Slice, SliceResult]]] = {}  # of the answer at hand, by task
+
+    def turn_page(self) -> None:
+        """Let go of what has come: it is the user's now, who may want it freed."""
+        if self._at_hand:
+            self._at_hand = {}
+
+    def result(self, items: Slice) -> SliceResult:
+        """Return what has come of these items just now."""
+        return next(result for piece, result in self._at_hand[items.task_id] if piece.start <= items.start < piece.stop)
+
+    def note_stopped(self, attempt_id: int, is_replaced: bool) -> None:
+        """Let futures that were cancelled while they ran say what has become of their worker."""
+        for future in self.stopping.pop(attempt_id, ()):
+            future.worker_replaced = is_replaced or bool(future.worker_replaced)  # of a gang, any of them
+
+    def take(self, event: m.AttemptFinished, results: Sequence[SliceResult]) -> m.AttemptFinished:
+        """Say of each slice of an attempt what the scheduler has to know."""
+        sent = self.in_flight.bring_back(event.worker_id, event.attempt_id)
+        if self.stopping:
+            self.note_stopped(event.attempt_id, is_replaced=False)
+        reports = []
+        for piece, known, number in sent:
+            result = known or results[number].within(piece.start, piece.stop)  # of a call that was narrowed, it is about all
+            reports.append(self._report(piece, result))
+        return event._replace(reports=tuple(reports))
+
+    def take_part(self, event: m.AttemptNarrowed, results: Sequence[SliceResult], worker: WorkerInfo) -> m.AttemptNarrowed:
+        """Say the same of what is done of an attempt that goes on, and take back what waits behind it."""
+        before = self.in_flight.find(event.worker_id, event.attempt_id)
+        if before is None:
+            return event  # it has come back meanwhile
+        call, behind = self.in_flight.narrow(event.worker_id, event.attempt_id)
+        for other in behind:
+            self.note_stopped(other.attempt_id, is_replaced=False)
+        reports, kept = [], []
+        for piece, known, number in before.sent:
+            result = results[number] if known is None else known
+            kept.append(event.kept[number] if known is None else 0)
+            reports.append(self._report(piece, result))
+            if kept[-1]:
+                start = piece.start + result.done
+                rest = piece._replace(start=start, stop=start + kept[-1])
+                call.sent.append(Sent(rest, None, number))
+                if self._casualties.is_awaited(piece, event.attempt_id):
+                    call.began_at = result.started_at + sum(result.durations_s) if result.started_at else call.began_at
+                    self._works[piece.task_id].begin(rest, worker, call)
+        return event._replace(reports=tuple(reports), kept=tuple(kept))
+
+    def _report(self, piece: Slice, result: SliceResult) -> Report:
+        self._at_hand.setdefault(piece.task_id, []).append((piece, result))
+        work = self._works.get(piece.task_id)
+        report = Report(result.done, len(result.failures), (), sum(result.durations_s), result.crowded_out)
+        if result.failures and work is not None:
+            if result.is_interrupted and not isinstance(work, GangWork):  # Ctrl-C, inline: it means the loop, not the item
+                self._cancel(piece.task_id)
+            report = report._replace(retry=result.to_retry(work.wants_retry))
+            again = report.repeated(report.retry)
+            self._casualties.to_retry += [(piece._replace(start=i, stop=i + 1), result.failures[i].error) for i in again]
+        return report
+
+
+# --- timers -----------------------------------------------------------------------------------------------------------
+
+
+class Timers:
+    """Timers by the time at which they are due.
+
+    Args:
+        is_of_use: Whether a timer still means something; one that does not is dropped when its turn comes.
+    """
+
+    def __init__(self, is_of_use: Callable[[TimerFired], bool]) -> None:
+        self._is_of_use = is_of_use
+        self._heap: list[tuple[float, int, TimerFired]] = []
+        self._count = itertools.count()
+
+    def set(self, command: SetTimer) -> None:
+        """Remember something."""
+        timer = TimerFired(*command[1:])
+        heappush(self._heap, (command.at, next(self._count), timer))
+
+    def next_at(self) -> float | None:
+        """Return when the next timer is due; None if there is none."""
+        while self._heap:
+            at, _, timer = self._heap[0]
+            if self._is_of_use(timer):
+                return at
+            heappop(self._heap)
+        return None
+
+    def pop(self) -> TimerFired:
+        """Take out the next timer."""
+        return heappop(self._heap)[2]
+
+
+def is_of_use(timer: TimerFired, scheduler: Scheduler) -> bool:
+    """Whether a timer still means something to a scheduler."""
+    if timer.kind == "idle":
+        return True
+    if timer.kind in ("retry", "look"):
+        return timer.task_id in scheduler.backlog.tasks
+    worker = scheduler.crew.workers.get(timer.worker_id)
+    if worker is None or timer.kind == "leave":
+        return worker is not None
+    return timer.attempt_id in worker.attempts if timer.kind == "timeout" else worker.state is WorkerState.STARTING

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
 import logging
-from collections.abc import Callable, Sequence
+import os
+import pickle
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
-from raypool.channel.feed import Feed, text_of_file
+from raypool.channel.feed import TEXT_BYTES, Feed, Last, LoopFeed, Row, text_of_file
 from raypool.channel.records import Function, LocalValues, Missing, SliceResult, WorkerInfo
 from raypool.core.model import Slice, TaskState
-from raypool.engine.loop_work import LoopOptions, LoopWork, Lost, Restored, Segment
-from raypool.engine.recorder import Recorder, Step
-from raypool.engine.sayings import DIARY, METRICS, ItemFiles, SayingFeed, rows_of
+from raypool.engine.loop import LoopOptions, LoopWork, Lost, Restored, Segment
 from raypool.errors import InternalError, JournalError, TaskError
 from raypool.journal.files import Damaged, make_folder
 from raypool.journal.journal import Journal, Outcome, Stored
@@ -278,3 +283,391 @@ def _values_of(piece: Slice, result: SliceResult) -> list[Any]:
     except BaseException as error:  # also what code of the user's raises when it is unpickled
         lost = error if isinstance(error, Exception) else TaskError(f"A value cannot be opened: {type(error).__name__}: {error}")
         return [Missing(lost)] * (piece.stop - piece.start)
+
+
+# --- the recorder: what comes back is written in a thread of its own, and counted when it is there --------------------
+#
+# Where that cannot be done (the disk is full, say), the loop goes on: what has come back waits in memory, and is tried again.
+
+
+SAID_S = 1.0
+"""So often is written what items say while they run [s]."""
+
+FIRST_DELAY_S = 0.5
+MAX_DELAY_S = 10.0
+"""Where that cannot be done, it is tried again after this time [s], then after twice as long each time, up to this."""
+
+PATIENCE_S = 60.0
+"""So long does a loop that has ended wait for room for what it has brought back [s]."""
+
+BATCH = 4096
+"""So much is written together."""
+
+
+def _nothing() -> None:
+    """Do nothing."""
+
+
+class Step:
+    """Something that counts as soon as it is written.
+
+    Args:
+        outcomes: Of items.
+        count: Called then.
+        entries: Items that are new: key, number, item.
+        unfit: Returns the outcome to write instead of one that can never be written.
+    """
+
+    __slots__ = ("count", "entries", "outcomes", "unfit", "was_refused")
+
+    def __init__(
+        self,
+        outcomes: Sequence[Outcome] = (),
+        count: Callable[[], None] = _nothing,
+        entries: Sequence[tuple[str, int, Any]] = (),
+        unfit: Callable[[Outcome, Exception], Outcome] | None = None,
+    ) -> None:
+        self.outcomes = outcomes
+        self.count = count
+        self.entries = entries
+        self.unfit = unfit
+        self.was_refused = False
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all of it is written."""
+        return not self.outcomes and not self.entries
+
+    def keep(self, refused: Mapping[int, Exception]) -> bool:
+        """Keep the outcomes that were refused, by identity, for later; return whether there are others to be written at once."""
+        left: list[Outcome] = []
+        others: list[Outcome] = []
+        for outcome in self.outcomes:
+            error = refused.get(id(outcome))
+            if isinstance(error, OSError):
+                left.append(outcome)
+            elif error is not None:
+                if self.unfit is None or outcome.status != "finished":
+                    raise error
+                others.append(self.unfit(outcome, error))
+        self.was_refused = bool(left)
+        self.outcomes = left + others
+        return bool(others)
+
+
+class End(NamedTuple):
+    """Nothing more will come; `tell` is to be called when all is written, or with the error if that cannot be."""
+
+    tell: Callable[[BaseException | None], None]
+
+
+class Recorder:
+    """The thread that writes.
+
+    Args:
+        journal: Closed when all is written.
+        files: Of the items.
+        label: What to call the loop.
+        give_up: Called with the error if the thread itself fails.
+    """
+
+    def __init__(self, journal: Journal, files: ItemFiles, label: str, give_up: Callable[[BaseException], None]) -> None:
+        self._journal = journal
+        self._files = files
+        self._label = label
+        self._give_up = give_up
+        self._inbox: queue.SimpleQueue[Callable[[], Step] | End | None] = queue.SimpleQueue()
+        self._waiting: list[Step] = []
+        self._trouble: OSError | None = None  # what the journal could not be written for
+        self._is_total = False  # not even a little of it
+        self._delay_s = 0.0
+        self._try_at = 0.0
+        self._tell: Callable[[BaseException | None], None] | None = None
+        self._deadline = 0.0
+        self._is_hurried = False
+        self.failure: JournalError | None = None  # what could not be written in the end
+        self._thread = threading.Thread(target=self._work, name="raypool-journal", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def put(self, prepare: Callable[[], Step]) -> None:
+        """Write what this returns; it is called in the thread."""
+        self._inbox.put(prepare)
+
+    def end(self, tell: Callable[[BaseException | None], None]) -> None:
+        """Write what is left, and then tell."""
+        self._inbox.put(End(tell))
+
+    def close(self) -> None:
+        """Write what is there, now or never, and wait for the thread's end."""
+        is_first = not self._is_hurried
+        self._is_hurried = True
+        self._inbox.put(End(lambda error: None))
+        if self._thread.ident is None:
+            self._journal.close()
+        elif is_first:  # whoever was interrupted once waiting for it does not want to wait
+            self._thread.join()
+
+    # --- in the thread ------------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        try:
+            while not self._is_over():
+                self._take()
+                self._write()
+        except BaseException as error:  # raypool's own mistake: nobody may be left waiting for it
+            self._give_up(error)
+        finally:
+            with contextlib.suppress(Exception):
+                self._journal.close()
+
+    def _is_over(self) -> bool:
+        if self._tell is None:
+            return False
+        num_left = sum(len(step.outcomes) for step in self._waiting)
+        if not self._waiting and not self._files.num_unwritten:
+            self._tell(None)
+            return True
+        if time.monotonic() < self._deadline and not self._is_hurried:
+            return False
+        self.failure = self._failed(num_left)
+        for step in self._waiting:
+            step.count()
+        self._tell(self.failure)
+        return True
+
+    def _failed(self, num_left: int) -> JournalError:
+        tried = "" if self._is_hurried else f", also not within {PATIENCE_S:g} s after its end"
+        error = JournalError(
+            f"{self._said(num_left)} of {self._label} could not be written to {self._journal.run_dir}{tried}: {self._trouble}. "
+            "All values are in .results of this error. Make room there, and the same call runs again what is missing.",
+            run_dir=str(self._journal.run_dir),
+        )
+        if self._is_hurried:
+            logger.warning("%s", error)
+        return error
+
+    def _said(self, num_left: int) -> str:
+        if not num_left:
+            return f"What {self._files.num_unwritten:,} items have reported and printed"
+        return f"{num_left:,} outcome{'s' if num_left != 1 else ''}"
+
+    def _take(self) -> None:
+        """Wait for something to do, and take all there is."""
+        now = time.monotonic()
+        pause = SAID_S if self._trouble is None else max(min(self._try_at - now, SAID_S), 0.0)
+        if self._tell is not None and (self._trouble is None or self._is_hurried):
+            pause = 0.0
+        with contextlib.suppress(queue.Empty):
+            for _ in range(BATCH):
+                self._note(self._inbox.get(timeout=pause))
+                pause = 0.0
+
+    def _note(self, wish: Callable[[], Step] | End | None) -> None:
+        if isinstance(wish, End):
+            if self._tell is None:
+                self._tell = wish.tell
+                self._deadline = time.monotonic() + PATIENCE_S
+                if self._trouble is not None and not self._is_hurried:
+                    logger.warning("%s has ended; what is not written yet is tried for %g s more.", self._label, PATIENCE_S)
+        elif wish is not None:
+            self._waiting.append(wish())
+
+    def _write(self) -> None:
+        """Write what waits; what has just been refused waits a while longer."""
+        is_due = self._trouble is None or self._is_hurried or time.monotonic() >= self._try_at
+        if not is_due and self._is_total:
+            return
+        steps = [step for step in self._waiting if is_due or not step.was_refused]
+        unsaid = self._files.write()
+        refusal = self._write_steps(steps)
+        done = [step for step in steps if step.is_done]
+        self._waiting = [step for step in self._waiting if not step.is_done]
+        for step in done:
+            step.count()
+        if refusal is not None or unsaid is not None or is_due:
+            self._note_trouble(refusal or unsaid, is_total=refusal is not None and not done)
+
+    def _write_steps(self, steps: Sequence[Step]) -> OSError | None:
+        """Write what can be, and leave the rest in the steps; return why that can't."""
+        try:
+            entries = [entry for step in steps for entry in step.entries]
+            if entries:
+                self._journal.note_items(entries)
+        except OSError as error:
+            for step in steps:
+                step.was_refused = True
+            return error
+        for step in steps:
+            step.entries = ()
+        refusal = None
+        left = [step for step in steps if step.outcomes]
+        while left:
+            refused = {id(outcome): error for outcome, error in self._journal.write([o for step in left for o in step.outcomes])}
+            refusal = next((error for error in refused.values() if isinstance(error, OSError)), refusal)
+            left = [step for step in left if step.keep(refused)]
+        return refusal
+
+    def _note_trouble(self, trouble: OSError | None, is_total: bool) -> None:
+        if trouble is None and self._trouble is not None and not self._waiting:
+            logger.warning("%s can be written again: everything that waited is there.", self._journal.run_dir)
+        elif trouble is not None and self._trouble is None:
+            num_left = sum(len(step.outcomes) for step in self._waiting)
+            logger.warning(
+                "%s cannot be written: %s. %s of %s wait in memory, and it is tried again; the loop goes on. "
+                "Make room on that disk, or see that it can be written.",
+                self._journal.run_dir,
+                trouble,
+                self._said(num_left),
+                self._label,
+            )
+        self._trouble = trouble
+        self._is_total = is_total
+        self._delay_s = 0.0 if trouble is None else min(max(2 * self._delay_s, FIRST_DELAY_S), MAX_DELAY_S)
+        self._try_at = time.monotonic() + self._delay_s
+
+
+# --- what items say, on its way into their files ----------------------------------------------------------------------
+
+
+METRICS = "metrics.jsonl"
+DIARY = "diary.txt"
+
+
+class SayingFeed(LoopFeed):
+    """A feed that also hands on what is said, with the item that has said it."""
+
+    __slots__ = ("_new",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._new: deque[Row | bytes | tuple[int, int, str]] = deque()  # needs no lock
+
+    def add_row(self, row: Row) -> None:
+        """Take what was reported in this process."""
+        super().add_row(row)
+        self._new.append(row)
+
+    def add_rows(self, rows: bytes, last: Last) -> None:
+        """Take what was reported elsewhere."""
+        super().add_rows(rows, last)
+        self._new.append(rows)
+
+    def add_text(self, text: str, num_missing: int = 0, item: int = 0, call_id: int = 0) -> None:
+        """Take what an item printed."""
+        super().add_text(text, num_missing, item, call_id)
+        self._new.append((item, call_id, text))
+
+    def hand_on(self) -> Iterator[Row | tuple[int, int, str]]:
+        """Yield what is new: rows of metrics, and texts with their item and call."""
+        while self._new:
+            new = self._new.popleft()
+            if isinstance(new, bytes):
+                yield from pickle.loads(new)
+            else:
+                yield new
+
+
+class Unwritten(NamedTuple):
+    """What an item has said that is not in its files yet."""
+
+    lines: list[str]
+    texts: list[str]
+
+
+class ItemFiles:
+    """The files of the items of a run: what each has reported, and what it has printed.
+
+    Args:
+        feed: Where what they say arrives.
+        keys: The items' names in the run; grows for a generator.
+        folder: Returns the folder of an item, which it makes if it is not there.
+        run: The number of the run, which stands in every line.
+    """
+
+    def __init__(self, feed: SayingFeed, keys: Sequence[str], folder: Callable[[str], Path], run: int) -> None:
+        self._feed = feed
+        self._keys = keys
+        self._folder = folder
+        self._run = run
+        self._unwritten: dict[int, Unwritten] = {}
+
+    @property
+    def num_unwritten(self) -> int:
+        """How many items have said something that could not be written."""
+        return len(self._unwritten)
+
+    def write(self) -> OSError | None:
+        """Add what is new to the files; what cannot be written waits for the next time. Returns why, if anything does."""
+        self._collect()
+        error = None
+        for item, (lines, texts) in list(self._unwritten.items()):
+            try:
+                folder = self._folder(self._keys[item])
+                if lines:
+                    append(folder / METRICS, "".join(lines).encode(), is_lines=True)
+                    lines.clear()
+                if texts:
+                    append(folder / DIARY, "".join(texts)[-TEXT_BYTES:].encode("utf-8", "backslashreplace"))
+            except OSError as caught:
+                error = caught
+            else:
+                del self._unwritten[item]
+        return error
+
+    def _collect(self) -> None:
+        for new in self._feed.hand_on():
+            if len(new) == 4:
+                time, item, attempt, metrics = new
+                line = {"time": time, "run": self._run, "attempt": attempt, "metrics": metrics}
+                self._of(item).lines.append(json.dumps(line) + "\n")
+            else:
+                item, _, text = new
+                self._of(item).texts.append(text)
+
+    def _of(self, item: int) -> Unwritten:
+        if item not in self._unwritten:
+            self._unwritten[item] = Unwritten([], [])
+        return self._unwritten[item]
+
+
+def append(path: Path, data: bytes, is_lines: bool = False) -> None:
+    """Add something to a file, all of it or nothing; behind a line that somebody was killed in the midst of, a new one begins."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    try:
+        size = os.fstat(file).st_size
+        if is_lines and size and os.pread(file, 1, size - 1) != b"\n":
+            data = b"\n" + data
+        try:
+            written = 0
+            while written < len(data):
+                written += os.write(file, data[written:])
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(file, size)
+            raise
+    finally:
+        os.close(file)
+
+
+def rows_of(path: Path, item: int, run: int) -> Iterator[Row]:
+    """Yield what an item has reported in a run, as far as it can be read."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        row = _row(line)
+        if row is not None and row.get("run") == run:
+            with contextlib.suppress(KeyError, TypeError, ValueError):
+                yield float(row["time"]), item, int(row["attempt"]), dict(row["metrics"])
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:  # torn
+        return None
+    return row if isinstance(row, dict) else None

@@ -28,6 +28,7 @@ from raypool.engine.answers import unpack_narrowed, unpack_results
 from raypool.engine.cards import Cards
 from raypool.engine.claims import Claim, locate
 from raypool.engine.demands import Demand
+from raypool.engine.explanations import changed_model, different_module
 from raypool.engine.nodes import Nodes, NodeWatch
 from raypool.engine.outside import is_outside, note_deaths
 from raypool.engine.pulse import Pulse
@@ -40,7 +41,6 @@ from raypool.engine.seat import Seat, note_stale
 from raypool.engine.seating import Seating
 from raypool.engine.sharing import Sharing
 from raypool.engine.upkeep import Leftover
-from raypool.engine.verdicts import changed_model, different_module
 from raypool.engine.warning_filters import filters_here
 from raypool.engine.worker import Introduction, News, PoolWorker, pack_call
 from raypool.errors import LossReason

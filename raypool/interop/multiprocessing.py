@@ -20,9 +20,8 @@ from typing import Any, NoReturn, TypeVar
 from raypool.channel.constants import call_once
 from raypool.channel.records import WorkerInfo, function_name
 from raypool.counts import checked_count, optional_count, whole_number
-from raypool.engine.calls import submit_function
 from raypool.engine.coroutines import finished
-from raypool.engine.engine import Engine
+from raypool.engine.engine import Engine, submit_function
 from raypool.errors import InvalidTypeError, InvalidValueError, SerializationError
 from raypool.futures import Future, cancel_each, unless_interrupted
 from raypool.interop.async_results import AsyncResult, Callback, Collector, Drawing, Gathering, IMapIterator, joined, only

@@ -12,8 +12,7 @@ from concurrent.futures import CancelledError
 from typing import Any, NamedTuple
 
 from raypool.core.model import WorkerState
-from raypool.engine.calls import Where, submit_call
-from raypool.engine.engine import Engine
+from raypool.engine.engine import Engine, Where, submit_call
 from raypool.engine.runner import UNCHANGEABLE
 from raypool.errors import CompositeError, InvalidTypeError, InvalidValueError, PoolClosedError, RaypoolError, WorkerLostError
 from raypool.futures import Future

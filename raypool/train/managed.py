@@ -42,13 +42,13 @@ from raypool.channel.hub import Hub
 from raypool.channel.records import NOBODY, WorkerInfo, function_name, where
 from raypool.core.messages import PlaceLost
 from raypool.core.model import Slice
-from raypool.engine import packing, shortages, verdicts
+from raypool.engine import explanations, packing, shortages
 from raypool.engine.answers import unpack_failure
+from raypool.engine.call import described
 from raypool.engine.engine import Engine
 from raypool.engine.ray_backend import RayBackend
 from raypool.engine.ray_calls import UNRECORDED
 from raypool.engine.ray_failures import loss_reason, loss_text
-from raypool.engine.work import described
 from raypool.errors import (
     InternalError,
     InvalidTypeError,
@@ -592,7 +592,7 @@ class ManagedAttempt:
 
     def _loss(self, fact: str, words: str, reason: LossReason) -> WorkerLostError:
         attempt = self._plan.attempt
-        text = f"{fact} in attempt {attempt}: {words}. {verdicts.HINTS[reason]}"
+        text = f"{fact} in attempt {attempt}: {words}. {explanations.HINTS[reason]}"
         return WorkerLostError(text, reason=reason, attempts=attempt)
 
     def _who(self, rank: int) -> WorkerInfo:

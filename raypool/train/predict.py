@@ -23,8 +23,7 @@ from torch import nn
 
 from raypool.channel.records import Function
 from raypool.counts import checked_count
-from raypool.engine.calls import Where, submit_call, submit_function
-from raypool.engine.engine import Engine
+from raypool.engine.engine import Engine, Where, submit_call, submit_function
 from raypool.errors import InvalidTypeError, InvalidValueError, RaypoolError
 from raypool.futures import Future, cancel_each
 from raypool.gpus.memory import kept

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from raypool.channel.records import WorkerInfo
-from raypool.engine.calls import Where
-from raypool.engine.engine import Engine
+from raypool.engine.engine import Engine, Where
 from raypool.errors import InvalidTypeError, InvalidValueError
 from raypool.options import Options, check_callable
 

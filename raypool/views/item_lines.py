@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from raypool.channel import capture
 
 if TYPE_CHECKING:
-    from raypool.engine.loop_work import LoopWork
+    from raypool.engine.loop import LoopWork
 
 WAITING_CHARS = 1024 * 1024
 """So much waits to be shown, the newest: a tenth of a second later that is nearly always all."""

@@ -21,7 +21,7 @@ from raypool.views.words import describe_error
 
 if TYPE_CHECKING:
     from raypool.backends.base import Backend
-    from raypool.engine.loop_work import LoopWork
+    from raypool.engine.loop import LoopWork
 
 
 SPARING = 200

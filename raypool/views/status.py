@@ -14,7 +14,7 @@ from raypool.views.words import describe_error, describe_item, describe_values, 
 if TYPE_CHECKING:
     from raypool.channel.records import GpuMemory
     from raypool.core.model import Slice
-    from raypool.engine.loop_work import LoopWork
+    from raypool.engine.loop import LoopWork
 
     AskMemory = Callable[[Callable[[dict[int, GpuMemory]], object]], object]
 

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from raypool import JournalError, ParallelPool, current_task, parpool
-from raypool.engine import recorder
+from raypool.engine import durable
 from raypool.journal.reading import load_results
 
 long = [pytest.mark.long, pytest.mark.timeout(900)]
@@ -295,7 +295,7 @@ def test_what_finds_no_room_in_the_end_is_an_error_that_has_all_values(
     pool: ParallelPool, small_disk: Path, marks: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     """One value is larger than the disk: all others are written, and only that one runs again."""
-    monkeypatch.setattr(recorder, "PATIENCE_S", 0.7)
+    monkeypatch.setattr(durable, "PATIENCE_S", 0.7)
 
     def work(item: int) -> bytes:
         marks.add(item)

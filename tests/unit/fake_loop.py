@@ -9,7 +9,7 @@ from typing import Any
 from raypool.channel.records import Failure, Function, GpuMemory, LocalValues, SliceResult, WorkerInfo
 from raypool.core.model import Slice, TaskState
 from raypool.engine.in_flight import Call
-from raypool.engine.loop_work import LoopOptions, LoopWork
+from raypool.engine.loop import LoopOptions, LoopWork
 from raypool.views.status import LoopStatus
 
 

@@ -7,7 +7,8 @@ from tests import house
 PACKAGE = house.HERE / "raypool"
 MODULES = house.modules(PACKAGE)
 
-CYCLES: list[list[str]] = []
+CYCLES: list[list[str]] = [
+]
 
 CLASSES_NAMED_TWICE = """
     Answers Call Course Crew Driver Entry Failure Gathering Job Keeper Kept Lane Outcome Part Piece Place Plan Seat Segment
@@ -15,7 +16,7 @@ CLASSES_NAMED_TWICE = """
 """
 
 FILES_NAMED_TWICE = """
-    files memory nodes options records sharing
+    call files memory nodes options records sharing
 """
 
 PRIVATE_NAMES_OF_RAY = """

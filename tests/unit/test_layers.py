@@ -33,7 +33,6 @@ LAYERS = [
     ["spmd.composite", "spmd.rank"],
     ["spmd.context"],
     ["spmd"],
-    ["engine.calls"],
     ["engine.engine"],
     ["engine"],
     ["cloud"],

@@ -15,7 +15,7 @@ from rich.console import Console
 from raypool.channel.capture import listening
 from raypool.channel.records import Function, GpuMemory
 from raypool.core.model import TaskState
-from raypool.engine.loop_work import LoopOptions, LoopWork
+from raypool.engine.loop import LoopOptions, LoopWork
 from raypool.errors import LossReason, WorkerLostError
 from raypool.views.progress import watched
 from raypool.views.status import LoopStatus

@@ -11,8 +11,8 @@ from typing import Any, Protocol, runtime_checkable
 from raypool.channel.capture import add_last_lines
 from raypool.channel.records import Failure, Function, Part, SliceResult, WorkerInfo, where
 from raypool.core.model import Slice, TaskState
+from raypool.engine.explanations import missing_module
 from raypool.engine.in_flight import Call
-from raypool.engine.verdicts import missing_module
 from raypool.errors import RemoteTraceback, TaskError
 from raypool.futures import Deferred, Future
 
