@@ -384,8 +384,8 @@ def test_a_file_system_that_is_read_only_is_an_error_before_anything_runs(
 LIMITED = """
 import resource, sys
 from raypool import JournalError, parpool
-from raypool.engine import recorder
-recorder.PATIENCE_S = 0.5
+from raypool.engine import durable
+durable.PATIENCE_S = 0.5
 
 def work(item):
     if item == 5:
