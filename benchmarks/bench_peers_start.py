@@ -3,7 +3,7 @@
 Each system in a fresh process, in turns, without a warm-up. "Until all is over": until the system is closed, and its Ray with it;
 the interpreter's own end comes after that. The memory is that of all processes, shared pages in parts (PSS). What is on Ray gets
 a Ray with a core for each worker; raypool starts its own, which leaves out some processes of Ray's (see
-`raypool/engine/ray_helpers.py`).
+`raypool/backends/ray/session.py`).
 """
 
 from __future__ import annotations

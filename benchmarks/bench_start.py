@@ -4,7 +4,7 @@
 
 The import must not bring in Ray or torch, which take seconds. The start is held against the least that Ray itself needs: its
 import, `ray.init` with the same settings, two actors and an answer from each. (raypool leaves out some processes of Ray's that
-`ray.init` always starts; see `raypool/engine/ray_helpers.py`.) Memory is that of the workers' processes, shared pages in parts
+`ray.init` always starts; see `raypool/backends/ray/session.py`.) Memory is that of the workers' processes, shared pages in parts
 (PSS), divided by their number; both kinds have imported the module of the function that they have called, and with it NumPy.
 """
 

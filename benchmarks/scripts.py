@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from benchmarks.measuring import ROOT, search_path
-from raypool.engine.ray_session import ENVIRONMENT
+from raypool.backends.ray.session import ENVIRONMENT
 
 LOOK_S = 0.25
 RESTS = 20

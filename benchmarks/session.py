@@ -12,7 +12,7 @@ from benchmarks.measuring import search_path
 from benchmarks.own_ray import own_ray
 from benchmarks.tasks import Bare, nothing
 from raypool import ParallelPool, parpool
-from raypool.engine.ray_session import ENVIRONMENT, make_token
+from raypool.backends.ray.session import ENVIRONMENT, make_token
 
 WORKERS = 2
 

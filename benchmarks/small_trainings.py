@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from raypool import MetricBuffer, as_device, cpu, current_task, report
-from raypool.engine.mps import PIPES, USUAL, runs_in
+from raypool.backends.ray.mps import PIPES, USUAL, runs_in
 
 CLASSES = 10
 SAMPLES = 4096

@@ -12,16 +12,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from raypool.backends.ray.packing import pack_error, snapshot
+from raypool.backends.ray.session import join_ray
 from raypool.batches import Call
 from raypool.cloud.sealed import check_versions, make_outcome_path, seal, unseal
-from raypool.engine.answers import pack_error
-from raypool.engine.coroutines import finished
-from raypool.engine.homes import filesystem
-from raypool.engine.packing import snapshot
-from raypool.engine.ray_session import join_ray
 from raypool.errors import CloudError, TaskError
 from raypool.job import CALL
 from raypool.pool import parpool
+from raypool.worker.homes import filesystem
+from raypool.worker.runner import finished
 
 
 def main(key: str) -> int:

@@ -149,7 +149,7 @@ def _as_there(profile: Profile) -> Profile:
 
 def _checked_place(outputs: str | None) -> str | None:
     """Return a place for outputs without a slash at its end."""
-    from raypool.engine.homes import filesystem
+    from raypool.worker.homes import filesystem
 
     if outputs is None:
         return None
@@ -164,7 +164,7 @@ def _checked_place(outputs: str | None) -> str | None:
 
 
 def _packed(call: Call) -> bytes:
-    from raypool.engine.packing import snapshot
+    from raypool.backends.ray.packing import snapshot
 
     body = snapshot(call, "a call to a cluster")
     if len(body) >= MOST_BYTES:
@@ -181,7 +181,7 @@ def _check_room(jobs: Jobs, pool: Workers | None, profile: Profile) -> None:
     Raises:
         ResourceError: It could never have.
     """
-    from raypool.engine.demands import demand_of
+    from raypool.backends.ray.demand import demand_of
 
     least, _ = profile.sized(*checked_range(pool, "pool")) if pool is not None else (None, None)
     if least is None:

@@ -25,9 +25,9 @@ import psutil
 from packaging.requirements import Requirement
 
 from raypool import doctor
+from raypool.backends.ray.session import folder_of_ray
 from raypool.cloud.tokens import token_path
 from raypool.doctor import Driver, Finding, Import
-from raypool.engine.ray_session import folder_of_ray
 from raypool.errors import RaypoolError
 from raypool.gpus.devices import Inventory, usable_cpus
 from raypool.gpus.nvml import load_pynvml

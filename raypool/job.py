@@ -197,7 +197,7 @@ class Job:
         return data
 
     def _opened(self, sealed: Sealed) -> tuple[Any, BaseException | None]:
-        from raypool.engine.answers import unpack_failure
+        from raypool.backends.ray.packing import unpack_failure
 
         if sealed.kind == "error":
             error, text = unpack_failure(bytes(sealed.body))
@@ -236,7 +236,7 @@ def read(place: str, key: str) -> bytes:
         FileNotFoundError: Nothing is there.
         CloudError: It cannot be read.
     """
-    from raypool.engine.homes import filesystem
+    from raypool.worker.homes import filesystem
 
     files, root = filesystem(place, "outputs")
     try:

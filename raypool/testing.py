@@ -22,13 +22,13 @@ from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from raypool.backends.local import InlineBackend
 from raypool.channel.records import Function, NodeDevices, Part, WorkerInfo, nothing_done
 from raypool.core import messages as m
 from raypool.core.invariants import check_invariants
 from raypool.core.scheduler import Scheduler
 from raypool.engine.engine import Engine
 from raypool.engine.inbox import Message
-from raypool.engine.inline import InlineBackend
 from raypool.engine.trace import read_settings, read_trace
 from raypool.errors import LossReason
 from raypool.gpus.devices import GpuDevice

@@ -25,8 +25,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from raypool import ParallelPool
-from raypool.engine.ray_helpers import without_helpers
-from raypool.engine.ray_session import ENVIRONMENT, make_token
+from raypool.backends.ray.session import ENVIRONMENT, make_token, without_helpers
 from tests.leaks import GRACE_S, MARK, no_process_or_file_is_left, nothing_is_left, poll  # noqa: F401 - fixtures
 from tests.shared_pool import shared
 from tests.time_limits import pytest_exception_interact, pytest_timeout_set_timer  # noqa: F401 - hooks

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
-from raypool.left_globals import function_in
 from raypool.worker.running import in_worker_process
+from raypool.worker.setup_globals import function_in
 
 NAMED: dict[type, Callable[[Any], tuple[Any, ...]]] = {
     functools._lru_cache_wrapper: lambda value: (_cached, (value.__wrapped__, value.cache_parameters()), vars(value)),

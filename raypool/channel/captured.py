@@ -242,3 +242,12 @@ def _variables(code: types.CodeType) -> Sequence[tuple[str, ...]]:
         if isinstance(constant, types.CodeType):
             found.update(dict.fromkeys(_variables(constant)))
     return tuple(found)
+
+
+def changed_model(name: str, model: str) -> str:
+    """Return what to say of a function that has changed a model that it captures."""
+    return (
+        f"{name} has changed {model}, a model that it captures. Each worker has its own copy: the model in this process is "
+        "unchanged, and an item sees the changes of earlier items on its worker. Make the model in the function, or return it "
+        "(or its state_dict())."
+    )

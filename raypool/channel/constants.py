@@ -11,8 +11,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from raypool.errors import InvalidTypeError
 from raypool.gpus.memory import kept
-from raypool.left_globals import call_setup
 from raypool.worker.running import note_here
+from raypool.worker.setup_globals import call_setup
 
 T = TypeVar("T")
 

@@ -347,3 +347,12 @@ def reload_all(modules: Iterable[types.ModuleType]) -> None:
             if other is not module and is_users(name):
                 with contextlib.suppress(Exception):  # what stands in the place of a module may refuse
                     vars(other).update({key: new[id(value)] for key, value in list(vars(other).items()) if id(value) in new})
+
+
+def different_module(name: str, file: str, host: str) -> str:
+    """Return what to say of a module of which workers on a machine run another version than this process has loaded."""
+    return (
+        f"Workers on {host} run another version of the module {name} than this process: {file} there is not what was imported "
+        f"here. If it was edited since, call importlib.reload({name}) here. If that machine has its own copy, update it, or let "
+        "working_dir= send it."
+    )

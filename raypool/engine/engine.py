@@ -263,7 +263,7 @@ class Engine:
         """Return where to read more about workers that did not start; None without Ray."""
         if self.profile.backend != "ray":
             return None
-        from raypool.engine.ray_session import keep_logs
+        from raypool.backends.ray.session import keep_logs
 
         kept = keep_logs()
         return "the logs of Ray, /tmp/ray/session_latest/logs on its machines" if kept is None else f"the logs of Ray in {kept}"
@@ -374,21 +374,21 @@ def open_engine(profile: Profile, find_way: FindWay | None = None) -> Engine:
         find_way: Leads to the store of another pool that is to be used; "inline" only.
     """
     if profile.backend == "inline":
-        from raypool.engine.inline import InlineBackend
+        from raypool.backends.local import InlineBackend
 
         return Engine(profile, InlineInbox(), lambda post, hub, _: InlineBackend(profile, post, hub.say, find_way=find_way))
     if profile.backend == "threads":
-        from raypool.engine.threads import ThreadsBackend
+        from raypool.backends.local import ThreadsBackend
         from raypool.gpus.devices import usable_cores
 
         return Engine(profile, ThreadInbox(), lambda post, hub, _: ThreadsBackend(profile, post, hub.say, usable_cores()))
-    from raypool.engine.ray_session import join_ray, leave_ray
+    from raypool.backends.ray.session import join_ray, leave_ray
 
     own = None if isinstance(profile.inventory, NvmlInventory) else profile.inventory  # NVML's Ray finds by itself
     join_ray(profile, own)  # before anything imports Ray, which reads its settings then
     try:
-        from raypool.engine.packing import unpack
-        from raypool.engine.ray_backend import RayBackend
+        from raypool.backends.ray.backend import RayBackend
+        from raypool.backends.ray.packing import unpack
 
         atexit.unregister(_end_all)
         atexit.register(_end_all)  # Ray has registered its own end by now; ours has to come before that

@@ -131,21 +131,3 @@ def missing_module(name: str, host: str) -> str | None:
         f"raypool: this process finds {name} in {folder}, workers on {host} do not. parpool(..., working_dir={str(folder)!r}) "
         "sends that folder to all machines."
     )
-
-
-def changed_model(name: str, model: str) -> str:
-    """Return what to say of a function that has changed a model that it captures."""
-    return (
-        f"{name} has changed {model}, a model that it captures. Each worker has its own copy: the model in this process is "
-        "unchanged, and an item sees the changes of earlier items on its worker. Make the model in the function, or return it "
-        "(or its state_dict())."
-    )
-
-
-def different_module(name: str, file: str, host: str) -> str:
-    """Return what to say of a module of which workers on a machine run another version than this process has loaded."""
-    return (
-        f"Workers on {host} run another version of the module {name} than this process: {file} there is not what was imported "
-        f"here. If it was edited since, call importlib.reload({name}) here. If that machine has its own copy, update it, or let "
-        "working_dir= send it."
-    )

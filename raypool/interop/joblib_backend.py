@@ -35,19 +35,18 @@ from joblib.parallel import (
     register_parallel_backend,
 )
 
+from raypool.backends.ray.session import is_forked
 from raypool.channel.records import function_name
-from raypool.engine.coroutines import finished
 from raypool.engine.engine import Engine
-from raypool.engine.ray_session import is_forked
-from raypool.engine.runner import CALL_LIMIT_S
 from raypool.errors import InvalidTypeError, InvalidValueError, ResourceError, SerializationError
 from raypool.futures import Future, cancel_each
-from raypool.left_globals import share_left
 from raypool.parfor import PLAIN
 from raypool.pool import ParallelPool, PoolView, gcp, open_pool
 from raypool.profile_files import resolve_profile
 from raypool.profiles import Profile
+from raypool.worker.runner import CALL_LIMIT_S, finished
 from raypool.worker.running import in_task
+from raypool.worker.setup_globals import share_left
 
 LEAST_JOBS = 2
 """So many jobs a `Parallel` hears of at least, also where a single worker runs them: with one it runs all in turn where it is."""

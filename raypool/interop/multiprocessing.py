@@ -20,7 +20,6 @@ from typing import Any, NoReturn, TypeVar
 from raypool.channel.constants import call_once
 from raypool.channel.records import WorkerInfo, function_name
 from raypool.counts import checked_count, optional_count, whole_number
-from raypool.engine.coroutines import finished
 from raypool.engine.engine import Engine, submit_function
 from raypool.errors import InvalidTypeError, InvalidValueError, SerializationError
 from raypool.futures import Future, cancel_each, unless_interrupted
@@ -31,6 +30,7 @@ from raypool.pool import ParallelPool, PoolView, open_pool
 from raypool.profile_files import resolve_profile
 from raypool.profiles import Profile
 from raypool.resources import WorkerResources
+from raypool.worker.runner import finished
 from raypool.worker.running import in_task, retire_process
 
 __all__ = ["AsyncResult", "IMapIterator", "Pool", "UnpicklableError"]

@@ -18,13 +18,13 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from raypool.channel.captured import generators_of
-from raypool.engine.runner import seed_everything
 from raypool.errors import JournalError
 from raypool.journal.files import Damaged, check_owner, check_run, load, read_file
 from raypool.journal.keys import Source, found
 from raypool.journal.opening import Contents
 from raypool.journal.reading import Entry, entries_of, newest_run, positions_of, read_contents
 from raypool.journal.records import get_back
+from raypool.worker.runner import seed_everything
 from raypool.worker.running import Running, item_seed, running
 
 

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 from raypool.core.model import WorkerState
 from raypool.engine.engine import Engine, Where, submit_call
-from raypool.engine.runner import UNCHANGEABLE
 from raypool.errors import CompositeError, InvalidTypeError, InvalidValueError, PoolClosedError, RaypoolError, WorkerLostError
 from raypool.futures import Future
 from raypool.gpus.memory import kept
 from raypool.options import Options
+from raypool.worker.runner import UNCHANGEABLE
 from raypool.worker.running import in_task
 
 # --- parts: the values of Composites that live in this process, by key and rank ---------------------------------------

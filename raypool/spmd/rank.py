@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from raypool.channel.store import way_finder_here
-from raypool.engine.coroutines import finished
 from raypool.errors import RankInterrupted, TaskCancelled
 from raypool.spmd import composite
 from raypool.spmd.context import SpmdContext
 from raypool.spmd.failures import is_disconnect
 from raypool.spmd.group import Assignment, AtHand, Group, join, leave, leave_other
+from raypool.worker.runner import finished
 from raypool.worker.running import note_here
 
 OURS = str(Path(__file__).parents[1])

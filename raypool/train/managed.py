@@ -38,17 +38,17 @@ from ray.train.v2.api.exceptions import ControllerError, PreemptionError, Worker
 from ray.util import placement_group_table, remove_placement_group
 from ray.util.placement_group import PlacementGroup
 
+from raypool.backends.ray import packing, shortages
+from raypool.backends.ray.backend import RayBackend
+from raypool.backends.ray.calls import UNRECORDED, loss_reason, loss_text
+from raypool.backends.ray.packing import unpack_failure
 from raypool.channel.hub import Hub
 from raypool.channel.records import NOBODY, WorkerInfo, function_name, where
 from raypool.core.messages import PlaceLost
 from raypool.core.model import Slice
-from raypool.engine import explanations, packing, shortages
-from raypool.engine.answers import unpack_failure
+from raypool.engine import explanations
 from raypool.engine.call import described
 from raypool.engine.engine import Engine
-from raypool.engine.ray_backend import RayBackend
-from raypool.engine.ray_calls import UNRECORDED
-from raypool.engine.ray_failures import loss_reason, loss_text
 from raypool.errors import (
     InternalError,
     InvalidTypeError,

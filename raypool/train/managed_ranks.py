@@ -27,10 +27,9 @@ from ray.train import Checkpoint
 from ray.train.v2._internal.execution.callback import ControllerCallback, ReportCallback, WorkerGroupCallback
 from ray.train.v2._internal.execution.train_fn_utils import DistributedTrainFnUtils, set_train_fn_utils
 
+from raypool.backends.ray.packing import Packed, pack_error, snapshot, unpack
 from raypool.channel import capture
 from raypool.channel.outbox import Outbox
-from raypool.engine.answers import pack_error
-from raypool.engine.packing import Packed, snapshot, unpack
 from raypool.errors import CollectiveError
 from raypool.spmd.failures import is_disconnect
 from raypool.spmd.wire import ordinal

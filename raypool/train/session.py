@@ -28,7 +28,7 @@ from ray.train.v2._internal.execution.train_fn_utils import LocalTrainFnUtils, g
 from ray.train.v2.api.context import LocalTrainContext
 from ray.train.v2.api.reported_checkpoint import ReportedCheckpoint, ReportedCheckpointStatus
 
-from raypool.engine.ray_nodes import look
+from raypool.backends.ray.nodes import look
 from raypool.errors import InvalidTypeError, InvalidValueError
 from raypool.spmd import collectives
 from raypool.spmd.collectives import all_values, meet

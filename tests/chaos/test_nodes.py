@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.seeds(1)]
 
 PROGRAM = """
 import os, random, threading, time
-from raypool.engine.ray_session import ENVIRONMENT, make_token
+from raypool.backends.ray.session import ENVIRONMENT, make_token
 
 os.environ.update(ENVIRONMENT)
 make_token()

@@ -17,7 +17,8 @@ import pytest
 
 from raypool import ParallelPool, Results, current_task, load_results
 from raypool.core.model import Slice
-from raypool.engine import early, runner
+from raypool.worker import runner
+from raypool.worker import runner as early
 
 from .conftest import PoolMaker
 

@@ -133,9 +133,9 @@ def test_a_teardown_that_fails_keeps_nobody_from_ending(make_pool: Any, caplog: 
 def test_a_teardown_that_hangs_is_given_up(
     make_pool: Any, gate: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("raypool.engine.threads.TEARDOWN_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("raypool.backends.local.TEARDOWN_TIMEOUT_S", 0.5)
     if make_pool.is_in_processes:
-        monkeypatch.setattr("raypool.engine.ray_backend.WIND_UP_TIMEOUT_S", 0.5)
+        monkeypatch.setattr("raypool.backends.ray.backend.WIND_UP_TIMEOUT_S", 0.5)
     with make_pool(1, teardown=gate.wait) as pool:
         assert pool.parfeval(abs, -1).result(60) == 1
     assert "worker 0" in caplog.text

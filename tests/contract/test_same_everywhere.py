@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from raypool import ParallelPool, TaskCancelled, TaskError, TaskTimeoutError, current_task, load_results, parpool, report
-from raypool.engine.guard import STOP_SIGNAL
+from raypool.worker.interrupts import STOP_SIGNAL
 from tests.conftest import Gate
 from tests.contract.conftest import PoolMaker
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from raypool import ParallelPool
-from raypool.engine.torch_modes import TorchModes, torch_modes
+from raypool.worker.runner import TorchModes, torch_modes
 
 from .conftest import PoolMaker
 

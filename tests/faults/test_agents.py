@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from raypool import ParallelPool, SpmdError, WorkerLostError, parpool
-from raypool.engine import agents, ray_backend
+from raypool.backends.ray import agents, backend
 from tests.shared_pool import shared
 
 Eventually = Callable[..., bool]
@@ -131,7 +131,7 @@ def test_what_it_does_not_end_is_ended_with_the_pool(
     ray_session: None, the_agent: Callable[[], psutil.Process], eventually: Eventually, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("WIND_UP_TIMEOUT_S", "CLOSE_TIMEOUT_S"):
-        monkeypatch.setattr(ray_backend, name, 1.0)
+        monkeypatch.setattr(backend, name, 1.0)
     with parpool(1, quiet=True) as pool:
         processes = [the_agent(), *(psutil.Process(worker.pid) for worker in pool.workers)]
         processes[0].suspend()

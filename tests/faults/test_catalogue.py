@@ -270,7 +270,7 @@ class Snare:
             while frame is not None:
                 names.add(frame.f_code.co_filename)
                 frame = frame.f_back
-            if not any(name.endswith("raypool/engine/worker.py") for name in names):
+            if not any(name.endswith("raypool/backends/ray/worker.py") for name in names):
                 os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -8,7 +8,7 @@ import pytest
 from ray import exceptions
 
 from raypool import LossReason
-from raypool.engine.ray_failures import RAY_FAILURES, loss_reason, loss_text
+from raypool.backends.ray.calls import RAY_FAILURES, loss_reason, loss_text
 
 pytestmark = pytest.mark.quick
 

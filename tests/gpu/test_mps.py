@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from raypool import WorkerResources, parpool
-from raypool.engine import mps
+from raypool.backends.ray import mps
 from raypool.gpus.nvml import nvml
 
 with nvml() as library:

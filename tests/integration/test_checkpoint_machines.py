@@ -12,7 +12,7 @@ from typing import Any
 ELSEWHERE = """
     import os, sys
     from pathlib import Path
-    from raypool.engine.ray_session import ENVIRONMENT, make_token
+    from raypool.backends.ray.session import ENVIRONMENT, make_token
     os.environ.update(ENVIRONMENT)
     make_token()
     import ray

@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from raypool.engine.ray_session import LOOPBACK_ONLY
+from raypool.backends.ray.session import LOOPBACK_ONLY
 
 LAPTOP = """
 import os, json, sys, time, signal
@@ -301,14 +301,14 @@ with pool_of(2) as pool:
                 process.kill()
         except psutil.Error:
             pass
-    from raypool.engine import outside, ray_nodes, ray_session
-    said["ours"] = ray_session.is_ours()  # asks nobody
+    from raypool.backends.ray import client, nodes, session
+    said["ours"] = session.is_ours()  # asks nobody
     try:
         future.result(300)
     except RaypoolError as error:
         said["error"] = type(error).__name__, f"{error} {error.__cause__!r}"
     said["asked"] = []
-    for ask in (ray_nodes.look, outside.home_node):
+    for ask in (nodes.look, client.home_node):
         try:
             ask()
         except RaypoolError as error:

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from raypool import ParallelPool, WorkerResources, parpool
-from raypool.engine import mps
+from raypool.backends.ray import mps
 
 pytestmark = pytest.mark.usefixtures("ray_session", "by_value")
 

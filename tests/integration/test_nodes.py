@@ -43,7 +43,7 @@ def sizes(pool, number):
 CLUSTER = (
     PREAMBLE
     + """
-from raypool.engine.ray_session import ENVIRONMENT, make_token
+from raypool.backends.ray.session import ENVIRONMENT, make_token
 os.environ.update(ENVIRONMENT)
 make_token()
 import ray

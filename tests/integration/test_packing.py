@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from raypool import SerializationError
-from raypool.engine.packing import (
+from raypool.backends.ray.packing import (
     BESIDE_BYTES,
     MAPPED_BYTES,
     SCRATCH_BYTES,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raypool.engine.worker import pin
+from raypool.backends.ray.worker import pin
 
 pytestmark = pytest.mark.quick
 

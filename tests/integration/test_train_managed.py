@@ -467,7 +467,7 @@ def test_somebody_else_takes_a_gpu_meanwhile(
     """The pool waits for it as at its start, then goes on without, and says who has it."""
     from ray.util import placement_group, remove_placement_group
 
-    from raypool.engine.ray_backend import RayBackend
+    from raypool.backends.ray.backend import RayBackend
 
     taken, take_back = [], RayBackend.take_back
 

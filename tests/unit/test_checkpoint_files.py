@@ -20,10 +20,10 @@ import pytest
 import torch
 
 from raypool import InvalidTypeError, InvalidValueError, load_checkpoint, save_checkpoint
-from raypool.engine import homes
-from raypool.engine.homes import FarHome, FolderHome, Home, UrlHome, sees
-from raypool.engine.mirrors import Mirror
 from raypool.folders import TemporaryFolder
+from raypool.worker import homes
+from raypool.worker.homes import FarHome, FolderHome, Home, UrlHome, sees
+from raypool.worker.mirrors import Mirror
 
 # --- one file ---------------------------------------------------------------------------------------------------------
 
@@ -150,7 +150,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def test_what_is_sent_is_what_others_fetch(home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(homes, "PIECE_BYTES", 1000)
-    monkeypatch.setattr("raypool.engine.mirrors.PIECE_BYTES", 1000)
+    monkeypatch.setattr("raypool.worker.mirrors.PIECE_BYTES", 1000)
     one = Mirror(home, "a/checkpoint", tmp_path / "one")
     assert contents(one.folder) == {}
     (one.folder / "deep" / "er").mkdir(parents=True)

@@ -211,7 +211,7 @@ def test_the_folder_of_another_sweep_is_wrong_use(folder: Path) -> None:
 
 
 def test_more_threads_than_a_process_should_have_are_wrong_use(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raypool.engine.inline.MOST_WORKERS", 3)
+    monkeypatch.setattr("raypool.backends.local.MOST_WORKERS", 3)
     done = sweep("train", "good.csv", "--profile", "threads", "--workers", "4")
     assert (done.exit_code, done.stdout) == (2, "")
     assert "Workers: requested 4, available 3." in " ".join(done.stderr.split())

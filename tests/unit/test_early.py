@@ -12,16 +12,13 @@ from typing import Any
 
 import pytest
 
+from raypool.backends.ray.packing import ParcelKeeper, pack_narrowed, unpack_narrowed
 from raypool.channel.records import Part, WorkerInfo
 from raypool.core.messages import Signal
-from raypool.engine import early as early_module
-from raypool.engine import runner
-from raypool.engine.answers import pack_narrowed, unpack_narrowed
-from raypool.engine.early import Early, Watch
-from raypool.engine.guard import Guard, ThreadGuard
-from raypool.engine.open_call import Narrowed, OpenCall, RawResult
-from raypool.engine.packing import ParcelKeeper
-from raypool.engine.runner import Surroundings, run_parts
+from raypool.worker import runner
+from raypool.worker import runner as early_module
+from raypool.worker.interrupts import Guard, ThreadGuard
+from raypool.worker.runner import Early, Narrowed, OpenCall, RawResult, Surroundings, Watch, run_parts
 from tests.conftest import poll
 
 

@@ -11,9 +11,9 @@ import cloudpickle
 import pytest
 
 from raypool import Profile
+from raypool.backends.local import InlineBackend
 from raypool.engine.engine import KNOWN_BYTES, Engine
 from raypool.engine.inbox import InlineInbox
-from raypool.engine.inline import InlineBackend
 
 
 class Packing(InlineBackend):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from raypool.engine import gathering
+from raypool.backends.ray import claims
 
 
 class Clock:
@@ -61,8 +61,8 @@ class Patient:
 )
 def test_what_is_on_its_way_is_waited_for(monkeypatch: pytest.MonkeyPatch, times_s: list[float], number: int) -> None:
     clock = Clock()
-    monkeypatch.setattr(gathering, "time", clock)
+    monkeypatch.setattr(claims, "time", clock)
     arriving: Any = Arriving(clock, times_s)
-    gathering._gather([arriving], Patient())  # type: ignore[arg-type]
+    claims._gather([arriving], Patient())  # type: ignore[arg-type]
     assert len(arriving.good) == number
     assert clock.now_s < times_s[number - 1] + 2

@@ -14,13 +14,12 @@ import pytest
 
 from raypool.channel.records import Part, WorkerInfo
 from raypool.core.messages import Signal
-from raypool.engine import guard as guard_module
-from raypool.engine import runner
-from raypool.engine.guard import AT_HAND, NOTHING, SIGNALS, STOP_SIGNAL, WHOLE, WISH, Guard, ProcessGuard, ThreadGuard
-from raypool.engine.open_call import RawResult
-from raypool.engine.runner import Surroundings, run_parts
 from raypool.errors import InvalidTypeError, TaskCancelled
 from raypool.task import current_task
+from raypool.worker import interrupts as guard_module
+from raypool.worker import runner
+from raypool.worker.interrupts import AT_HAND, NOTHING, SIGNALS, STOP_SIGNAL, WHOLE, WISH, Guard, ProcessGuard, ThreadGuard
+from raypool.worker.runner import RawResult, Surroundings, run_parts
 from raypool.worker.running import Running, note_here, unbroken
 
 HERE = WorkerInfo(0, "here", 1)

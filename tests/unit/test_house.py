@@ -16,13 +16,13 @@ CLASSES_NAMED_TWICE = """
 """
 
 FILES_NAMED_TWICE = """
-    call files memory nodes options records sharing
+    call files nodes options records session
 """
 
 PRIVATE_NAMES_OF_RAY = """
-    cloud.begin cloud.connect cloud.dashboard cloud.launcher_checks cloud.preemption cloud.sealed cloud.shipping
-    engine.growth engine.outside engine.own_memory engine.ray_helpers engine.ray_nodes engine.ray_session engine.shortages
-    gpus.table train.managed train.managed_ranks train.session
+    backends.ray.client backends.ray.demand backends.ray.nodes backends.ray.packing backends.ray.session
+    backends.ray.shortages cloud.begin cloud.connect cloud.dashboard cloud.launcher_checks cloud.preemption cloud.sealed
+    cloud.shipping gpus.table train.managed train.managed_ranks train.session
 """
 
 

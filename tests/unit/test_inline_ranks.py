@@ -4,9 +4,9 @@ import threading
 
 import pytest
 
+from raypool.backends.local import InlineBackend
 from raypool.channel.records import Function, Part
 from raypool.core.messages import AttemptFinished, WorkerLost
-from raypool.engine.inline import InlineBackend
 from raypool.profiles import Profile
 
 WAIT_S = 20.0

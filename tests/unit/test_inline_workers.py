@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from raypool import ResourceError, parpool
-from raypool.engine import inline
-from raypool.engine.threads import ThreadsBackend
+from raypool.backends import local
+from raypool.backends.local import ThreadsBackend
 
 MOST = 4
 """Nobody starts a thousand threads to see that one more is refused."""
@@ -17,8 +17,8 @@ MOST = 4
 
 @pytest.fixture(autouse=True, params=["threads", "inline"])
 def profile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    assert inline.MOST_WORKERS == 1024, "docs/at_home.md says so"
-    monkeypatch.setattr(inline, "MOST_WORKERS", MOST)
+    assert local.MOST_WORKERS == 1024, "docs/at_home.md says so"
+    monkeypatch.setattr(local, "MOST_WORKERS", MOST)
     return str(request.param)
 
 
@@ -27,7 +27,7 @@ def test_more_are_refused_before_one_has_started(
     profile: str, num_workers: int | tuple[int, int], monkeypatch: pytest.MonkeyPatch, eventually: Any
 ) -> None:
     started: list[object] = []
-    for backend in (inline.InlineBackend, ThreadsBackend):
+    for backend in (local.InlineBackend, ThreadsBackend):
         monkeypatch.setattr(backend, "start_worker", lambda *args: started.append(args))
     least = num_workers[0] if isinstance(num_workers, tuple) else num_workers
     before = threading.active_count()

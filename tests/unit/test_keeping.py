@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from raypool.channel.records import Part, WorkerInfo
-from raypool.engine.guard import ThreadGuard
-from raypool.engine.runner import Surroundings, run_parts
+from raypool.worker.interrupts import ThreadGuard
+from raypool.worker.runner import Surroundings, run_parts
 
 
 class Narrow:

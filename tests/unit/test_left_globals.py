@@ -13,10 +13,10 @@ import cloudpickle
 import numpy as np
 import pytest
 
-from raypool import left_globals
 from raypool.channel.by_value import note_globals
 from raypool.channel.records import function_name
-from raypool.left_globals import call_setup, share_left
+from raypool.worker import setup_globals
+from raypool.worker.setup_globals import call_setup, share_left
 
 SCRIPT = """
 model, table, size, lock = None, {}, 3, object()
@@ -39,7 +39,7 @@ def fail():
 def script(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Give the functions of a script, in a process that counts as a worker."""
     monkeypatch.setattr("raypool.worker.running._is_worker_process", True)
-    monkeypatch.setattr(left_globals, "_left", {})
+    monkeypatch.setattr(setup_globals, "_left", {})
     names: dict[str, Any] = {"__name__": "__script__"}
     exec(SCRIPT, names)
     return names
@@ -222,7 +222,7 @@ def test_elsewhere_nothing_is_kept(script: dict[str, Any], monkeypatch: pytest.M
     monkeypatch.setattr("raypool.worker.running._is_worker_process", False)
     call_setup(script["load"], 7)
     assert script["model"] == 7
-    assert left_globals._left == {}
+    assert setup_globals._left == {}
 
 
 def test_what_children_are_to_share_is_not_kept_for_them() -> None:

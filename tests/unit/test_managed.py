@@ -18,8 +18,8 @@ from ray import exceptions as rx
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError, WorkerHealthCheckFailedError
 from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 
+from raypool.backends.ray.packing import pack_error
 from raypool.channel.records import WorkerInfo
-from raypool.engine.answers import pack_error
 from raypool.errors import LossReason, ResourceError, SpmdError, TrainingError, WorkerLostError
 from raypool.options import Options
 from raypool.train import managed

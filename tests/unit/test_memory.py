@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from raypool.engine.memory import family, is_over, memory_used
+from raypool.backends.ray.node_agent import family, is_over, memory_used
 
 MB = 1_000_000
 

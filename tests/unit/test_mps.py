@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from raypool.engine import mps, mps_keeper
-from raypool.engine.mps import Mps, MpsState
+from raypool.backends.ray import mps, mps_keeper
+from raypool.backends.ray.mps import Mps, MpsState
 from raypool.folders import TemporaryFolder
 
 FAKE = Path(__file__).parents[1] / "fake_mps.py"
@@ -82,7 +82,7 @@ def test_it_is_started_and_ended(service: Mps, program: Path, tmp_path: Path, te
 AGENT = """
 import sys, time
 from pathlib import Path
-from raypool.engine.mps import Mps
+from raypool.backends.ray.mps import Mps
 from raypool.folders import TemporaryFolder
 temporary = TemporaryFolder()
 service = Mps(temporary.path)
@@ -92,7 +92,7 @@ time.sleep(60)
 
 WORKER = """
 import os, sys, time
-from raypool.engine import mps
+from raypool.backends.ray import mps
 environ = {}
 assert mps.enter(mps.MpsState(sys.argv[1]), environ) is None
 print(environ, flush=True)

@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from raypool.engine import node_agent
-from raypool.engine.node_agent import memory_back
+from raypool.backends.ray import node_agent
+from raypool.backends.ray.node_agent import memory_back
 from raypool.gpus.nvml import NvmlInventory
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from raypool.backends.ray.nodes import LAST_S, MARGIN_S, Nodes, NodeWatch
 from raypool.core.messages import PlaceLeaving, PlaceLost, ResizeRequested, WorkerLost
-from raypool.engine.nodes import LAST_S, MARGIN_S, Nodes, NodeWatch
 from raypool.errors import LossReason, ResourceError
 
 GRACE_S = 3.0

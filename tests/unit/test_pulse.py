@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from raypool.engine.pulse import Pulse
+from raypool.backends.ray.backend import Pulse
 
 
 def test_it_stops_with_the_process() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raypool.engine.ray_session import CLIENT_TRIES, _init_at
+from raypool.backends.ray.session import CLIENT_TRIES, _init_at
 
 FAILED = "Initialization failure from server:\nRuntimeError: Starting Ray client server failed. See ray_client_server_23000.err."
 ZOMBIE = "Initialization failure from server:\npsutil.ZombieProcess: PID still exists but it's a zombie (pid=9904)"

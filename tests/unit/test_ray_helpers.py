@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from raypool.engine.ray_helpers import SWITCHES, without_helpers
+from raypool.backends.ray.session import SWITCHES, without_helpers
 
 node = pytest.importorskip("ray._private.node")
 parameter = pytest.importorskip("ray._private.parameter")

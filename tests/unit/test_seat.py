@@ -4,7 +4,7 @@ from typing import Any, cast
 
 import pytest
 
-from raypool.engine.seat import Seat
+from raypool.backends.ray.backend import Seat
 
 
 @pytest.mark.parametrize(

@@ -17,14 +17,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raypool.backends.ray.card_sharing import TRIES_ALONE, Cards
+from raypool.backends.ray.telemetry import Usage
 from raypool.channel.records import Failure, LocalValues, Part, SliceResult
 from raypool.core.messages import ResizeRequested
-from raypool.engine.cards import TRIES_ALONE, Cards
-from raypool.engine.sharing import Turns, Weight
-from raypool.engine.telemetry import Usage
 from raypool.gpus.sharing import CONTEXT_BYTES, MARGIN, MOST, Load, fitting, fraction_for, seats_for, worthwhile
 from raypool.gpus.simulated import CONTEXT_BYTES as SIMULATED_CONTEXT
 from raypool.gpus.simulated import SimulatedGpus
+from raypool.worker.gpu_turns import Turns, Weight
 
 GIBIBYTE = 2**30
 
@@ -106,7 +106,7 @@ import os, sys
 from pathlib import Path
 from raypool.gpus.memory import TorchAllocator
 from raypool.gpus.simulated import SimulatedGpus
-from raypool.engine.sharing import Sharing, settle
+from raypool.worker.gpu_turns import Sharing, settle
 
 class Cards(SimulatedGpus):
     def allocator(self):

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from raypool import ResourceError
-from raypool.engine.claims import Claim
-from raypool.engine.demands import Demand, name_of
-from raypool.engine.shortages import lacking, said_of
-from raypool.engine.survey import Survey
+from raypool.backends.ray.claims import Claim, Survey
+from raypool.backends.ray.demand import Demand, name_of
+from raypool.backends.ray.shortages import lacking, said_of
 from raypool.gpus.devices import GpuDevice
 from raypool.gpus.simulated import SimulatedGpus
 

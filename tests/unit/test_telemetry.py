@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from raypool.engine.telemetry import KEPT, Reading, Telemetry, Usage
+from raypool.backends.ray.telemetry import KEPT, Reading, Telemetry, Usage
 from raypool.gpus.devices import Allocator, GpuDevice
 from raypool.gpus.simulated import SimulatedGpus
 

@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 
 from raypool.channel.records import Part, WorkerInfo
-from raypool.engine.guard import Guard
-from raypool.engine.open_call import RawResult
-from raypool.engine.runner import Surroundings, run_parts
-from raypool.engine.upkeep import Leftover, Upkeep
 from raypool.gpus.memory import kept
 from raypool.gpus.simulated import SimulatedAllocator, SimulatedGpus
 from raypool.spmd import composite
+from raypool.worker.gpu_memory import Leftover, Upkeep
+from raypool.worker.interrupts import Guard
+from raypool.worker.runner import RawResult, Surroundings, run_parts
 
 MIB = 2**20
 WORKER = WorkerInfo(3, "here", 1, gpus=(0,))

@@ -23,9 +23,8 @@ from ray.util.client.common import ClientActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import raypool
+from raypool.backends.ray.calls import UNRECORDED, loss_text
 from raypool.channel.exchange import POOL_ENDED
-from raypool.engine.ray_calls import UNRECORDED
-from raypool.engine.ray_failures import loss_text
 from raypool.errors import PoolClosedError, StartupError
 
 P = ParamSpec("P")

@@ -5,46 +5,44 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 import pickle
 import platform
+import select
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import ray
 
 from raypool.backends.base import Post
+from raypool.backends.ray import client, packing
+from raypool.backends.ray.agents import END_TIMEOUT_S, Agents, Chore, MemoryLimit
+from raypool.backends.ray.calls import UNRECORDED, aside, loss_reason, loss_text, when_done
+from raypool.backends.ray.card_sharing import Cards
+from raypool.backends.ray.claims import Claim, locate
+from raypool.backends.ray.client import is_outside, note_deaths
+from raypool.backends.ray.demand import Demand
+from raypool.backends.ray.nodes import CutOff, Nodes, NodeWatch, look, why_cut_off
+from raypool.backends.ray.packing import MessageValues, StoredValues, bring_home, unpack_narrowed, unpack_results
+from raypool.backends.ray.placement import Seating
+from raypool.backends.ray.session import connection, give_up_ray, is_up, leave_ray
+from raypool.backends.ray.warning_filters import filters_here
+from raypool.backends.ray.worker import Introduction, News, PoolWorker, pack_call
+from raypool.channel.captured import changed_model
 from raypool.channel.hub import Hub
-from raypool.channel.logs import levels_here
+from raypool.channel.logs import Levels, levels_here
 from raypool.channel.queues import add_source, drop_source
 from raypool.channel.records import Function, NodeDevices, Part, Values, WorkerInfo
 from raypool.channel.traffic import Traffic
-from raypool.channel.users_code import Snapshot
+from raypool.channel.users_code import Snapshot, different_module
 from raypool.core.messages import AttemptFinished, AttemptNarrowed, Signal, WorkerLost, WorkerReady
-from raypool.engine import packing
-from raypool.engine.agents import END_TIMEOUT_S, Agents, Chore, MemoryLimit
-from raypool.engine.answers import unpack_narrowed, unpack_results
-from raypool.engine.cards import Cards
-from raypool.engine.claims import Claim, locate
-from raypool.engine.demands import Demand
-from raypool.engine.explanations import changed_model, different_module
-from raypool.engine.nodes import Nodes, NodeWatch
-from raypool.engine.outside import is_outside, note_deaths
-from raypool.engine.pulse import Pulse
-from raypool.engine.ray_calls import UNRECORDED, aside, when_done
-from raypool.engine.ray_failures import loss_reason, loss_text
-from raypool.engine.ray_nodes import CutOff, look, why_cut_off
-from raypool.engine.ray_session import connection, give_up_ray, is_up, leave_ray
-from raypool.engine.ray_values import MessageValues, StoredValues, bring_home
-from raypool.engine.seat import Seat, note_stale
-from raypool.engine.seating import Seating
-from raypool.engine.sharing import Sharing
-from raypool.engine.upkeep import Leftover
-from raypool.engine.warning_filters import filters_here
-from raypool.engine.worker import Introduction, News, PoolWorker, pack_call
 from raypool.errors import LossReason
 from raypool.profiles import Profile
+from raypool.worker.gpu_memory import Leftover
+from raypool.worker.gpu_turns import Sharing
 from raypool.worker.running import Way
 
 CLOSE_TIMEOUT_S = 5.0
@@ -497,3 +495,102 @@ class RayBackend:
             drop_source(self._agents)
             self._left.set()
             leave_ray(bring_home, self._joined)
+
+
+# --- places: a slot of the pool, as the backend knows it --------------------------------------------------------------
+
+
+class Seat:
+    """A place: a claim, and the actor in it."""
+
+    __slots__ = (
+        "__weakref__",
+        "actor",
+        "calls",
+        "claim",
+        "filters",
+        "is_ending",
+        "is_spent",
+        "known",
+        "levels",
+        "lock",
+        "place",
+        "project",
+        "pulse",
+        "run",
+        "stale",
+        "told_of",
+        "worker_id",
+    )
+
+    def __init__(self, place: int, claim: Claim) -> None:
+        self.place = place
+        self.claim = claim
+        self.actor: Any = None
+        self.run: Any = None  # its method, ready to be called
+        self.lock = threading.Lock()  # held by whoever tells the worker which functions to forget, or calls it
+        self.take_in(-1)
+
+    def take_in(self, worker_id: int) -> None:
+        """Begin anew, with another worker."""
+        self.worker_id = worker_id
+        self.known: set[int] = set()  # functions that the worker has
+        self.levels: Levels | None = None  # of the driver's loggers, as the worker knows them
+        self.filters: tuple[bytes, ...] = ()  # for warnings, likewise
+        self.stale: deque[int] = deque()  # those of them that nobody will call again
+        self.project = -1  # the number of the newest snapshot of the driver's modules that the worker has
+        self.calls: dict[int, int | None] = {}  # in flight, each with the one that it waits behind
+        self.told_of = -1  # the last that lasted: what was sent behind it is refused, and runs elsewhere
+        self.pulse: Pulse | None = None  # if its process is on this machine
+        self.is_ending = False  # the worker is lost, or about to be killed
+        self.is_spent = False  # the worker is to be replaced, and has said so
+
+    def take_stale(self) -> list[int]:
+        """Return the functions that the worker is to forget now; whoever asks tells it."""
+        stale = [self.stale.popleft() for _ in range(len(self.stale))]
+        self.known.difference_update(stale)
+        return stale
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the worker runs nothing, and will not either."""
+        return all(behind == self.told_of for behind in list(self.calls.values()))
+
+    def is_dead(self) -> bool:
+        """Whether the worker is dead already, as far as is known here: what is sent to it now would never begin."""
+        if not is_up() or self.actor is None:
+            return True
+        if self.pulse is not None and self.pulse.has_ended:
+            return True  # Ray hears of it some tenths of a second later
+        return client.is_dead(self.actor)
+
+
+def note_stale(seat_ref: weakref.ref[Seat], fn_id: int) -> None:
+    """Note that nobody will call a function again that the worker in a place has."""
+    seat = seat_ref()
+    if seat is not None:
+        seat.stale.append(fn_id)
+
+
+# --- whether a process of this machine has ended ----------------------------------------------------------------------
+
+
+class Pulse:
+    """Feels whether a process lives, which need not be a child of this one; a zombie has ended, once its last thread has.
+
+    Raises:
+        ProcessLookupError: There is none of this number.
+    """
+
+    __slots__ = ("__weakref__", "_handle")
+
+    def __init__(self, pid: int) -> None:
+        self._handle = os.pidfd_open(pid)  # it can be read once the process has ended
+        weakref.finalize(self, os.close, self._handle)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it has; any thread may ask."""
+        ends = select.poll()  # one that two threads use raises an error
+        ends.register(self._handle, select.POLLIN)
+        return bool(ends.poll(0))

@@ -15,14 +15,14 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from raypool.backends.base import Post
+from raypool.backends.ray.claims import Claim
+from raypool.backends.ray.placement import Seating
+from raypool.backends.ray.telemetry import Usage
 from raypool.channel.records import Part, SliceResult
 from raypool.core.messages import ResizeRequested
-from raypool.engine.claims import Claim
-from raypool.engine.seating import Seating
-from raypool.engine.sharing import Sharing, Weight
-from raypool.engine.telemetry import Usage
 from raypool.gpus.sharing import CONTEXT_BYTES, MOST, Load, fitting, fraction_for, seats_for
 from raypool.reasons import is_gpu_out_of_memory
+from raypool.worker.gpu_turns import Sharing, Weight
 
 REMEMBERED = 32
 """What a GPU's last items have needed, so many of them, decides how many workers share it."""

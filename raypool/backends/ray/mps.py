@@ -25,7 +25,7 @@ from collections.abc import Callable, Collection, Mapping, MutableMapping
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from raypool.engine import mps_keeper
+from raypool.backends.ray import mps_keeper
 from raypool.folders import hold, make_private
 
 PROGRAM = "nvidia-cuda-mps-control"

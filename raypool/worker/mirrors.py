@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from raypool.engine.homes import PIECE_BYTES, Entry, Home, Listing, UrlHome, files_in
 from raypool.folders import TemporaryFolder, make_private
+from raypool.worker.homes import PIECE_BYTES, Entry, Home, Listing, UrlHome, files_in
 from raypool.worker.running import Running, in_task, note_here
 
 JUST_NOW_NS = 100_000_000

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
-from raypool.engine import packing
+from raypool.backends.ray import packing
 
 Filter: TypeAlias = tuple[Any, ...]
 """An entry of `warnings.filters`."""

@@ -21,6 +21,23 @@ from typing import Any, NamedTuple, NoReturn
 import psutil
 import ray
 
+from raypool.backends.ray import mps
+from raypool.backends.ray.calls import answer_to, ask
+from raypool.backends.ray.node_agent import WorkerProcess
+from raypool.backends.ray.packing import (
+    Fetched,
+    Packed,
+    Parcel,
+    ParcelKeeper,
+    dump,
+    join,
+    load,
+    pack_narrowed,
+    pack_results,
+    snapshot,
+    unpack,
+)
+from raypool.backends.ray.warning_filters import WarningFilters
 from raypool.channel import capture
 from raypool.channel.by_value import note_globals, teach_multiprocessing
 from raypool.channel.captured import CapturedModels
@@ -30,27 +47,19 @@ from raypool.channel.logs import Forwarder, Levels
 from raypool.channel.outbox import Outbox
 from raypool.channel.records import Part, Refusal, WorkerInfo, function_name
 from raypool.channel.users_code import Follower, Snapshot, reload_all
-from raypool.engine import mps
-from raypool.engine.answers import pack_narrowed, pack_results
-from raypool.engine.early import Early, Watch
-from raypool.engine.guard import ProcessGuard, terminate
-from raypool.engine.homes import FarHome, Home, sees
-from raypool.engine.mirrors import ItemFolders, home_here
-from raypool.engine.node_agent import WorkerProcess
-from raypool.engine.open_call import Narrowed, OpenCall, RawResult
-from raypool.engine.packing import Fetched, Packed, Parcel, ParcelKeeper, dump, join, load, snapshot, unpack
-from raypool.engine.ray_calls import answer_to, ask
-from raypool.engine.runner import Surroundings, run_parts, set_up
-from raypool.engine.sharing import Sharing, Turns, settle
-from raypool.engine.upkeep import Leftover, Upkeep
-from raypool.engine.warning_filters import WarningFilters
 from raypool.errors import InvalidValueError, TaskError, WorkerLostError
 from raypool.folders import hold
 from raypool.gpus.devices import Inventory, index_of, prefer_fast_links
 from raypool.gpus.memory import kept
 from raypool.gpus.sharing import fraction_for
-from raypool.left_globals import call_setup, share_left
+from raypool.worker.gpu_memory import Leftover, Upkeep
+from raypool.worker.gpu_turns import Sharing, Turns, settle
+from raypool.worker.homes import FarHome, Home, sees
+from raypool.worker.interrupts import ProcessGuard, terminate
+from raypool.worker.mirrors import ItemFolders, home_here
+from raypool.worker.runner import Early, Narrowed, OpenCall, RawResult, Surroundings, Watch, run_parts, set_up
 from raypool.worker.running import is_retired, let_notes_travel, mark_worker_process, set_link
+from raypool.worker.setup_globals import call_setup, share_left
 
 COLLECT_BYTES = 16 * 1024 * 1024
 """If a process has grown by so much, it looks for garbage when it forgets a function, also if something waits to run."""

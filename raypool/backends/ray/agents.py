@@ -16,20 +16,20 @@ from typing import Any, NamedTuple
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from raypool.backends.ray import client, mps
+from raypool.backends.ray.calls import UNRECORDED, answered, aside, ask, when_done
+from raypool.backends.ray.claims import Claim, locate
+from raypool.backends.ray.node_agent import OFFERED, NodeAgent
+from raypool.backends.ray.nodes import LOOK_S
+from raypool.backends.ray.packing import snapshot
+from raypool.backends.ray.session import is_up
+from raypool.backends.ray.telemetry import Usage, sum_of
+from raypool.backends.ray.worker import Introduction
 from raypool.channel.exchange import POOL_ENDED
 from raypool.channel.hub import Hub
 from raypool.channel.queues import offer
 from raypool.channel.records import GpuMemory, NodeDevices, WorkerInfo
 from raypool.core.messages import Signal
-from raypool.engine import mps, outside
-from raypool.engine.claims import Claim, locate
-from raypool.engine.node_agent import OFFERED, NodeAgent
-from raypool.engine.nodes import LOOK_S
-from raypool.engine.packing import snapshot
-from raypool.engine.ray_calls import UNRECORDED, answered, aside, ask, when_done
-from raypool.engine.ray_session import is_up
-from raypool.engine.telemetry import Usage, sum_of
-from raypool.engine.worker import Introduction
 from raypool.errors import PoolClosedError, WorkerLostError
 from raypool.gpus.devices import Inventory
 
@@ -99,7 +99,7 @@ class Agents:
     def __init__(self, hub: Hub, cancel_grace_s: float, stays: Callable[[str], bool], inventory: Inventory) -> None:
         self._hub = hub
         self._stays = stays
-        self._is_far = outside.is_far()
+        self._is_far = client.is_far()
         self._inventory = inventory
         self._cancel_grace_s = cancel_grace_s
         self._agents: dict[str, Any] = {}  # by node
@@ -237,10 +237,10 @@ class Agents:
                 raise PoolClosedError(POOL_ENDED)
             agent = self._agents.get(node_id)
             if agent is None:
-                driver = outside.driver_process() if node_id == outside.home_node() else None
+                driver = client.driver_process() if node_id == client.home_node() else None
                 place = NodeAffinitySchedulingStrategy(node_id, soft=False)
                 options: dict[str, Any] = {"num_cpus": 0, "num_gpus": 0, "scheduling_strategy": place, "max_concurrency": 100_000}
-                if node_id == outside.home_node():
+                if node_id == client.home_node():
                     self._num_homes += 1
                     options["name"] = f"{self._home_name}-{self._num_homes}"
                 agent = ray.remote(NodeAgent).options(**options, **UNRECORDED).remote(driver, self._inventory)
@@ -250,7 +250,7 @@ class Agents:
 
     def home(self) -> Any:
         """Return the agent where the pool's exchange is: that of the driver's node, or of its way into the cluster."""
-        return self._agent_on(outside.home_node())
+        return self._agent_on(client.home_node())
 
     def ask(self, method: str, *args: Any) -> Any:
         """Call a method of the pool's exchange, and wait for its answer.

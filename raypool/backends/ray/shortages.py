@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING
 import ray
 from ray.util import placement_group_table
 
-from raypool.engine.demands import ACCELERATOR, Demand, Need, Node, living_nodes, name_of, names_of
-from raypool.engine.outside import ask_inside
+from raypool.backends.ray.client import ask_inside
+from raypool.backends.ray.demand import ACCELERATOR, Demand, Need, Node, living_nodes, name_of, names_of
 from raypool.errors import ResourceError
 from raypool.gpus.devices import GpuDevice
 from raypool.gpus.sharing import CONTEXT_BYTES
 from raypool.labels import has_labels
 
 if TYPE_CHECKING:
-    from raypool.engine.claims import Claim
+    from raypool.backends.ray.claims import Claim
+
 
 OURS = ("PoolWorker", "NodeAgent", "Scout")
 """Actors of pools, which hold nothing beside their pools' placement groups."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import atexit
 import concurrent.futures
 import contextlib
+import functools
+import inspect
 import logging
 import os
 import random
@@ -21,7 +23,6 @@ from typing import Any, NoReturn
 
 from raypool.cloud import connect, shipping
 from raypool.cloud.tokens import make_token, token_path
-from raypool.engine.ray_helpers import without_helpers
 from raypool.errors import StartupError
 from raypool.folders import LOCK, hold, make_private, remove_unheld, run_aside
 from raypool.gpus.devices import Inventory, usable_cpus, visible_gpus
@@ -257,7 +258,7 @@ def leave_ray(before_end: Callable[[], None], joined: str | None = None) -> None
                 _ended.set()
                 _remove_files()
         elif _users <= 0:
-            from raypool.engine import outside
+            from raypool.backends.ray import client as outside
 
             outside.leave()
 
@@ -413,7 +414,7 @@ def _prepare(profile: Profile, address: str | None) -> None:
 
 def _check_joined(profile: Profile) -> None:
     """Make sure that the Ray that this process is connected to already is the one that is meant, with what is to be shipped."""
-    from raypool.engine import outside
+    from raypool.backends.ray import client as outside
 
     if profile.is_remote and outside.server() != str(profile.address).removeprefix(CLIENT):
         raise StartupError(
@@ -514,10 +515,54 @@ def _connect(ray: Any, address: str | None, inventory: Inventory | None, shipped
     except Exception as error:  # of a node that does not come up Ray says it by a plain one
         raise connect.not_started(address, error) from error
     if address is not None and address.startswith(CLIENT):
-        from raypool.engine import outside
+        from raypool.backends.ray import client as outside
 
         try:
             outside.check_raypool(address)
         except BaseException:
             ray.shutdown()
             raise
+
+
+# --- a Ray without the processes that have nothing to do --------------------------------------------------------------
+#
+# `ray.init` starts, and waits for, the server of a dashboard that is off, the autoscaler's monitor, where nothing can be added,
+# and a process that reads all logs for a driver that does not want them. The dashboard's agent has to be there. It is Ray's
+# small one, without servers of its own. `benchmarks/bench_start.py` says what that costs. The logs are written all the same.
+
+
+SWITCHES = {"no_monitor": True, "include_log_monitor": False}
+"""Ray's own, which `ray start` has as options; `ray.init` has no way to set them."""
+
+NO_SERVER = b"127.0.0.1:0"
+"""Where the dashboard's server would be. Whoever asks for it (Ray's State API) hears at once that nobody is there; Ray would look
+for a missing address for 40 s."""
+
+
+@contextlib.contextmanager
+def without_helpers() -> Iterator[None]:
+    """Let `ray.init` leave them out. Private names, checked on Ray 2.60; where one is missing, all are started."""
+    try:
+        from ray._private import node, parameter, utils
+        from ray._private.ray_constants import DASHBOARD_ADDRESS, KV_NAMESPACE_DASHBOARD
+
+        settings, start, why_small = parameter.RayParams, node.Node.start_api_server, utils.get_dashboard_dependency_error
+    except (ImportError, AttributeError):
+        yield
+        return
+    if not SWITCHES.keys() <= inspect.signature(settings).parameters.keys():
+        yield
+        return
+
+    def leave_out(node: Any, *_: Any, **__: Any) -> None:
+        """Do what is left of `Node.start_api_server`."""
+        node._webui_url = ""
+        node.get_gcs_client().internal_kv_put(DASHBOARD_ADDRESS.encode(), NO_SERVER, True, KV_NAMESPACE_DASHBOARD)
+
+    parameter.RayParams = functools.partial(settings, **SWITCHES)
+    node.Node.start_api_server = leave_out
+    utils.get_dashboard_dependency_error = lambda: ImportError("nobody asks the agent of the dashboard anything")
+    try:
+        yield
+    finally:
+        parameter.RayParams, node.Node.start_api_server, utils.get_dashboard_dependency_error = settings, start, why_small

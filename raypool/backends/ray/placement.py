@@ -14,15 +14,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from raypool.engine import claims as claiming
-from raypool.engine import shortages
-from raypool.engine.choosing import Choice, Spot, spots
-from raypool.engine.claims import Claim, Wanted
-from raypool.engine.demands import Demand, Need, Node, demand_of, living_nodes
-from raypool.engine.gathering import NO_LIMIT, claim_number
-from raypool.engine.growth import growth
-from raypool.engine.outside import is_outside
-from raypool.engine.survey import Survey
+from raypool.backends.ray import claims as claiming
+from raypool.backends.ray import shortages
+from raypool.backends.ray.claims import NO_LIMIT, Choice, Claim, Spot, Survey, Wanted, claim_number, spots
+from raypool.backends.ray.client import is_outside
+from raypool.backends.ray.demand import Demand, Need, Node, demand_of, growth, living_nodes
 from raypool.errors import PoolClosedError, RaypoolError, ResourceError
 from raypool.gpus.devices import usable_cores
 from raypool.profiles import Profile

@@ -1,0 +1,888 @@
+"""How values travel between Ray processes: pickled once, large buffers beside the pickle so that they are not copied on the way.
+
+Ray's own cloudpickle is used. Object references are taken out of the pickle and travel beside it too, so that Ray can count them:
+inside it they would keep their objects alive for ever.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import ctypes
+import functools
+import io
+import itertools
+import mmap
+import os
+import pickle
+import re
+import reprlib
+import sys
+import threading
+import traceback
+import types
+import warnings
+import weakref
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from itertools import islice
+from pathlib import Path
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import psutil
+import ray
+from ray import cloudpickle
+from ray import exceptions as rx
+
+from raypool.backends.ray import client
+from raypool.backends.ray.calls import loss_text
+from raypool.channel import by_value
+from raypool.channel.records import Failure, Missing, SliceResult, Values
+from raypool.errors import RaypoolError, SerializationError, TaskError, reduced
+from raypool.results import Results
+from raypool.worker.runner import Narrowed, RawResult
+
+PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
+"""Types whose pickles need nothing from the module that they are in."""
+
+BESIDE_BYTES = 64 * 1024
+"""Buffers (of arrays and tensors) from this size on travel beside the pickle: into the object store they are copied, once."""
+
+MAPPED_BYTES = 1024 * 1024
+"""Buffers from this size on are not copied out of the object store either, but mapped: only pages that are changed are copied."""
+
+SCRATCH_BYTES = 32 * 1024 * 1024
+"""So much memory for copies a worker holds on to, once it was used: the first touch of a page takes longer than the copy."""
+
+INLINE_BYTES = 64 * 1024
+"""What is smaller than this in all travels in the message itself, the rest through the object store."""
+
+Packed: TypeAlias = bytes | ray.ObjectRef
+"""A pickled value: itself if it is small, else a reference to its parcel in the object store."""
+
+
+class Parcel(NamedTuple):
+    """A pickled value with what travels beside the pickle."""
+
+    header: Any  # bytes; on arrival the memory that holds them
+    buffers: list[Any]
+    refs: list[Any]
+
+    @property
+    def is_small(self) -> bool:
+        """Whether the header alone is the value, and fits into a message."""
+        return not self.buffers and not self.refs and len(self.header) < INLINE_BYTES
+
+    @property
+    def num_bytes(self) -> int:
+        """How much travels, without what the references stand for."""
+        return sum(memoryview(buffer).nbytes for buffer in (self.header, *self.buffers))
+
+    def for_ray(self) -> tuple[Any, list[Any], list[Any]]:
+        """Return what to put into the object store: Ray pickles it once more, and would copy a long pickle in there."""
+        return _beside(self.header), self.buffers, self.refs
+
+
+def _beside(header: bytes) -> bytes | pickle.PickleBuffer:
+    return header if len(header) < BESIDE_BYTES else pickle.PickleBuffer(header)
+
+
+INHERITANCE = "only be shared between processes through inheritance"
+"""What multiprocessing says of its locks, queues and values."""
+
+
+class _Nowhere:
+    """A file for pickles that nobody reads."""
+
+    def write(self, data: Any) -> int:
+        """Take it and let it go."""
+        return memoryview(data).nbytes
+
+
+class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
+    """Takes references and the memory of CPU tensors out of the pickle."""
+
+    def __init__(self, file: io.BytesIO | _Nowhere, refs: list[Any], keep_inside: Callable[[pickle.PickleBuffer], bool]) -> None:
+        super().__init__(file, protocol=5, buffer_callback=keep_inside)
+        self._refs = refs
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, ray.ObjectRef):
+            self._refs.append(value)
+            return _arrived_ref, (len(self._refs) - 1,)
+        if isinstance(value, BaseException):
+            way = reduced(value)
+            return super().reducer_override(value) if way is NotImplemented else way
+        torch = sys.modules.get("torch")
+        if torch is not None and type(value) is torch.Tensor and _is_plain(value, torch):
+            memory = value.detach().reshape(-1).view(torch.uint8).numpy()
+            return _arrived_tensor, (memory, value.dtype, tuple(value.shape), value.requires_grad)
+        if torch is not None and isinstance(value, torch.nn.Module):
+            _warn_if_shared(value)
+        if type(value).__module__ == "multiprocessing.connection":  # it would arrive with the number of a file of this process
+            raise RuntimeError(f"{type(value).__name__} objects should {INHERITANCE}")
+        way = by_value.reduced(value)
+        return super().reducer_override(value) if way is NotImplemented else way
+
+
+def _warn_if_shared(module: Any) -> None:
+    parameter = next(module.parameters(recurse=False), None)
+    if parameter is not None and parameter.device.type == "cpu" and parameter.is_shared():
+        warnings.warn(
+            "A model under share_memory() is sent to another process, which gets a copy: what one changes in it, the other does "
+            "not see. Return what was trained, or train one model on all workers with pool.train, pool.fit or pool.spmd.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def _is_plain(tensor: Any, torch: Any) -> bool:
+    """Whether a tensor is nothing but large memory of this process."""
+    return bool(
+        tensor.device.type == "cpu"
+        and tensor.layout is torch.strided
+        and tensor.nbytes >= BESIDE_BYTES
+        and tensor.nbytes == tensor.untyped_storage().nbytes()
+        and tensor.is_leaf
+        and tensor.is_contiguous()
+        and not tensor.is_quantized
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and not tensor.__dict__
+    )
+
+
+_arriving: ContextVar[list[Any]] = ContextVar("raypool_arriving")
+
+
+def _arrived_ref(position: int) -> Any:
+    return _arriving.get()[position]
+
+
+def _arrived_tensor(memory: np.ndarray[Any, Any], dtype: Any, shape: tuple[int, ...], requires_grad: bool) -> Any:
+    """Make a tensor; a function may change what it was given, and torch knows no read-only tensors."""
+    import torch
+
+    own = memory if memory.flags.writeable else memory.copy()
+    return torch.from_numpy(own).view(dtype).reshape(shape).requires_grad_(requires_grad)
+
+
+def dump(value: Any, beside_bytes: int = BESIDE_BYTES) -> Parcel:
+    """Pickle a value; buffers from this size on stay beside the pickle."""
+    buffers: list[pickle.PickleBuffer] = []
+    refs: list[Any] = []
+
+    def keep_inside(buffer: pickle.PickleBuffer) -> bool:
+        if buffer.raw().nbytes < beside_bytes:
+            return True
+        buffers.append(buffer)
+        return False
+
+    file = io.BytesIO()
+    _Pickler(file, refs, keep_inside).dump(value)
+    return Parcel(file.getvalue(), buffers, refs)
+
+
+def load(parcel: Parcel) -> Any:
+    """Return the value. Its memory is its own: what is done to it changes nothing in the object store."""
+    buffers = map(_arrived_buffer, parcel.buffers)
+    if not parcel.refs:
+        return pickle.loads(parcel.header, buffers=buffers)
+    token = _arriving.set(parcel.refs)
+    try:
+        return pickle.loads(parcel.header, buffers=buffers)
+    finally:
+        _arriving.reset(token)
+
+
+def _arrived_buffer(buffer: Any) -> Any:
+    """Return memory that whoever has it may change: a private mapping of a large buffer, a copy of a smaller one."""
+    view = memoryview(buffer)
+    return own(buffer) if view.nbytes >= MAPPED_BYTES else bytearray(view)
+
+
+class Unloadable(NamedTuple):
+    """Stands for a value that could not be unpickled here."""
+
+    error: BaseException
+
+
+class ParcelKeeper:
+    """Keeps the values of a call as they are when they are returned, whatever happens to them later.
+
+    Their large buffers stay where they are (`loose`) until something else is about to run: `secure` copies them then. So the
+    last value of a call is not copied, nor is the only one. Copies are made in memory that the process has had before
+    (`SCRATCH_BYTES`), as long as they fit.
+    """
+
+    def __init__(self) -> None:
+        self.loose: list[Parcel] = []
+        self._scratch: np.ndarray[Any, np.dtype[np.uint8]] = np.empty(0, np.uint8)
+        self._used = 0
+
+    def keep(self, value: Any) -> Parcel:
+        """Pickle a value.
+
+        Raises:
+            SerializationError: It cannot be pickled.
+        """
+        if _is_plain_data(value):
+            return Parcel(pickle.dumps(value, protocol=5), [], [])
+        try:
+            parcel = dump(value)
+        except Exception as error:
+            raise unpicklable(value, "a result back", error) from error
+        if parcel.buffers:
+            self.loose.append(parcel)
+        return parcel
+
+    def secure(self) -> bool:
+        """Copy the buffers of what was kept, each once: what runs next may change them. False if there is no memory for that."""
+        try:
+            for parcel in self.loose:
+                parcel.buffers[:] = [self._copied(buffer) for buffer in parcel.buffers]
+        except MemoryError:
+            return False
+        self.loose.clear()
+        return True
+
+    def _copied(self, buffer: pickle.PickleBuffer) -> pickle.PickleBuffer:
+        source = np.frombuffer(buffer.raw(), np.uint8)
+        start, stop = self._used, self._used + len(source)
+        if stop > SCRATCH_BYTES:
+            return pickle.PickleBuffer(source.copy().data)
+        if not len(self._scratch):
+            self._scratch = np.empty(SCRATCH_BYTES, np.uint8)  # the system gives what is touched
+        self._scratch[start:stop] = source
+        self._used = stop
+        return pickle.PickleBuffer(self._scratch[start:stop].data)
+
+    def release(self) -> None:
+        """Take it that what was kept has travelled before the next value is kept."""
+        self.loose.clear()
+        self._used = 0
+
+
+def join(values: list[Any]) -> Parcel:
+    """Put values together, those that were kept as parcels among those that need not be, for `load_each`.
+
+    Each parcel is opened by itself, so that one that cannot be opened does not take the others with it.
+    """
+    plain = [None if type(value) is Parcel else value for value in values]
+    others: list[tuple[int, Any, int, int]] = []  # position, pickle, how many buffers and references belong to it
+    buffers: list[Any] = []
+    refs: list[Any] = []
+    for position, value in enumerate(values):
+        if type(value) is Parcel:
+            others.append((position, _beside(value.header), len(value.buffers), len(value.refs)))
+            buffers.extend(value.buffers)
+            refs.extend(value.refs)
+    long_pickles: list[Any] = []
+    header = pickle.dumps((plain, others), protocol=5, buffer_callback=long_pickles.append)
+    return Parcel(header, long_pickles + buffers, refs)
+
+
+def load_each(parcel: Parcel) -> list[Any]:
+    """Return the values that `join` has put together; an `Unloadable` for each that cannot be unpickled here."""
+    values: list[Any]
+    buffers, refs = iter(parcel.buffers), iter(parcel.refs)
+    values, others = pickle.loads(parcel.header, buffers=buffers)  # takes those that are pickles
+    for position, header, num_buffers, num_refs in others:
+        own = Parcel(header, list(islice(buffers, num_buffers)), list(islice(refs, num_refs)))
+        try:
+            values[position] = load(own)
+        except (Exception, SystemExit) as error:  # it runs code of the user's, which may not end this process
+            values[position] = Unloadable(error)
+    return values
+
+
+def _is_plain_data(value: Any) -> bool:
+    """Whether a value is of plain types only, down to one level: then its pickle needs nothing and cannot fail."""
+    kind = type(value)
+    if kind is dict:
+        return PLAIN.issuperset(map(type, value)) and PLAIN.issuperset(map(type, value.values()))
+    return kind in PLAIN or (kind in (list, tuple) and PLAIN.issuperset(map(type, value)))
+
+
+def snapshot(value: Any, what: str) -> bytes:
+    """Pickle a value as it is now, all in one piece that belongs to nobody, so that it outlives whoever sends it.
+
+    Raises:
+        SerializationError: It cannot be pickled, or has object references of Ray's in it, which end with their owner.
+    """
+    if _is_plain_data(value):
+        return pickle.dumps(value, protocol=5)
+    try:
+        parcel = dump(value, sys.maxsize)
+    except Exception as error:
+        raise unpicklable(value, what, error) from error
+    if parcel.refs:
+        raise SerializationError(
+            f"Cannot send {what}: there is an ObjectRef in it, whose object ends with this process. Send ray.get() of it.",
+            what="an ObjectRef",
+        )
+    return bytes(parcel.header)
+
+
+def pack(value: Any, what: str, *, is_trial: bool = False) -> Packed:
+    """Make a value ready to travel, to any number of workers; in a trial, only make sure that it can.
+
+    Raises:
+        SerializationError: It cannot be pickled; the message names the variable that is to blame.
+    """
+    quick = _pickled_by_name(value)
+    if quick is not None:
+        return quick
+    try:
+        if is_trial:
+            _try(value)
+            return b""
+        parcel = dump(value)
+    except Exception as error:
+        raise unpicklable(value, f"{what} to a worker", error) from error
+    packed: Packed = parcel.header if parcel.is_small else ray.put(parcel.for_ray())
+    return packed
+
+
+def _try(value: Any) -> None:
+    """Pickle a value for nobody: its buffers are not looked at."""
+    _Pickler(_Nowhere(), [], lambda _: False).dump(value)
+
+
+def _pickled_by_name(value: Any) -> bytes | None:
+    """Return the pickle of a function that workers can import, or of a call with plain arguments; None for all else.
+
+    What cloudpickle would do with them, in a tenth of its time: for a future that is most of what it costs.
+    """
+    if isinstance(value, FunctionType) and (
+        value.__module__ in (None, "__main__") or cloudpickle.list_registry_pickle_by_value()
+    ):
+        return None
+    if isinstance(value, FunctionType) or (isinstance(value, BuiltinFunctionType) and isinstance(value.__self__, ModuleType)):
+        try:
+            return pickle.dumps(value, protocol=5)
+        except (pickle.PicklingError, AttributeError):
+            return None  # it cannot be found under its name: a lambda, or a function in a function
+    if type(value) is list and len(value) == 1 and type(value[0]) is tuple and len(value[0]) == 2:
+        args, kwargs = value[0]
+        if type(args) is tuple and not kwargs and PLAIN.issuperset(map(type, args)):
+            quick = pickle.dumps(value, protocol=5)
+            return bytes(memoryview(quick)) if len(quick) < INLINE_BYTES else None  # a pickle lies in a block for larger ones
+    return None
+
+
+class Fetched:
+    """How many bytes this process has got from the object store to open what was packed for it."""
+
+    num_bytes = 0
+    lock = threading.Lock()
+
+
+def unpack(packed: Packed) -> Any:
+    """Return the value that was packed."""
+    if isinstance(packed, bytes):
+        return pickle.loads(packed)
+    parcel = Parcel(*ray.get(packed))
+    with Fetched.lock:
+        Fetched.num_bytes += parcel.num_bytes
+    return load(parcel)
+
+
+def unpicklable(value: Any, what: str, error: BaseException) -> SerializationError:
+    """Return the error that says which variable can't travel."""
+    if isinstance(error, RaypoolError):  # something of raypool's own, which says what to do instead
+        return SerializationError(f"Cannot send {what}: {error}", what=type(value).__name__)
+    try:
+        named = str(find_culprit(value, _Pickler(_Nowhere(), [], lambda _: False), error))
+    except Exception:  # it runs code of the user's
+        named = kind_of(value)
+    reason = f"{type(error).__name__}: {error}".splitlines()[0]
+    advice = "Make it inside the function, or pass what it is made from."
+    if INHERITANCE in reason:
+        advice = (
+            "Ray starts the workers, so they inherit nothing. Pass a raypool.DataQueue for values that come and go, and keep "
+            "what all share in pool.store; or take it from a multiprocessing.Manager(), which workers of its own machine reach."
+        )
+    return SerializationError(f"Cannot send {what}: {named} cannot be pickled ({reason}). {advice}", what=named)
+
+
+# --- return values: in the message, or still in Ray's object store ----------------------------------------------------
+
+
+_stored: weakref.WeakSet[StoredValues] = weakref.WeakSet()
+_stored_lock = threading.Lock()
+
+
+def bring_home() -> None:
+    """Fetch the values that somebody still holds a future of: with Ray they would go too."""
+    with _stored_lock:
+        stored = list(_stored)
+    for values in stored:
+        with contextlib.suppress(Exception):  # it says so to whoever asks for it
+            values.get()
+
+
+class StoredValues:
+    """Values of a call that are too large for a message: they stay in Ray's object store until somebody asks.
+
+    `note_bytes` is told then how many bytes they are.
+    """
+
+    __slots__ = ("__weakref__", "_lock", "_note_bytes", "_ref", "_values")
+
+    def __init__(self, ref: ray.ObjectRef[Any], note_bytes: Callable[[int], object]) -> None:
+        self._ref: ray.ObjectRef[Any] | None = ref
+        self._note_bytes = note_bytes
+        self._values: list[Any] = []
+        self._lock = threading.Lock()
+        with _stored_lock:
+            _stored.add(self)
+
+    def get(self) -> list[Any]:
+        """Map them into this process, at the first call."""
+        with self._lock:
+            if self._ref is not None:
+                if not ray.is_initialized():  # asking would start a new one
+                    raise TaskError("A result is lost: Ray was shut down before anybody asked for it.")
+                try:
+                    parcel = Parcel(*client.fetched(self._ref))
+                except (rx.RayError, ValueError) as error:
+                    raise TaskError(f"A result that was there is lost: {loss_text(error)}.") from error
+                self._note_bytes(parcel.num_bytes)
+                self._values = loaded(parcel)
+                self._ref = None
+            return self._values
+
+
+class MessageValues:
+    """Values of a call that came in the message: they are unpickled by whoever asks first."""
+
+    __slots__ = ("_header", "_values")
+
+    def __init__(self, header: bytes) -> None:
+        self._header: bytes | None = header
+        self._values: list[Any] = []
+
+    def get(self) -> list[Any]:
+        """Unpickle them, at the first call."""
+        header = self._header
+        if header is not None:
+            self._values = loaded(Parcel(header, [], []))
+            self._header = None
+        return self._values
+
+
+def loaded(parcel: Parcel) -> list[Any]:
+    """Unpickle the values of a call, each by itself."""
+    values = load_each(parcel)
+    for position, value in enumerate(values):
+        if type(value) is Unloadable:
+            error = SerializationError(
+                f"A result has arrived but cannot be unpickled here ({type(value.error).__name__}: {value.error}). "
+                "Its class must be importable in this process too.",
+                what="a result",
+            )
+            error.__cause__ = value.error
+            values[position] = Missing(error)
+    return values
+
+
+# --- answers: how the outcomes of slices travel, but for their values -------------------------------------------------
+
+
+Sendable = tuple[int, int, bytes, float, dict[int, bytes], int | None]
+"""Of a `RawResult`: start, done, durations, start, errors (each pickled by itself: it may fail to be), peak memory [bytes]."""
+
+
+def pack_results(results: Sequence[RawResult]) -> list[Sendable]:
+    """Make the outcomes of slices ready to travel."""
+    return [
+        (
+            result.start,
+            result.done,
+            result.durations_s.tobytes(),
+            result.started_at,
+            {index: pack_error(error) for index, error in result.errors.items()},
+            result.peak_memory_bytes,
+        )
+        for result in results
+    ]
+
+
+def unpack_results(packed: Sequence[Sendable], values: Values, catch_up: Callable[[], None] | None) -> list[SliceResult]:
+    """Return the outcomes of the slices of a call, whose values follow each other in `values`."""
+    results = []
+    offset = 0
+    for start, done, durations, started_at, errors, peak_memory_bytes in packed:
+        failures = {index: unpack_failure(error) for index, error in errors.items()}
+        result = SliceResult(start, done, values, offset, failures, array("d", durations), started_at, catch_up)
+        result.peak_memory_bytes = peak_memory_bytes
+        results.append(result)
+        offset += done
+    return results
+
+
+def pack_narrowed(narrowed: Narrowed) -> bytes:
+    """Make what is done of a call that goes on ready to travel; values that are large come with its answer only."""
+    values = [value for result in narrowed.results for value in result.values]
+    parcel = join(values) if sum(map(_num_bytes, values)) < INLINE_BYTES else None
+    if parcel is None or not parcel.is_small:
+        narrowed, parcel = narrowed.without_values(), join([])
+    return pickle.dumps((narrowed.attempt_id, narrowed.kept, pack_results(narrowed.results), parcel.header), protocol=5)
+
+
+def _num_bytes(value: Any) -> int:
+    """Return how much a value is, without pickling it: of what need not be kept as a parcel, only these can be large."""
+    return len(value) if type(value) in (bytes, str) else value.num_bytes if type(value) is Parcel else 0
+
+
+def unpack_narrowed(packed: bytes) -> tuple[int, tuple[int, ...], list[SliceResult]]:
+    """Return the attempt, how much of each part is kept, and what is done."""
+    attempt_id, kept, results, header = pickle.loads(packed)
+    return attempt_id, kept, unpack_results(results, MessageValues(header), None)
+
+
+def pack_error(error: BaseException) -> bytes:
+    """Pickle an exception with its traceback as text; its text stands in where it can't be pickled or unpickled."""
+    if isinstance(getattr(error, "results", None), Results):
+        del error.results  # type: ignore[attr-defined]  # of a loop within the task; whoever is outside gets those of his own
+    text = "".join(traceback.format_exception(error))
+    summary = "".join(traceback.format_exception_only(error)).strip()
+    try:
+        parcel = dump(error, sys.maxsize)
+        body = cloudpickle.dumps(error) if parcel.refs else bytes(parcel.header)
+        pickle.loads(body)
+    except BaseException:  # it runs code of the user's
+        body = None
+    return pickle.dumps((body, summary, text, [str(note) for note in getattr(error, "__notes__", ())]), protocol=5)
+
+
+def unpack_failure(packed: bytes) -> Failure:
+    """Return what an item has raised; of what cannot be unpickled, what was said of it."""
+    body, summary, text, notes = pickle.loads(packed)
+    try:
+        error = pickle.loads(body)
+    except BaseException:  # it runs code of the user's
+        error = None
+    if not isinstance(error, BaseException):
+        error = TaskError(f"{summary} (the exception itself could not travel; the remote traceback is its cause)")
+    with contextlib.suppress(Exception):  # it is the user's class, and may refuse attributes
+        for note in notes:
+            if note not in getattr(error, "__notes__", ()):
+                error.add_note(note)
+    return Failure(error, text)
+
+
+# --- which of the user's variables cannot be pickled ------------------------------------------------------------------
+
+
+PATH_LENGTH = 60
+"""A longer path is shown from here on, counted from its end."""
+
+INSTALLED = ("site-packages", "dist-packages")
+
+METHODS = (types.MethodType, types.BuiltinMethodType)
+
+
+class Culprit(NamedTuple):
+    """A part of a value: the path to it, where that begins, and the part itself."""
+
+    path: str
+    origin: str
+    value: Any
+
+    def __str__(self) -> str:
+        kind, path = kind_of(self.value), re.sub(r"_modules\['(\w+)'\]", r"\1", self.path)  # as torch names parts of a model
+        if len(path) > PATH_LENGTH:
+            path = f"…{path[-PATH_LENGTH:]}"
+        shown = f"{path!r} ({kind})" if path.isidentifier() else f"{path} ({kind})" if path else kind
+        return f"{shown} {self.origin}" if path and self.origin else shown
+
+
+class _Tracer(pickle._Pickler):
+    """Pickles in Python, for nobody, and notes what it was at when that failed, from the whole value to the innermost part."""
+
+    def __init__(self, pickler: Any) -> None:
+        super().__init__(types.SimpleNamespace(write=len), protocol=5, buffer_callback=lambda _: False)
+        self.dispatch_table = pickler.dispatch_table
+        self._pickler = pickler
+        self.chain: list[Any] = []
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Do what the other pickler does."""
+        return self._pickler.reducer_override(obj)
+
+    def save(self, obj: Any, *args: Any, **kwargs: Any) -> None:
+        """Note it if it fails."""
+        try:
+            super().save(obj, *args, **kwargs)  # type: ignore[misc]
+        except BaseException:
+            self.chain.insert(0, obj)
+            raise
+
+
+def find_culprit(value: Any, pickler: Any, error: BaseException) -> Culprit:
+    """Return the part of a value that raised this error when this pickler had it: the innermost that the user has a name for.
+
+    Private parts of objects of other packages (the lock of a `threading.Event`) are not named, but the object that has them.
+    """
+    tracer = _Tracer(pickler)
+    try:
+        tracer.dump(value)
+    except Exception as again:
+        if type(again) is type(error):
+            return _walk(tracer.chain)
+    return Culprit("", "", value)
+
+
+def _walk(chain: list[Any]) -> Culprit:
+    """Follow the names from each object to the next; what is between two of them the pickler has made."""
+    here = named = _beginning(chain[0])
+    is_own = True
+    while len(chain := chain[1:]):
+        steps = ((number, _step(here, part)) for number, part in enumerate(chain))
+        functions = ((number, _beginning(part)) for number, part in enumerate(chain) if isinstance(part, types.FunctionType))
+        number, step = next(((number, step) for number, step in itertools.chain(steps, functions) if step is not None), (0, None))
+        if step is None:
+            break
+        is_own = _is_own(here.value, step, is_own)
+        here, chain = step, chain[number:]
+        if is_own:
+            named = here
+    return named
+
+
+def _beginning(value: Any) -> Culprit:
+    """Return a value from which a path begins anew."""
+    if isinstance(value, types.FunctionType):
+        return Culprit("", f"used by {_name(value)}", value)
+    if isinstance(value, functools.partial):
+        return Culprit("", f"of a partial of {_name(value.func)}", value)
+    if isinstance(value, (list, tuple, dict, collections.deque, *METHODS)):
+        return Culprit("", "", value)
+    return Culprit("", f"of {_name(value if isinstance(value, type) else type(value))}", value)
+
+
+def _step(here: Culprit, part: Any) -> Culprit | None:
+    """Return a part of an object under its name; None if it is not known as one."""
+    owner = here.value
+    if isinstance(owner, (types.FunctionType, type)):
+        here = _beginning(owner)
+        names = _variables(owner) if isinstance(owner, types.FunctionType) else _attributes(owner)
+    elif isinstance(owner, functools.partial):
+        here = _beginning(owner)
+        arguments = ((f"args[{number}]", value) for number, value in enumerate(owner.args))
+        names = itertools.chain([("func", owner.func)], arguments, owner.keywords.items())
+    elif isinstance(owner, dict):
+        names = itertools.chain(
+            ((f"[{reprlib.repr(key)}]", value) for key, value in owner.items()),
+            ((f"[key {reprlib.repr(key)}]", key) for key in owner),
+            _attributes(owner),
+        )
+    elif isinstance(owner, (list, tuple, collections.deque)):
+        fields = getattr(owner, "_fields", None) or [f"[{number}]" for number in range(len(owner))]
+        names = itertools.chain(zip(fields, owner, strict=True), _attributes(owner))
+    else:
+        names = _attributes(owner)
+    for name, value in names:
+        if value is part:
+            if _is_raypools(owner) and not isinstance(owner, tuple):  # around a user's function; a call has names that help
+                return _beginning(part)
+            joint = "" if name.startswith("[") or not here.path else "."
+            return here._replace(path=f"{here.path}{joint}{name}", value=part)
+    if type(owner) is part or (isinstance(owner, METHODS) and part is owner.__self__):
+        return _beginning(part)
+    if isinstance(owner, (set, frozenset)) and any(part is value for value in owner):
+        return here._replace(value=part)
+    return None
+
+
+def _is_raypools(owner: Any) -> bool:
+    return _package(owner.func if isinstance(owner, functools.partial) else owner) == "raypool"
+
+
+def _variables(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """Yield what a function that travels by value brings along."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+        try:
+            yield name, cell.cell_contents
+        except ValueError:  # it is empty
+            continue
+    code = function.__code__
+    arguments = code.co_varnames[: code.co_argcount]
+    defaults = function.__defaults__ or ()
+    yield from zip(arguments[len(arguments) - len(defaults) :], defaults, strict=True)
+    yield from (function.__kwdefaults__ or {}).items()
+    yield from function.__dict__.items()
+    yield from function.__globals__.items()
+
+
+def _attributes(owner: Any) -> Iterator[tuple[str, Any]]:
+    yield from getattr(owner, "__dict__", {}).items()
+    for base in type(owner).__mro__:
+        for name, descriptor in vars(base).items():
+            if isinstance(descriptor, types.MemberDescriptorType) and not name.startswith("__"):
+                try:
+                    yield name, descriptor.__get__(owner)
+                except AttributeError:  # it is not set
+                    continue
+
+
+def _is_own(owner: Any, step: Culprit, was_own: bool) -> bool:
+    """Whether the user knows the name of a part: if they have made its owner's class, or if the name is public."""
+    if isinstance(owner, (list, tuple, dict, set, frozenset, collections.deque, functools.partial, *METHODS)):
+        return was_own
+    package = _package(owner)
+    if package in sys.stdlib_module_names:
+        return type(owner).__name__.endswith("Namespace")  # those of `types` and `argparse` have the user's names
+    file = getattr(sys.modules.get(package), "__file__", None) or ""
+    is_installed = package == "raypool" or any(folder in file for folder in INSTALLED)
+    return not is_installed or not step.path.rpartition(".")[2].startswith("_")
+
+
+def _package(value: Any) -> str:
+    """Return the name of the package that a function, a class or an object's class is from."""
+    named = value if isinstance(value, (type, types.FunctionType)) else type(value)
+    return str(getattr(named, "__module__", None) or "").partition(".")[0]
+
+
+def _name(value: Any) -> str:
+    name: str = getattr(value, "__qualname__", None) or type(value).__qualname__
+    return name.rpartition("<locals>.")[2]
+
+
+def kind_of(value: Any) -> str:
+    """Return what to call a value: "a threading.Event", "the function train"."""
+    if isinstance(value, (type, types.FunctionType)):
+        return f"the {'class' if isinstance(value, type) else 'function'} {_name(value)}"
+    kind = type(value)
+    package = kind.__module__
+    is_library = package.partition(".")[0] in sys.stdlib_module_names and package != "builtins"
+    name = f"{package}.{_name(kind)}" if is_library and not package.startswith("_") else _name(kind)
+    return f"{'an' if name[:1] in 'aeiouAEIOU' else 'a'} {name}"
+
+
+# --- private mappings: memory of its own for each large array from Ray's object store ---------------------------------
+#
+# All processes of a machine share the store's memory, and torch writes to it even through a read-only array. Of a private mapping
+# the system copies only the pages that somebody writes to: who reads pays for no copy.
+
+
+FAILED = ctypes.c_void_p(-1).value
+"""What `mmap` returns when it fails."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+
+def own(buffer: Any) -> Any:
+    """Return the content of a buffer as memory that can be changed and that nobody else sees."""
+    shared = np.frombuffer(buffer, np.uint8)
+    address: int = shared.__array_interface__["data"][0]
+    with _looking:
+        piece = _store.find(address, shared.nbytes)
+        mapping = _Mapping.make(piece, address, shared) if piece is not None else None
+    return bytearray(shared) if mapping is None else np.asarray(mapping)
+
+
+class Piece(NamedTuple):
+    """A part of this process's memory that is a part of a file; the descriptor is -1 where that cannot be opened."""
+
+    start: int
+    stop: int
+    offset: int
+    descriptor: int
+
+
+class _Mapping:
+    """A private mapping of a buffer. It ends with the last array on it, and keeps the buffer in the store until then."""
+
+    def __init__(self, start: int, length: int, address: int, shared: np.ndarray[Any, Any]) -> None:
+        self._start, self._length, self._shared = start, length, shared
+        self.__array_interface__ = {"data": (address, False), "shape": shared.shape, "typestr": "|u1", "version": 3}
+
+    @staticmethod
+    def make(piece: Piece, address: int, shared: np.ndarray[Any, Any]) -> _Mapping | None:
+        """Return it; None if the system gives no more mappings."""
+        place = address - piece.start + piece.offset
+        ahead = place % mmap.PAGESIZE
+        length = shared.nbytes + ahead
+        # Python's mmap would keep a descriptor for each.
+        start = _libc.mmap(None, length, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE, piece.descriptor, place - ahead)
+        return None if start == FAILED else _Mapping(start, length, start + ahead, shared)
+
+    def __del__(self, _unmap: Any = _libc.munmap) -> None:
+        _unmap(self._start, self._length)
+
+
+class _Store:
+    """Knows which memory of this process is the object store's, and has it open."""
+
+    def __init__(self) -> None:
+        self._worker_id = b""
+        self._pieces: list[Piece] = []
+
+    def find(self, address: int, length: int) -> Piece | None:
+        """Return the piece that this memory is in; None if it is not in the store, or that cannot be opened."""
+        worker = ray._private.worker.global_worker  # private, checked on Ray 2.60; the public way would start a Ray
+        if not worker.connected:  # so with Ray Client, which has no store here
+            return None
+        if worker.worker_id != self._worker_id:  # another Ray, whose store may be where that of the last one was
+            self._forget()
+            self._worker_id = worker.worker_id
+        piece = self._known(address, length)
+        if piece is None:
+            self._look()
+            piece = self._known(address, length)
+        return piece
+
+    def _known(self, address: int, length: int) -> Piece | None:
+        return next((piece for piece in self._pieces if piece.start <= address and address + length <= piece.stop), None)
+
+    def _forget(self) -> None:
+        for descriptor in {piece.descriptor for piece in self._pieces} - {-1}:
+            os.close(descriptor)
+        self._pieces = []
+
+    def _look(self) -> None:
+        """Look at the memory of this process anew: a store that was full has grown by a file on disk."""
+        self._forget()
+        opened: dict[tuple[int, int], int] = {}
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            span, access, offset, device, inode, *name = line.split(maxsplit=5)
+            if "s" in access and name and Path(name[0].removesuffix(" (deleted)")).name.startswith("plasma"):
+                major, minor = (int(number, 16) for number in device.split(":"))
+                file = os.makedev(major, minor), int(inode)
+                if file not in opened:
+                    opened[file] = _open(*file)
+                start, stop = (int(number, 16) for number in span.split("-"))
+                self._pieces.append(Piece(start, stop, int(offset, 16), opened[file]))
+
+
+def _open(device: int, inode: int) -> int:
+    """Open a file that has no name any more, through the process of Ray's that holds it: the node's raylet; -1: in vain."""
+    for process in _raylets():
+        with contextlib.suppress(OSError):
+            for path in Path(f"/proc/{process.pid}/fd").iterdir():
+                with contextlib.suppress(OSError):  # it may be closed meanwhile
+                    found = path.stat()
+                    if (found.st_dev, found.st_ino) == (device, inode):
+                        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    return -1
+
+
+def _raylets() -> Iterator[psutil.Process]:
+    """Return the parent of a worker, or the child of a driver that has started Ray, and then all raylets of the machine."""
+    here = psutil.Process()
+    with contextlib.suppress(psutil.Error):
+        yield from (process for process in [here.parent(), *here.children()] if process is not None)
+    yield from (process for process in psutil.process_iter(["name"]) if process.info["name"] == "raylet")
+
+
+_store = _Store()
+_looking = threading.Lock()

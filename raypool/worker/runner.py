@@ -1,0 +1,702 @@
+"""Runs the slices of a call: user code is called here and nowhere else, in every backend."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import logging
+import queue
+import random
+import sys
+import threading
+import traceback
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from math import inf
+from time import monotonic, perf_counter, time
+from types import CoroutineType
+from typing import Any, NamedTuple, Protocol
+
+from raypool.channel import capture
+from raypool.channel.captured import Generator, generators_of
+from raypool.channel.records import Part, WorkerInfo
+from raypool.errors import TaskCancelled, TaskError
+from raypool.worker.gpu_memory import Upkeep, note_shortage
+from raypool.worker.gpu_turns import Turns
+from raypool.worker.interrupts import NOW, Guard, Terminated
+from raypool.worker.running import Folders, Running, Say, is_retired, item_seed, running, unbroken
+
+# --- calls that last: what is done is told before they end, and what they have not begun is handed back ---------------
+#
+# Short items share a call, and the next call waits at its worker. If one of them takes long after all, nothing may wait for it
+# that others could do, or that is done: somebody may wait for that, perhaps the long one itself.
+
+
+LASTS_S = 0.5
+"""A call lasts that has taken so long [s]: ten times what a shared one is meant to take, and hardly more than anybody notices."""
+
+LOOK_S = 0.125
+"""How often is looked for these [s]."""
+
+logger = logging.getLogger("raypool")
+
+
+class Early:
+    """Tells of the calls of one worker that last, and knows what was sent behind them.
+
+    Args:
+        watch: Looks at the calls.
+        tell: Takes what is done of one, while that goes on; in the watch's thread.
+    """
+
+    def __init__(self, watch: Watch, tell: Callable[[OpenCall, Narrowed], object]) -> None:
+        self._watch = watch
+        self._tell = tell
+        self._told_of = -1  # the last call that was told of
+
+    def begin(self, call: OpenCall) -> None:
+        """Note that a call begins."""
+        self._watch.add(call, self)
+
+    def end(self, call: OpenCall) -> None:
+        """Note that it is over; nothing is told of it after that."""
+        call.end()
+        self._watch.drop(call)
+
+    def narrow(self, call: OpenCall) -> None:
+        """Tell of a call that lasts."""
+
+        def tell(narrowed: Narrowed) -> None:
+            self._told_of = call.attempt_id
+            self._tell(call, narrowed)
+
+        call.narrow(tell)
+
+    def is_behind(self, attempt_id: int | None) -> bool:
+        """Whether what was sent to wait for this call was taken back, and so must not run: the call was told of."""
+        return attempt_id is not None and attempt_id == self._told_of
+
+
+class Watch:
+    """Looks, in a thread of its own, which calls last; of each it is told once."""
+
+    def __init__(self) -> None:
+        self._calls: dict[int, tuple[OpenCall, Early]] = {}  # by attempt
+        self._is_resting = False  # the thread waits for the bell
+        self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._closed = threading.Event()
+        threading.Thread(target=self._work, name="raypool-early", daemon=True).start()
+
+    def add(self, call: OpenCall, early: Early) -> None:
+        """Look at a call, until it has lasted or is dropped."""
+        self._calls[call.attempt_id] = call, early
+        if self._is_resting:
+            self._is_resting = False
+            self._bell.put(None)
+
+    def drop(self, call: OpenCall) -> None:
+        """Look at a call no more."""
+        self._calls.pop(call.attempt_id, None)
+
+    def close(self) -> None:
+        """Look no more."""
+        self._closed.set()
+        self._bell.put(None)
+
+    def _work(self) -> None:
+        while not self._closed.is_set():
+            self._is_resting = True
+            if not self._calls:
+                self._bell.get()
+            self._is_resting = False
+            self._closed.wait(LOOK_S)
+            self._look()
+
+    def _look(self) -> None:
+        before = monotonic() - LASTS_S
+        for call, early in list(self._calls.values()):
+            if call.began_at <= before:
+                self.drop(call)
+                try:
+                    early.narrow(call)
+                except Exception:  # its answer has all that was to be told
+                    logger.exception("raypool's mistake; the call goes on.")
+
+
+UNCHANGEABLE = frozenset({int, float, bool, str, bytes, type(None)})
+"""Types whose values stay what they are."""
+
+CALL_LIMIT_S = 0.2
+"""A call that was meant to be short hands back what it has not begun after this time [s]: others may be free by now."""
+
+
+class Keeper(Protocol):
+    """Turns each value, as soon as it is returned, into something that later items cannot change.
+
+    `loose`: what of these has to be secured before anything else runs, if anything.
+    """
+
+    loose: list[Any]
+
+    def keep(self, value: Any) -> Any:
+        """Return it; what this raises is the item's error."""
+
+    def secure(self) -> bool:
+        """Let nothing be loose any more; False if there is no memory for that, so that nothing else may run in this call."""
+
+
+class Surroundings(NamedTuple):
+    """What a worker has to run slices with.
+
+    `functions` finds a function by its id, `unpack` opens the items of a part. `guard` stops a slice that somebody cancels. `say`
+    takes what a task reports and prints. `keeper` has the values until they travel (None: they stay here). `find_way` finds the
+    pool's exchange if that is in this process. `folders` gives items their folders for checkpoints. `upkeep` watches over the
+    memory of the worker's GPU, if it has one. `turns` lets items wait for their turn on that GPU, where workers take turns.
+    `is_users_thread`: a `KeyboardInterrupt` in here is Ctrl-C; in a worker's thread or process it is an error like any other.
+    `early` tells what is done of a call that lasts.
+    """
+
+    worker: WorkerInfo
+    functions: Callable[[int], Callable[..., Any]]
+    unpack: Callable[[Any], list[Any]]
+    guard: Guard
+    say: Say
+    keeper: Keeper | None = None
+    find_way: Callable[[], Any] | None = None
+    folders: Folders | None = None
+    upkeep: Upkeep | None = None
+    turns: Turns | None = None
+    is_users_thread: bool = False
+    early: Early | None = None
+
+    def is_interrupt(self, error: BaseException) -> bool:
+        """Whether this is Ctrl-C."""
+        return self.is_users_thread and isinstance(error, KeyboardInterrupt)
+
+
+def run_parts(attempt_id: int, parts: Sequence[Part], here: Surroundings) -> list[RawResult]:
+    """Run the slices of a call one after the other.
+
+    Every exception becomes an error of its item. Of a slice that was cancelled nothing counts as done.
+    """
+    here.guard.begin_call(attempt_id)
+    call = OpenCall(attempt_id, parts, here.upkeep)
+    if here.early is None or parts[0].is_rank:
+        return _run_all(call, parts, here)
+    here.early.begin(call)
+    try:
+        return _run_all(call, parts, here)
+    finally:
+        here.early.end(call)
+
+
+def _run_all(call: OpenCall, parts: Sequence[Part], here: Surroundings) -> list[RawResult]:
+    deadline = perf_counter() + CALL_LIMIT_S
+    for number, part in enumerate(parts):
+        result = RawResult(part.start)
+        if not part.is_fixed:
+            result.deadline = deadline
+        has_time = (perf_counter() < deadline and not is_retired()) or number == 0
+        if not call.begin(result) or not has_time:
+            continue
+        if here.upkeep is None:
+            _run_part(call.attempt_id, part, here, result)
+        else:
+            here.upkeep.begin()
+            _run_part(call.attempt_id, part, here, result)
+            result.peak_memory_bytes = here.upkeep.peak()
+        if result.is_interrupted:
+            deadline = -inf
+    return call.results
+
+
+def _run_part(attempt_id: int, part: Part, here: Surroundings, result: RawResult) -> None:
+    if here.keeper is not None and not here.keeper.secure():
+        return
+    try:
+        here.guard.approach(part.task_id)
+    except TaskCancelled:
+        here.guard.end()
+        return
+    try:
+        fn = here.functions(part.fn_id)
+        items = here.unpack(part.items)
+    except BaseException as error:
+        here.guard.end()
+        # What was sent can't be opened here (a module that is missing, say): so much for all its items.
+        note_shortage(error, here.upkeep)
+        result.is_interrupted = here.is_interrupt(error)
+        result.errors = dict.fromkeys(range(part.start, part.start + part.num_items), as_error(error))
+        result.values = [None] * part.num_items
+        result.durations_s = array("d", bytes(8 * part.num_items))
+        result.started_at = time()
+        result.done = part.num_items
+        return
+    worker = here.worker
+    note = Running(part.start, part.attempt, part.seed, worker.index, worker.gpu, part.name, part.task_id, part.should_stop)
+    note.say, note.find_way, note.outer = here.say, here.find_way, running.get()
+    note.shelter, note.folders, note.call_id = here.guard, here.folders, attempt_id
+    own = generators_of(fn) if part.seed is not None else []
+    if part.is_call:
+        fn = _as_calls(fn)
+    if part.checkpoints is not None and here.folders is not None:
+        home, names = part.checkpoints
+        note.checkpoints = home, dict(zip(_numbers(part), names, strict=True))
+        fn = _with_folders(fn, note, here.folders)
+    token, modes = running.set(note), torch_modes()
+    streams = capture.streams()
+    try:
+        with _generators_kept(own) if part.seed is not None else contextlib.nullcontext():
+            try:
+                here.guard.begin(note, result)
+                if here.turns is not None:
+                    here.turns.begin(part)
+                _run_items(fn, items, own, part, here, result)
+            finally:
+                here.guard.end()
+                if here.turns is not None:
+                    here.turns.end()
+    except TaskCancelled:
+        result.discard()
+    finally:
+        running.reset(token)
+        capture.mend(streams)
+        if result.is_cancelled:
+            modes.put_back()
+
+
+def _as_calls(fn: Callable[..., Any]) -> Callable[[Any], Any]:
+    return lambda call: finished(fn(*call[0], **call[1]))
+
+
+def _numbers(part: Part) -> Sequence[int]:
+    return range(part.start, part.start + part.num_items) if part.numbers is None else part.numbers
+
+
+def _with_folders(fn: Callable[[Any], Any], note: Running, folders: Folders) -> Callable[[Any], Any]:
+    """Let the checkpoints of each item be where they are kept before its outcome is known."""
+
+    def call(item: Any) -> Any:
+        try:
+            value = finished(fn(item))
+        except BaseException as error:
+            try:
+                with unbroken(note):
+                    folders.end(note, note.index)
+            except Exception as why:
+                error.add_note(f"raypool: its checkpoints could not be brought home: {type(why).__name__}: {why}")
+            raise
+        with unbroken(note):
+            folders.end(note, note.index)
+        return value
+
+    return call
+
+
+def _run_items(
+    fn: Callable[[Any], Any], items: list[Any], own: Sequence[Generator], part: Part, here: Surroundings, result: RawResult
+) -> None:
+    """Run the items until the deadline has passed, or one has failed in a loop that stops then.
+
+    `own`: the generators that the function uses besides the global ones.
+
+    The loop in here is the cost of an item: it holds nothing that it need not.
+
+    Raises:
+        TaskCancelled: By the guard, between any two lines.
+    """
+    values, durations_s, seed, keeper = result.values, result.durations_s, part.seed, here.keeper
+    loose = () if keeper is None else keeper.loose
+    note = running.get()
+    assert note is not None
+    out, err = streams = capture.streams()
+    find = vars(sys).get  # a task may have deleted them
+    result.started_at = time()
+    before = perf_counter()
+    for index, item in zip(_numbers(part), items, strict=True):
+        if loose and keeper is not None and not keeper.secure():
+            break
+        note.index = index
+        if seed is not None:
+            seed_everything(item_seed(seed, index), own)
+        try:
+            value = finished(fn(item))
+            values.append(value if keeper is None or type(value) in UNCHANGEABLE else keeper.keep(value))
+        except BaseException as error:
+            if isinstance(error, TaskCancelled) and result.is_cancelled:
+                raise  # the guard's own; one that the user's code has raised by itself is an error like any other
+            _take_error(error, part, here, note, result)
+        if find("stdout") is not out or find("stderr") is not err:
+            capture.mend(streams)
+        now = perf_counter()
+        durations_s.append(now - before)
+        before = now
+        if now > result.deadline:
+            break
+    result.done = len(values)
+    if note.has_heard and not note.should_stop:
+        result.take_back_last()  # it may have ended early since its machine is about to go; nobody has wished for that
+
+
+def as_error(error: BaseException) -> BaseException:
+    """Return the error of an item. A `SystemExit` becomes a `TaskError`: it would end the process that asks for the value.
+
+    Raises:
+        Terminated: That is what was raised: it ends this process.
+    """
+    if isinstance(error, Terminated):
+        raise error
+    if not isinstance(error, SystemExit):
+        return error
+    failed = TaskError(f"The task called sys.exit({'' if error.code is None else repr(error.code)}).")
+    failed.__cause__ = error
+    for note in getattr(error, "__notes__", ()):
+        failed.add_note(note)
+    return failed
+
+
+def _take_error(error: BaseException, part: Part, here: Surroundings, note: Running, result: RawResult) -> None:
+    """Take what an item has raised for its outcome."""
+    capture.note_last_lines(error, note)
+    note_shortage(error, here.upkeep)
+    result.errors[part.start + len(result.values)] = as_error(error)
+    result.values.append(None)
+    result.is_interrupted = here.is_interrupt(error)
+    if part.stops_on_error or result.is_interrupted:
+        result.deadline = NOW
+
+
+def set_up(setups: Iterable[Callable[[], Any]], worker: WorkerInfo) -> None:
+    """Call functions that a worker begins with (or ends with)."""
+    token = running.set(Running(0, 1, None, worker.index, worker.gpu, "setup"))
+    try:
+        for setup in setups:
+            setup()
+    finally:
+        running.reset(token)
+
+
+def seed_everything(seed: int, own: Sequence[Generator]) -> None:
+    """Seed Python's, NumPy's and torch's global generators (torch only where it is installed), and those of a function.
+
+    Each of these gets other numbers than the rest.
+    """
+    random.seed(seed)
+    import numpy as np
+
+    np.random.seed(np.random.SeedSequence(seed).generate_state(4))
+    torch = _torch()
+    if torch is not None:
+        torch.manual_seed(seed % 2**63)
+    for number, generator in enumerate(own):
+        generator.reseed(np.random.SeedSequence(seed, spawn_key=(number,)))
+
+
+@functools.cache
+def _torch() -> Any:
+    """Return torch if it is installed, imported or not: a function that imports it later would draw unseeded numbers."""
+    try:
+        return importlib.import_module("torch")
+    except ImportError:
+        return None
+
+
+@contextlib.contextmanager
+def _generators_kept(own: Sequence[Generator]) -> Iterator[None]:
+    """Give the global generators, and those of a function, back as they were: in this process they are the user's own."""
+    import numpy as np
+
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    torch = _torch()
+    torch_state = torch.get_rng_state() if torch is not None else None
+    own_states = [generator.get_state() for generator in own]
+    try:
+        yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        if torch is not None:
+            torch.set_rng_state(torch_state)
+        for generator, state in zip(own, own_states, strict=True):
+            generator.set_state(state)
+
+
+# --- a call while it runs ---------------------------------------------------------------------------------------------
+
+
+class RawResult:
+    """What became of one slice, before it travels: values and failures as they are. It begins no item after its `deadline`.
+
+    `is_cancelled`: nobody wants it any more. `is_interrupted`: an item was ended by Ctrl-C, which means all that would come
+    after it.
+    """
+
+    __slots__ = (
+        "deadline",
+        "done",
+        "durations_s",
+        "errors",
+        "is_cancelled",
+        "is_interrupted",
+        "peak_memory_bytes",
+        "start",
+        "started_at",
+        "values",
+    )
+
+    def __init__(self, start: int) -> None:
+        self.start = start
+        self.done = 0
+        self.values: list[Any] = []
+        self.errors: dict[int, BaseException] = {}
+        self.durations_s = array("d")
+        self.started_at = 0.0
+        self.deadline = inf
+        self.peak_memory_bytes: int | None = None
+        self.is_cancelled = False
+        self.is_interrupted = False
+
+    def take_back_last(self) -> None:
+        """Let it be as if the last item that was begun had not been."""
+        self.done -= 1
+        self.values.pop()
+        self.durations_s.pop()
+        error = self.errors.pop(self.start + self.done, None)
+        if error is not None:
+            traceback.print_exception(error)  # nobody else hears of it
+
+    def discard(self) -> None:
+        """Let it be as if nothing had been begun."""
+        self.done = 0
+        self.values = []
+        self.errors = {}
+        self.durations_s = array("d")
+
+    def so_far(self, done: int) -> RawResult:
+        """Return a copy of what has become of the first items, without their values if they are cancelled in this instant.
+
+        From any thread: whoever runs the items appends the value of each, then its duration.
+        """
+        copy = RawResult(self.start)
+        copy.done, copy.values, copy.durations_s = done, self.values[:done], self.durations_s[:done]
+        copy.errors = {index: error for index, error in list(self.errors.items()) if index < self.start + done}
+        copy.started_at, copy.peak_memory_bytes = self.started_at, self.peak_memory_bytes
+        return copy
+
+    def let_go(self, done: int) -> None:
+        """Hold nothing more of the first items; their outcomes are known elsewhere."""
+        self.values[:done] = [None] * done
+        for index in range(self.start, self.start + done):
+            self.errors.pop(index, None)
+
+
+class Narrowed(NamedTuple):
+    """What is done of a call that goes on, part by part, and how many of the items after that its worker keeps."""
+
+    attempt_id: int
+    results: list[RawResult]
+    kept: tuple[int, ...]
+
+    def without_values(self) -> Narrowed:
+        """Return the same, with what is done among what is kept: it comes with the answer to the call."""
+        kept = tuple(count + result.done for count, result in zip(self.kept, self.results, strict=True))
+        return Narrowed(self.attempt_id, [RawResult(result.start) for result in self.results], kept)
+
+
+class Gauge(Protocol):
+    """Knows how much of its GPU's memory a process had since a slice began."""
+
+    def peak(self) -> int | None:
+        """Return it [bytes]."""
+
+
+class OpenCall:
+    """A call that a worker is at: its thread begins one part after the other, and another may narrow the call meanwhile.
+
+    Args:
+        attempt_id: Its number.
+        parts: What it holds.
+        gauge: Measures the GPU's memory, if there is one.
+    """
+
+    __slots__ = ("_gauge", "_is_cut", "_is_over", "_lock", "_parts", "attempt_id", "began_at", "results")
+
+    def __init__(self, attempt_id: int, parts: Sequence[Part], gauge: Gauge | None = None) -> None:
+        self.attempt_id = attempt_id
+        self.began_at = monotonic()
+        self.results: list[RawResult] = []  # of the parts that have begun or were passed over
+        self._parts = parts
+        self._gauge = gauge
+        self._lock = threading.Lock()
+        self._is_cut = False  # nothing more begins
+        self._is_over = False
+
+    def begin(self, result: RawResult) -> bool:
+        """Note that the next part is about to begin; False if it must not."""
+        with self._lock:
+            self.results.append(result)
+            return not self._is_cut
+
+    def end(self) -> None:
+        """Note that the call is over: from here on nothing is told of it but its answer."""
+        with self._lock:
+            self._is_over = True
+
+    def narrow(self, tell: Callable[[Narrowed], object]) -> None:
+        """Let the call begin nothing more, unless the user wants all of it in one call, and tell what is done.
+
+        Nothing is told of a call that is about to end.
+        """
+        with self._lock:
+            narrowed = None if self._is_over else self._narrowed()
+            if narrowed is not None:
+                tell(narrowed)
+
+    def let_go(self, narrowed: Narrowed) -> None:
+        """Hold nothing more of what was told."""
+        for result, told in zip(self.results, narrowed.results, strict=False):
+            result.let_go(told.done)
+
+    def _narrowed(self) -> Narrowed | None:
+        if not self.results or self.results[-1].deadline <= NOW:
+            return None  # it was told to end
+        number, last = len(self.results) - 1, self.results[-1]
+        part = self._parts[number]
+        if not part.is_fixed:
+            last.deadline, self._is_cut = NOW, True  # first: then at most one more item begins, after those that are counted
+        done = len(last.durations_s)
+        if done >= part.num_items:
+            return None
+        told = [*(result.so_far(result.done) for result in self.results[:-1]), last.so_far(done)]
+        if len(told[-1].values) < done:
+            return None
+        if self._gauge is not None:
+            told[-1].peak_memory_bytes = self._gauge.peak()
+        later = self._parts[number + 1 :]
+        told += [RawResult(other.start) for other in later]
+        rest = part.num_items - done if part.is_fixed else 1
+        kept = [0] * number + [rest] + [other.num_items if part.is_fixed else 0 for other in later]
+        return Narrowed(self.attempt_id, told, tuple(kept))
+
+
+# --- torch's modes, which belong to a thread --------------------------------------------------------------------------
+#
+# Torch leaves such a block by Python code of its own, which an interruption may hit too: no later task of the worker would train.
+
+
+DEVICES = ("cpu", "cuda")
+
+
+class TorchModes(NamedTuple):
+    """Whether gradients are recorded, and what autocast does on each kind of device; at first: what it is in a new thread."""
+
+    is_grad_enabled: bool = True
+    autocast: tuple[tuple[bool, Any], ...] = ()
+    is_cache_enabled: bool = True
+    autocast_depth: int = 0
+
+    def put_back(self) -> None:
+        """Let everything in this thread be as it was."""
+        torch = _imported_torch()
+        if torch is None:
+            return
+        torch.set_grad_enabled(self.is_grad_enabled)
+        for device, (is_enabled, dtype) in zip(DEVICES, self.autocast or [(False, None)] * len(DEVICES), strict=True):
+            torch.set_autocast_enabled(device, is_enabled)
+            if dtype is not None:
+                torch.set_autocast_dtype(device, dtype)
+        torch.set_autocast_cache_enabled(self.is_cache_enabled)
+        torch.autocast_increment_nesting()
+        while torch.autocast_decrement_nesting() > self.autocast_depth:
+            pass
+        if self.autocast_depth == 0:
+            torch.clear_autocast_cache()  # of weights as they were then
+
+
+def _imported_torch() -> Any:
+    """Return torch where somebody has imported it, all of it."""
+    torch = sys.modules.get("torch")
+    return torch if hasattr(torch, "autocast_decrement_nesting") else None
+
+
+def torch_modes() -> TorchModes:
+    """Return how it is now in this thread."""
+    torch = _imported_torch()
+    if torch is None:
+        return TorchModes()
+    torch.autocast_increment_nesting()
+    return TorchModes(
+        torch.is_grad_enabled(),
+        tuple((torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in DEVICES),
+        torch.is_autocast_cache_enabled(),
+        torch.autocast_decrement_nesting(),
+    )
+
+
+# --- functions with `async def` ---------------------------------------------------------------------------------------
+
+
+TICK_S = 0.1
+"""In a thread, an interruption arrives when Python code runs; so often it does while the loop waits [s]."""
+
+
+def finished(value: Any) -> Any:
+    """Return what a function has returned; run a coroutine to its end in an event loop of its own, and return what that returns.
+
+    Raises:
+        TaskCancelled: The task was cancelled meanwhile, whatever the coroutine has made of that.
+    """
+    return _run(value) if type(value) is CoroutineType else value
+
+
+def _run(coroutine: CoroutineType[Any, Any, Any]) -> Any:
+    import asyncio  # which most need not wait for
+
+    note = running.get()
+    try:
+        if asyncio._get_running_loop() is None:
+            return _run_here(coroutine)
+        with ThreadPoolExecutor(1) as other:  # a task that runs inline was handed in by a coroutine, whose loop has this thread
+            return other.submit(copy_context().run, _run_here, coroutine).result()
+    except BaseException as error:
+        if note is None or note.shelter is None or not note.shelter.is_cancelled or isinstance(error, TaskCancelled):
+            raise
+        raise TaskCancelled from error  # asyncio has turned it into an error of its own
+
+
+def _run_here(coroutine: CoroutineType[Any, Any, Any]) -> Any:
+    import asyncio
+
+    tasks: list[asyncio.Task[Any]] = []
+
+    async def main() -> Any:
+        task = asyncio.current_task()
+        assert task is not None
+        tasks.append(task)
+        if threading.current_thread() is threading.main_thread():  # a signal wakes it up
+            return await coroutine
+        ticking = asyncio.create_task(_tick())
+        ticking.add_done_callback(lambda _: task.cancel())  # it was interrupted in place of the other
+        try:
+            return await coroutine
+        finally:
+            ticking.cancel()
+
+    with asyncio.Runner() as runner:
+        try:
+            return runner.run(main())
+        except TaskCancelled:
+            if tasks and tasks[0].cancel():  # it waits: what it waits for is cancelled first, as after Ctrl-C
+                with contextlib.suppress(asyncio.CancelledError):
+                    runner.get_loop().run_until_complete(tasks[0])
+            raise
+
+
+async def _tick() -> None:
+    import asyncio
+
+    while True:
+        await asyncio.sleep(TICK_S)
