@@ -35,7 +35,7 @@ from raypool.gpus.devices import GpuDevice
 from raypool.gpus.simulated import SimulatedGpus
 from raypool.pool import ParallelPool
 from raypool.profiles import Profile
-from raypool.simulation import Course, Dice, FaultPlan, SimReport, simulate
+from raypool.testing.simulation import Course, Dice, FaultPlan, SimReport, simulate
 from raypool.worker.running import Say
 
 __all__ = [
