@@ -182,7 +182,7 @@ class QueueEnds:
             self._all_know[queue].set()
 
 
-class Watcher:
+class StoreWatcher:
     """Somebody who wants to know of every change of the store."""
 
     def __init__(self) -> None:
@@ -197,7 +197,7 @@ class Shelf:
         self.key = uuid.uuid4().hex
         self._values: dict[Any, Any] = {}
         self._awaited: dict[Any, list[asyncio.Future[Any]]] = {}
-        self._watchers: dict[int, Watcher] = {}
+        self._watchers: dict[int, StoreWatcher] = {}
         self._watcher_ids = itertools.count()
 
     async def identify(self) -> str:
@@ -252,7 +252,7 @@ class Shelf:
     async def watch(self) -> int:
         """Note every change for somebody from now on; return a number to ask for them by."""
         number = next(self._watcher_ids)
-        self._watchers[number] = Watcher()
+        self._watchers[number] = StoreWatcher()
         return number
 
     async def unwatch(self, number: int) -> None:

@@ -56,7 +56,7 @@ Last: TypeAlias = "dict[int, tuple[int, dict[str, Any]]]"
 """The newest value of each metric: item -> attempt and values by name."""
 
 
-class Segment:
+class TemporaryFile:
     """A file without a name, written at its end. It is closed, and so gone, when nobody holds a piece of it any more."""
 
     def __init__(self) -> None:
@@ -64,22 +64,22 @@ class Segment:
         weakref.finalize(self, self.file.close)
         self.size = 0
 
-    def add(self, data: bytes) -> Piece:
+    def add(self, data: bytes) -> FileBytes:
         """Write something behind what is there."""
         start = self.size
         self.size += len(data)  # first: what was written by half is never written over
         written = 0
         while written < len(data):
             written += os.pwrite(self.file.fileno(), data[written:], start + written)
-        return Piece(self, start, len(data))
+        return FileBytes(self, start, len(data))
 
 
-class Piece:
+class FileBytes:
     """Some bytes in a file."""
 
     __slots__ = ("_segment", "_size", "_start")
 
-    def __init__(self, segment: Segment, start: int, size: int) -> None:
+    def __init__(self, segment: TemporaryFile, start: int, size: int) -> None:
         self._segment = segment
         self._start = start
         self._size = size
@@ -102,15 +102,15 @@ class Spool:
     """Where feeds put what need not be in memory: one open file for all of them, not one for each."""
 
     def __init__(self) -> None:
-        self._segment: Segment | None = None
+        self._segment: TemporaryFile | None = None
         self._lock = threading.RLock()
 
-    def add(self, data: bytes) -> Piece | bytes:
+    def add(self, data: bytes) -> FileBytes | bytes:
         """Put something away; where the disk is full, or the process ends and has closed its files, it stays in memory."""
         with self._lock:
             try:
                 if self._segment is None or self._segment.size >= SEGMENT_BYTES:
-                    self._segment = Segment()
+                    self._segment = TemporaryFile()
                 return self._segment.add(data)
             except (OSError, ValueError):
                 return data
@@ -139,7 +139,7 @@ class Record:
 
     def __init__(self) -> None:
         self.size = 0
-        self._pieces: deque[Piece | bytes] = deque()
+        self._pieces: deque[FileBytes | bytes] = deque()
         self.recent: list[bytes] = []
         self._recent_size = 0
 
@@ -167,12 +167,12 @@ class Record:
             self.size -= len(self._pieces.popleft())
         return gone
 
-    def parts(self) -> list[Piece | bytes]:
+    def parts(self) -> list[FileBytes | bytes]:
         """Return all that is kept, in order; to be read by `read`, without holding up whoever adds more."""
         return [*self._pieces, b"".join(self.recent)]
 
 
-def read(parts: Iterable[Piece | bytes]) -> Iterator[bytes]:
+def read(parts: Iterable[FileBytes | bytes]) -> Iterator[bytes]:
     """Return the bytes of parts of a record, one after the other."""
     return (part if isinstance(part, bytes) else part.read() for part in parts)
 

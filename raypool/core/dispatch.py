@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from raypool.core import messages as m
 from raypool.core.backlog import Backlog
-from raypool.core.faulty_places import Faults
-from raypool.core.model import Attempt, Gathering, Task, TaskState, Worker, WorkerState
-from raypool.core.outcomes import Ledger
+from raypool.core.faulty_places import FaultyPlaces
+from raypool.core.model import Attempt, Task, TaskState, WaitingGang, Worker, WorkerState
+from raypool.core.outcomes import Outcomes
 from raypool.core.queue import Order, Queue
-from raypool.core.workers import Crew
+from raypool.core.workers import Workers
 
 BUSY = WorkerState.BUSY  # Python 3.11 takes its time to look these up
 
@@ -16,7 +16,7 @@ BUSY = WorkerState.BUSY  # Python 3.11 takes its time to look these up
 class Dispatcher:
     """Gives work to the free: the first, in order of priority and submission, of what each of them may take."""
 
-    def __init__(self, backlog: Backlog, crew: Crew, ledger: Ledger, faults: Faults) -> None:
+    def __init__(self, backlog: Backlog, crew: Workers, ledger: Outcomes, faults: FaultyPlaces) -> None:
         self._backlog = backlog
         self._crew = crew
         self._ledger = ledger
@@ -162,7 +162,7 @@ class Dispatcher:
         others = [*before, *(gathering.gang for gathering in self._crew.gatherings.values())]
         return not any(gang.spec.may_meet(other.spec) for other in others)
 
-    def _start_gang(self, gathering: Gathering) -> None:
+    def _start_gang(self, gathering: WaitingGang) -> None:
         del self._backlog.waiting_gangs[gathering.gang.spec.task_id]
         runs, timers = [], []
         is_loan = gathering.gang.spec.is_loan

@@ -9,7 +9,7 @@ from __future__ import annotations
 from raypool.core import policy
 from raypool.core.model import Attempt, Leaving, Streak, Task, Worker
 from raypool.core.policy import Pace
-from raypool.core.workers import Crew
+from raypool.core.workers import Workers
 from raypool.errors import LossReason
 
 MOST_STREAKS = 8
@@ -25,10 +25,10 @@ TRIAL = 16
 """After so many it would have been taken out, if what fails there did not fail elsewhere."""
 
 
-class Faults:
+class FaultyPlaces:
     """Counts failures in a row, by place and function: the first failure of each item, whatever runs together as one."""
 
-    def __init__(self, crew: Crew) -> None:
+    def __init__(self, crew: Workers) -> None:
         self._crew = crew
 
     def note_answer(self, worker: Worker, attempt: Attempt, task: Task, done: int, failed: int) -> Leaving | None:

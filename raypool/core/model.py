@@ -271,7 +271,7 @@ class Task:
 
 
 @dataclass(slots=True, eq=False)
-class Gathering:
+class WaitingGang:
     """A gang and the free workers that are held for it until there are enough."""
 
     gang: Task

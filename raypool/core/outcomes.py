@@ -6,17 +6,17 @@ from raypool.core import messages as m
 from raypool.core import policy
 from raypool.core.backlog import Backlog
 from raypool.core.model import Counts, Report, Slice, Task, TaskState, Worker, WorkerState
-from raypool.core.workers import Crew
+from raypool.core.workers import Workers
 from raypool.errors import LossReason
 
 FINISHED, FAILED = TaskState.FINISHED, TaskState.FAILED  # Python 3.11 takes its time to look these up
 STOPPED = LossReason.STOPPED
 
 
-class Ledger:
+class Outcomes:
     """Writes down what has become of items, and says so in `out`."""
 
-    def __init__(self, backlog: Backlog, crew: Crew) -> None:
+    def __init__(self, backlog: Backlog, crew: Workers) -> None:
         self.counts = Counts()
         self.out: list[m.Command] = []
         self.now = 0.0

@@ -4,7 +4,7 @@ It has no clock, no thread and no lock: the driver calls `handle` from one threa
 events at the same times give the same commands, always. An event that cannot happen raises `InternalError` and changes
 nothing.
 
-The `Backlog` knows what waits, the `Crew` who is there; this class lets the one act on the other.
+The `Backlog` knows what waits, `Workers` who is there; this class lets the one act on the other.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from raypool.core import messages as m
 from raypool.core import policy
 from raypool.core.backlog import Backlog
 from raypool.core.dispatch import Dispatcher
-from raypool.core.faulty_places import Faults
+from raypool.core.faulty_places import FaultyPlaces
 from raypool.core.messages import SetTimer
 from raypool.core.model import Attempt, Leaving, PoolState, Report, Task, TaskState, Worker, WorkerState
-from raypool.core.outcomes import Ledger
-from raypool.core.workers import Crew
+from raypool.core.outcomes import Outcomes
+from raypool.core.workers import Workers
 from raypool.errors import InternalError, LossReason
 
 STORY_LENGTH = 200
@@ -44,10 +44,10 @@ class Scheduler:
     def __init__(self, start_timeout_s: float = DEFAULT_START_TIMEOUT_S, idle_timeout_s: float | None = None) -> None:
         self.state = PoolState.OPEN
         self.backlog = Backlog()
-        self.crew = Crew(start_timeout_s)
-        self.ledger = Ledger(self.backlog, self.crew)
+        self.crew = Workers(start_timeout_s)
+        self.ledger = Outcomes(self.backlog, self.crew)
         self.counts = self.ledger.counts
-        self._faults = Faults(self.crew)
+        self._faults = FaultyPlaces(self.crew)
         self._losses = Losses(self.backlog, self.crew, self.ledger, self._faults)
         self._answers = Answers(self.backlog, self.crew, self.ledger, self._faults, self._losses)
         self._dispatcher = Dispatcher(self.backlog, self.crew, self.ledger, self._faults)
@@ -380,7 +380,7 @@ class Scheduler:
 class Answers:
     """Has the ledger say what becomes of items that have come back, and learns from them how long their function takes."""
 
-    def __init__(self, backlog: Backlog, crew: Crew, ledger: Ledger, faults: Faults, losses: Losses) -> None:
+    def __init__(self, backlog: Backlog, crew: Workers, ledger: Outcomes, faults: FaultyPlaces, losses: Losses) -> None:
         self._backlog = backlog
         self._crew = crew
         self._ledger = ledger
@@ -458,7 +458,7 @@ class Answers:
 class Losses:
     """Takes workers and places out of the crew, and has the ledger say what becomes of what they ran."""
 
-    def __init__(self, backlog: Backlog, crew: Crew, ledger: Ledger, faults: Faults) -> None:
+    def __init__(self, backlog: Backlog, crew: Workers, ledger: Outcomes, faults: FaultyPlaces) -> None:
         self._backlog = backlog
         self._crew = crew
         self._ledger = ledger

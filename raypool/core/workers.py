@@ -6,13 +6,13 @@ from collections import OrderedDict
 
 from raypool.core import policy
 from raypool.core.messages import Command, DropPlace, ParkWorker, SetTimer, StartWorker, Vacate
-from raypool.core.model import Attempt, Bench, Gathering, Lane, Leaving, Place, Streak, Task, TaskSpec, Worker, WorkerState
+from raypool.core.model import Attempt, Bench, Lane, Leaving, Place, Streak, Task, TaskSpec, WaitingGang, Worker, WorkerState
 from raypool.errors import LossReason
 
 IDLE = WorkerState.IDLE  # Python 3.11 takes its time to look these up
 
 
-class Crew:
+class Workers:
     """Workers by what they could do next: one that is in none of `idle`, `torn`, `barred`, `ahead` and no gang takes nothing now.
 
     Args:
@@ -29,7 +29,7 @@ class Crew:
         self.retiring: dict[int, None] = {}  # end after what they are running
         self.spent: dict[int, None] = {}  # to be replaced, as soon as they run nothing and nothing is bound to them
         self.parked: dict[int, None] = {}  # without a process, until there is work
-        self.gatherings: dict[int, Gathering] = {}  # gangs that collect their workers, by task; no two want one place
+        self.gatherings: dict[int, WaitingGang] = {}  # gangs that collect their workers, by task; no two want one place
         self.lanes: dict[tuple[int, ...] | int, Lane] = {}  # that have places, by key
         self.calling: dict[tuple[int, ...] | int, Lane] = {}  # those that may have work for somebody idle
         self.deserted: list[Lane] = []  # those that have lost their last place, until somebody looks after their tasks
@@ -301,7 +301,7 @@ class Crew:
 
     # --- gangs --------------------------------------------------------------------------------------------------------
 
-    def gathering_for(self, worker: Worker) -> Gathering | None:
+    def gathering_for(self, worker: Worker) -> WaitingGang | None:
         """Return the gang that would hold a worker if that were free."""
         return next((gathering for gathering in self.gatherings.values() if gathering.wants(worker.place)), None)
 
@@ -316,7 +316,7 @@ class Crew:
 
     def collect(self, gang: Task) -> None:
         """Hold free workers for a gang until there are enough; those that become free later join it by themselves."""
-        gathering = self.gatherings[gang.spec.task_id] = Gathering(gang)
+        gathering = self.gatherings[gang.spec.task_id] = WaitingGang(gang)
         self.tear()
         if gang.lane is None:
             while self.idle and len(gathering.members) < gang.size:
@@ -327,12 +327,12 @@ class Crew:
             if worker.worker_id in self.idle and len(gathering.members) < gang.size:
                 self.join(worker, gathering)
 
-    def join(self, worker: Worker, gathering: Gathering) -> None:
+    def join(self, worker: Worker, gathering: WaitingGang) -> None:
         """Move a free worker to a gang that collects."""
         self._set_aside(worker)
         gathering.members[worker.worker_id] = None
 
-    def assemble(self, gathering: Gathering) -> list[Worker]:
+    def assemble(self, gathering: WaitingGang) -> list[Worker]:
         """Let a gang go: return its workers in the order of their ranks."""
         del self.gatherings[gathering.gang.spec.task_id]
         self.tear()

@@ -26,7 +26,7 @@ from raypool.engine.loop import LoopOptions, LoopWork, Lost, Restored, Segment
 from raypool.errors import InternalError, JournalError, TaskError
 from raypool.journal.files import Damaged, make_folder
 from raypool.journal.journal import Journal, Outcome, Stored
-from raypool.journal.keys import Source
+from raypool.journal.keys import FunctionSource
 from raypool.journal.records import row_of
 
 UNCHANGEABLE = frozenset({int, float, bool, str, bytes, type(None)})
@@ -49,7 +49,7 @@ class DurableLoop(LoopWork):
         Raises:
             JournalError: It is in use, was made for something else, or cannot be written.
         """
-        source = Source.of(fn)
+        source = FunctionSource.of(fn)
         if rerun == "all":
             source = source._replace(given=None)  # it may hold other values then
         journal = Journal.open(Path(run_dir).expanduser().absolute(), source.function, options.seed, source)

@@ -39,7 +39,7 @@ class Lost(NamedTuple):
     span: Span | None
 
 
-class Share(NamedTuple):
+class CallItems(NamedTuple):
     """What a call to a worker holds of a loop. Which of these items it is at is not known before it comes back."""
 
     items: Slice
@@ -104,7 +104,7 @@ class LoopWork:
         self.lost: list[Lost] = []
         self.misses: list[Miss] = []
         self.run = 1  # the number of this call, among those with the same folder
-        self._shares: dict[int, tuple[Share, ...]] = {}  # by worker: what was sent there last
+        self._shares: dict[int, tuple[CallItems, ...]] = {}  # by worker: what was sent there last
         self.state = TaskState.QUEUED
         self.broken_by: BaseException | None = None
         self.num_settled = 0
@@ -169,7 +169,7 @@ class LoopWork:
         """Note what the worker runs now, or next."""
         self.state = TaskState.RUNNING
         before = self._shares.get(worker.index, ())
-        self._shares[worker.index] = (*before[1 - CALLS_KEPT :], Share(piece, worker, call))
+        self._shares[worker.index] = (*before[1 - CALLS_KEPT :], CallItems(piece, worker, call))
         return True
 
     @property
@@ -177,7 +177,7 @@ class LoopWork:
         """What each worker is at, by its index, and since when. From any thread."""
         return {share.worker.index: (share.items, share.call.began_at or 0.0) for share in self._running_shares()}
 
-    def _running_shares(self) -> list[Share]:
+    def _running_shares(self) -> list[CallItems]:
         shares = itertools.chain.from_iterable(self._shares.copy().values())  # at once: the driver's thread goes on
         return [share for share in shares if share.call.is_running]
 
@@ -277,7 +277,7 @@ class LoopWork:
         self._shares[index] = tuple(each for each in self._shares[index] if each is not share)
         return share.span()
 
-    def _newest(self, piece: Slice, shares: Iterable[Share]) -> Share | None:
+    def _newest(self, piece: Slice, shares: Iterable[CallItems]) -> CallItems | None:
         fitting = [
             share
             for share in shares

@@ -117,7 +117,7 @@ class Purposes(NamedTuple):
     is_all: bool
 
 
-class Kept:
+class ResidentMemory:
     """Measures what is allocated on purpose, once somebody watches; before that it costs nothing and does nothing.
 
     What cannot be made again, if this process ends, is in `treasures`, by whatever names it has. A finalizer may take something
@@ -169,5 +169,5 @@ class Kept:
             return purposes
 
 
-kept = Kept()
+kept = ResidentMemory()
 """Of this process."""

@@ -23,7 +23,7 @@ Callback = Callable[[Any], object]
 logger = logging.getLogger("raypool")
 
 
-class Job(Protocol):
+class Unfinished(Protocol):
     """What a verb has handed in, as long as not all of it has ended."""
 
     def finish(self) -> None:
@@ -46,14 +46,14 @@ class Collector:
     """
 
     def __init__(self) -> None:
-        self._ended: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._open: dict[Job, None] = {}
+        self._ended: queue.SimpleQueue[Unfinished | None] = queue.SimpleQueue()
+        self._open: dict[Unfinished, None] = {}
         self._changed = threading.Condition()
         self._at_end: Callable[[], object] | None = None
         self.thread = threading.Thread(target=self._live, name="raypool-collector", daemon=True)
         self.thread.start()
 
-    def open(self, job: Job) -> None:
+    def open(self, job: Unfinished) -> None:
         """Take in a job of which something has been handed in, or will be.
 
         Raises:
@@ -64,11 +64,11 @@ class Collector:
                 raise ValueError("Pool not running")
             self._open[job] = None
 
-    def note_ended(self, job: Job) -> None:
+    def note_ended(self, job: Unfinished) -> None:
         """Take it that all of a job has ended; from any thread, and at once."""
         self._ended.put(job)
 
-    def jobs(self) -> list[Job]:
+    def jobs(self) -> list[Unfinished]:
         """Return those that have not ended."""
         with self._changed:
             return list(self._open)
@@ -124,7 +124,7 @@ def joined(chunks: list[list[Any]]) -> list[Any]:
     return list(itertools.chain.from_iterable(chunks))
 
 
-class Gathering(Generic[T]):
+class CallGroup(Generic[T]):
     """The calls of one `apply_async` or `map_async`, and their result when all of them have ended.
 
     Args:
@@ -227,7 +227,7 @@ class AsyncResult(Generic[T]):
         (True, True)
     """
 
-    def __init__(self, gathering: Gathering[T]) -> None:
+    def __init__(self, gathering: CallGroup[T]) -> None:
         self._gathering = gathering
 
     def ready(self) -> bool:

@@ -279,7 +279,7 @@ class Batch:
         self.run_s = 0.0
 
 
-class Piece(NamedTuple):
+class BatchPart(NamedTuple):
     """Consecutive tasks of a batch: one call."""
 
     batch: Batch
@@ -312,7 +312,7 @@ class Batches:
         is_far = pool._engine.profile.backend == "ray"
         self._shared = SharedArguments(pool._engine, max_nbytes) if is_far and max_nbytes is not None else None
         self._manner = manner
-        self._waiting: deque[Piece] = deque()
+        self._waiting: deque[BatchPart] = deque()
         self._running: dict[Future[Any], None] = {}  # in the order in which they were handed in
         self._num_begun = 0
         self._is_over = False
@@ -325,9 +325,9 @@ class Batches:
 
     def hand_in(self, tasks: list[Task], callback: BatchCompletionCallBack) -> None:
         """Take a batch. Nothing is raised: `callback` is called with a function that gives the values, or raises."""
-        self._take(Piece(Batch(tasks, callback), 0, len(tasks)))
+        self._take(BatchPart(Batch(tasks, callback), 0, len(tasks)))
 
-    def _take(self, piece: Piece) -> None:
+    def _take(self, piece: BatchPart) -> None:
         with self._lock:
             if self._most is not None and self._num_begun >= self._most:
                 self._waiting.append(piece)
@@ -335,7 +335,7 @@ class Batches:
             self._num_begun += 1
         self._begin(piece)
 
-    def _begin(self, piece: Piece) -> None:
+    def _begin(self, piece: BatchPart) -> None:
         name = function_name(piece.batch.tasks[0][0])
         try:
             future = self._call(piece, name)
@@ -348,7 +348,7 @@ class Batches:
             future.cancel()
         future.add_done_callback(functools.partial(self._pass_on, piece))
 
-    def _call(self, piece: Piece, name: str) -> Future[Any]:
+    def _call(self, piece: BatchPart, name: str) -> Future[Any]:
         tasks = piece.tasks
         limit_s = CALL_LIMIT_S if piece.batch.callback.parallel.batch_size == "auto" else math.inf
         try:
@@ -359,12 +359,12 @@ class Batches:
             check_travels(tasks, self._pool._engine)  # raises the error that names the argument
             raise
 
-    def _pass_on(self, piece: Piece, future: Future[Any]) -> None:
+    def _pass_on(self, piece: BatchPart, future: Future[Any]) -> None:
         """Leave the pool's thread: joblib's callback draws from the user's generator."""
         if not self._is_over:  # else joblib wants no answer any more
             self._ended.put(functools.partial(self._answer, piece, future))
 
-    def _answer(self, piece: Piece, future: Future[Any]) -> None:
+    def _answer(self, piece: BatchPart, future: Future[Any]) -> None:
         """Begin what has waited for this call, and let joblib have what is back."""
         callback = piece.batch.callback
         try:
@@ -387,7 +387,7 @@ class Batches:
         if next_one is not None:
             self._begin(next_one)
 
-    def _outcome(self, piece: Piece, future: Future[Any]) -> Callable[[], list[Any]] | None:
+    def _outcome(self, piece: BatchPart, future: Future[Any]) -> Callable[[], list[Any]] | None:
         """Return what gives the values of a whole batch, or raises its error; None while something of it is missing."""
         if future.cancelled() or future.exception() is not None:
             return future.result
@@ -398,7 +398,7 @@ class Batches:
         batch.run_s += future.duration_s or 0.0
         size = min(len(values), math.ceil((piece.stop - begun) / self._num_workers))
         for start in range(begun, piece.stop, max(size, 1)):
-            self._take(Piece(batch, start, min(start + size, piece.stop)))
+            self._take(BatchPart(batch, start, min(start + size, piece.stop)))
         return None if batch.missing else lambda: batch.values
 
     def _draw_ahead(self, parallel: Parallel) -> None:

@@ -23,7 +23,7 @@ from raypool.counts import checked_count, optional_count, whole_number
 from raypool.engine.engine import Engine, submit_function
 from raypool.errors import InvalidTypeError, InvalidValueError, SerializationError
 from raypool.futures import Future, cancel_each, unless_interrupted
-from raypool.interop.async_results import AsyncResult, Callback, Collector, Drawing, Gathering, IMapIterator, joined, only
+from raypool.interop.async_results import AsyncResult, Callback, CallGroup, Collector, Drawing, IMapIterator, joined, only
 from raypool.options import check_callable
 from raypool.parfor import is_serial
 from raypool.pool import ParallelPool, PoolView, open_pool
@@ -176,14 +176,14 @@ class Pool:
         error_callback: Callback | None = None,
     ) -> AsyncResult[T]:
         self._check_running()
-        futures.append(ready(self._view, Work(func, call, self._limit))(*args, **kwds))
-        return AsyncResult(Gathering(self, self._collector, futures, only, callback, error_callback))
+        futures.append(ready(self._view, PoolCall(func, call, self._limit))(*args, **kwds))
+        return AsyncResult(CallGroup(self, self._collector, futures, only, callback, error_callback))
 
     # --- many calls ---------------------------------------------------------------------------------------------------
 
     def map(self, func: Callable[[Any], T], iterable: Iterable[Any], chunksize: int | None = None) -> list[T]:
         """Return `[func(item) for item in iterable]`, called on all workers at once."""
-        return waited_for(self._map_async, Work(func, call_each, self._limit), iterable, chunksize)
+        return waited_for(self._map_async, PoolCall(func, call_each, self._limit), iterable, chunksize)
 
     def map_async(
         self,
@@ -208,11 +208,11 @@ class Pool:
             UnpicklableError: The function or an item cannot be sent; it names the variable.
             ValueError: The pool was closed.
         """
-        return self._map_async([], Work(func, call_each, self._limit), iterable, chunksize, callback, error_callback)
+        return self._map_async([], PoolCall(func, call_each, self._limit), iterable, chunksize, callback, error_callback)
 
     def starmap(self, func: Callable[..., T], iterable: Iterable[Iterable[Any]], chunksize: int | None = None) -> list[T]:
         """Return `[func(*arguments) for arguments in iterable]`, called on all workers at once."""
-        return waited_for(self._map_async, Work(func, call_each_starred, self._limit), iterable, chunksize)
+        return waited_for(self._map_async, PoolCall(func, call_each_starred, self._limit), iterable, chunksize)
 
     def starmap_async(
         self,
@@ -223,12 +223,12 @@ class Pool:
         error_callback: Callback | None = None,
     ) -> AsyncResult[list[T]]:
         """Do as `map_async` does, for a function of several arguments."""
-        return self._map_async([], Work(func, call_each_starred, self._limit), iterable, chunksize, callback, error_callback)
+        return self._map_async([], PoolCall(func, call_each_starred, self._limit), iterable, chunksize, callback, error_callback)
 
     def _map_async(
         self,
         futures: list[Future[Any]],
-        work: Work,
+        work: PoolCall,
         iterable: Iterable[Any],
         chunksize: int | None,
         callback: Callback | None = None,
@@ -246,7 +246,7 @@ class Pool:
         except BaseException:
             cancel_each(futures)
             raise
-        return AsyncResult(Gathering(self, self._collector, futures, joined, callback, error_callback))
+        return AsyncResult(CallGroup(self, self._collector, futures, joined, callback, error_callback))
 
     def imap(
         self, func: Callable[[Any], T], iterable: Iterable[Any], chunksize: int = 1, buffersize: int | None = None
@@ -280,7 +280,7 @@ class Pool:
     ) -> IMapIterator[T]:
         is_chunked = chunksize != 1
         self._check_running()
-        submit = ready_for_many(self._view, Work(func, call_each if is_chunked else call, self._limit))
+        submit = ready_for_many(self._view, PoolCall(func, call_each if is_chunked else call, self._limit))
         chunksize = checked_count("chunksize", chunksize, least=1)
         buffersize = optional_count("buffersize", buffersize, least=1)
         items = iter(iterable)
@@ -440,7 +440,7 @@ def call_each_starred(func: Callable[..., Any], chunk: Iterable[Iterable[Any]]) 
 
 
 @dataclass(frozen=True)
-class Work:
+class PoolCall:
     """What a worker calls: a user's function, how, and after how many tasks its process is to be replaced."""
 
     func: Callable[..., Any]
@@ -491,7 +491,7 @@ def waited_for(hand_in: Callable[..., AsyncResult[T]], *arguments: Any) -> T:
         del futures  # the traceback of the error would hold them
 
 
-def ready(view: PoolView, work: Work) -> Callable[..., Future[Any]]:
+def ready(view: PoolView, work: PoolCall) -> Callable[..., Future[Any]]:
     """Return what hands in calls of this work, which is packed once.
 
     Raises:
@@ -501,7 +501,7 @@ def ready(view: PoolView, work: Work) -> Callable[..., Future[Any]]:
     return _ready(view, view._engine_here(), work)
 
 
-def ready_for_many(view: PoolView, work: Work) -> Callable[..., Future[Any]]:
+def ready_for_many(view: PoolView, work: PoolCall) -> Callable[..., Future[Any]]:
     """Do as `ready` does, for the calls of a map: where they run while they are handed in, Ctrl-C in one of them ends that."""
     engine = view._engine_here()
     submit = _ready(view, engine, work)
@@ -509,7 +509,7 @@ def ready_for_many(view: PoolView, work: Work) -> Callable[..., Future[Any]]:
     return unless_interrupted(submit) if is_serial(engine) else submit
 
 
-def _ready(view: PoolView, engine: Engine, work: Work) -> Callable[..., Future[Any]]:
+def _ready(view: PoolView, engine: Engine, work: PoolCall) -> Callable[..., Future[Any]]:
     check_callable(work.func)
     try:
         function = engine.function(work.bare)

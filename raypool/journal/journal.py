@@ -16,10 +16,10 @@ from typing import Any, Self
 
 from raypool.errors import JournalError, SerializationError
 from raypool.journal.files import Damaged, check_run, make_folder, write_file
-from raypool.journal.keys import Source
+from raypool.journal.keys import FunctionSource
 from raypool.journal.lock import Identity, RunLock, closed, identity, opening
 from raypool.journal.opening import Contents, cannot_write, connect, lost_with_log, open_database
-from raypool.journal.records import DATABASE, NOWHERE, Outcome, Place, Stored, error_of, get_back, logger, put_away, to_row
+from raypool.journal.records import DATABASE, NOWHERE, Outcome, Stored, StoredAt, error_of, get_back, logger, put_away, to_row
 from raypool.journal.schema import MAX_TEXT_BYTES, SCHEMA, Row, insert, numbers_of, order_rows
 
 __all__ = ["Damaged", "Journal", "Outcome", "Stored"]
@@ -71,7 +71,7 @@ class Journal:
         self.run = max(runs, default=0) + 1
 
     @classmethod
-    def open(cls, run_dir: str | os.PathLike[str], function: str, seed: int | None, source: Source | None = None) -> Self:
+    def open(cls, run_dir: str | os.PathLike[str], function: str, seed: int | None, source: FunctionSource | None = None) -> Self:
         """Lock the folder, make or open its journal, and begin the next run in it.
 
         Args:
@@ -113,7 +113,7 @@ class Journal:
             raise
         return journal
 
-    def _begin(self, function: str, seed: int | None, source: Source | None) -> None:
+    def _begin(self, function: str, seed: int | None, source: FunctionSource | None) -> None:
         import raypool
 
         try:
@@ -162,7 +162,7 @@ class Journal:
             self._commit({"items": items, "orders": orders})
             self._numbers.update(new)
 
-    def _put_item(self, key: str, item: Any) -> Place:
+    def _put_item(self, key: str, item: Any) -> StoredAt:
         try:
             return put_away(item, "item", self.folder(key))
         except SerializationError as error:
@@ -187,7 +187,7 @@ class Journal:
         Raises:
             Damaged: It is not there any more, or not what was written: the item has to run again.
         """
-        return get_back(Place(*stored[5:10]), self.run_dir, stored.key)
+        return get_back(StoredAt(*stored[5:10]), self.run_dir, stored.key)
 
     def error(self, stored: Stored) -> BaseException:
         """Return what an item raised, as itself where that is possible, else as a `TaskError` with its text."""
@@ -382,13 +382,13 @@ def check_same(folder: Path, contents: Contents, function: str, seed: int | None
         )
 
 
-def check_held(folder: Path, contents: Contents, source: Source | None) -> None:
+def check_held(folder: Path, contents: Contents, source: FunctionSource | None) -> None:
     """See whether a function holds what it held in the run before.
 
     Raises:
         JournalError: It is given other arguments: what it returns is something else then.
     """
-    known = next((Source.from_text(row[3]) for row in reversed(contents["runs"]) if row[3]), None)
+    known = next((FunctionSource.from_text(row[3]) for row in reversed(contents["runs"]) if row[3]), None)
     if known is None or source is None:
         return
     if known.given is not None and source.given is not None and known.given != source.given:

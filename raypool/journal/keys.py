@@ -354,7 +354,7 @@ MAX_PICKLE_BYTES = 16 * 1024 * 1024
 """A function that holds more than this is not kept with the run."""
 
 
-class Source(NamedTuple):
+class FunctionSource(NamedTuple):
     """Where a function stands: the module to import, its name there, the file; or the function pickled, if no name leads to it.
 
     Attributes:
@@ -382,7 +382,7 @@ class Source(NamedTuple):
     pickled: bytes | None = None
 
     @staticmethod
-    def of(fn: Any) -> Source:
+    def of(fn: Any) -> FunctionSource:
         """Note where a function stands."""
         named = getattr(fn, "__module__", None) or type(fn).__module__
         module = sys.modules.get(named)
@@ -393,7 +393,7 @@ class Source(NamedTuple):
         if not is_found or (is_script and file is None):
             qualname = None
         path = None if file is None else str(Path(file).resolve())
-        source = Source(function_key(fn), module_name(named), qualname, path, is_script)
+        source = FunctionSource(function_key(fn), module_name(named), qualname, path, is_script)
         if qualname is None:
             pickled = _pickled(fn)
             source = source._replace(pickled=pickled, digest=None if pickled is None else digest(pickled).hex())
@@ -415,9 +415,9 @@ class Source(NamedTuple):
         return json.dumps(self._replace(pickled=None)._asdict())
 
     @staticmethod
-    def from_text(text: str) -> Source:
+    def from_text(text: str) -> FunctionSource:
         """Return what `to_text` has written."""
-        return Source(**json.loads(text))
+        return FunctionSource(**json.loads(text))
 
 
 def found(module: ModuleType, qualname: str) -> Any:

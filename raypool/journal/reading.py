@@ -36,17 +36,17 @@ from raypool.journal.opening import (
     what_is_left,
 )
 from raypool.journal.plain import decode
-from raypool.journal.records import DATABASE, Place, Stored, error_of, get_back, logger, row_of, words_of
+from raypool.journal.records import DATABASE, Stored, StoredAt, error_of, get_back, logger, row_of, words_of
 from raypool.journal.salvage import carve
 from raypool.journal.schema import checksum, numbers_of
 from raypool.results import Miss, Results, Row
 
 
-class Entry(NamedTuple):
+class ItemRecord(NamedTuple):
     """What a journal knows of an item: its key, where it is itself, and its newest outcome."""
 
     key: str
-    item: Place | None
+    item: StoredAt | None
     stored: Stored | None
 
 
@@ -96,7 +96,7 @@ def _load(folder: Path) -> Results:
     entries = entries_of(contents)
     items = _opened(folder, [(entry.key, entry.item) for entry in entries])
     places = [
-        (entry.key, Place(*entry.stored[5:10]) if entry.stored is not None and entry.stored.status == "finished" else None)
+        (entry.key, StoredAt(*entry.stored[5:10]) if entry.stored is not None and entry.stored.status == "finished" else None)
         for entry in entries
     ]
     values = _opened(folder, places)
@@ -129,7 +129,7 @@ def _load(folder: Path) -> Results:
     )
 
 
-def _misses(contents: Contents, entries: Sequence[Entry]) -> list[Miss]:
+def _misses(contents: Contents, entries: Sequence[ItemRecord]) -> list[Miss]:
     """Return the attempts at the items that did not give the outcome which counts."""
     numbers = {entry.key: index for index, entry in enumerate(entries)}
     counted = {entry.stored.n for entry in entries if entry.stored is not None}
@@ -137,7 +137,7 @@ def _misses(contents: Contents, entries: Sequence[Entry]) -> list[Miss]:
     return [Miss(numbers[other.key], row_of(other), words_of(other)) for other in others if other.key in numbers]
 
 
-def _opened(folder: Path, places: Sequence[tuple[str, Place | None]]) -> list[Any]:
+def _opened(folder: Path, places: Sequence[tuple[str, StoredAt | None]]) -> list[Any]:
     """Return what is in these places: None where there is none, a `Damaged` where it cannot be had."""
     texts = [place.body for _, place in places if place is not None and place.body is not None]
     decoded = iter(decode(f"[{','.join(texts)}]"))  # all at once: much faster than one by one
@@ -147,14 +147,14 @@ def _opened(folder: Path, places: Sequence[tuple[str, Place | None]]) -> list[An
     ]
 
 
-def _got_back(place: Place, folder: Path, key: str) -> Any:
+def _got_back(place: StoredAt, folder: Path, key: str) -> Any:
     try:
         return get_back(place, folder, key)
     except Damaged as error:
         return error
 
 
-def entries_of(contents: Contents) -> list[Entry]:
+def entries_of(contents: Contents) -> list[ItemRecord]:
     """Return the items of the newest call in its order, then the others."""
     newest: dict[str, Stored] = {}
     for row in sorted(contents["attempts"], key=lambda row: (row[2], row[0])):
@@ -163,8 +163,8 @@ def entries_of(contents: Contents) -> list[Entry]:
     items = {row[0]: row for row in contents["items"]}
     numbers = dict.fromkeys(positions_of(contents, newest_run(contents)).values())
     ordered = [items[number] for number in [*numbers, *(number for number in items if number not in numbers)] if number in items]
-    known = {row[1]: Place(*row[3:8]) for row in ordered}
-    return [Entry(key, known.get(key), newest.get(key)) for key in dict.fromkeys([*known, *newest])]
+    known = {row[1]: StoredAt(*row[3:8]) for row in ordered}
+    return [ItemRecord(key, known.get(key), newest.get(key)) for key in dict.fromkeys([*known, *newest])]
 
 
 def newest_run(contents: Contents) -> int:

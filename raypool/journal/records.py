@@ -70,7 +70,7 @@ class Stored(NamedTuple):
     host: str | None
 
 
-class Place(NamedTuple):
+class StoredAt(NamedTuple):
     """Where a value is: the columns `schema.STORED`."""
 
     body: str | None = None
@@ -80,11 +80,11 @@ class Place(NamedTuple):
     digest: bytes | None = None
 
 
-NOWHERE = Place(file="")
+NOWHERE = StoredAt(file="")
 """Of what could not be stored at all."""
 
 
-def put_away(value: Any, stem: str, folder: Path) -> Place:
+def put_away(value: Any, stem: str, folder: Path) -> StoredAt:
     """Store a value in a row if it is small, else in a file of this name, and say where.
 
     Raises:
@@ -95,17 +95,17 @@ def put_away(value: Any, stem: str, folder: Path) -> Place:
     if text is None:
         data, name = dump(value), f"{stem}.pkl"
         if len(data) <= MAX_PICKLE_BYTES:
-            return Place(pickled=data)
+            return StoredAt(pickled=data)
     else:
         data, name = text.encode(), f"{stem}.json"
         if len(data) <= MAX_TEXT_BYTES:
-            return Place(body=text)
+            return StoredAt(body=text)
     make_folder(folder)
     write_file(folder / name, data)
-    return Place(file=name, size=len(data), digest=digest(data))
+    return StoredAt(file=name, size=len(data), digest=digest(data))
 
 
-def get_back(place: Place, run_dir: Path, key: str) -> Any:
+def get_back(place: StoredAt, run_dir: Path, key: str) -> Any:
     """Return a value that was put away.
 
     Raises:
@@ -142,17 +142,17 @@ def to_row(outcome: Outcome, run: int, run_dir: Path) -> tuple[Any, ...]:
     if outcome.status == "finished":
         place = put_away(outcome.value, f"value-{stem}", folder)
     elif outcome.error is not None:
-        place = Place(body=described(outcome.error))
+        place = StoredAt(body=described(outcome.error))
         if outcome.status == "failed":
             place = _put_error(outcome.error, place, stem, folder)
     else:
-        place = Place(body=_fitting({"text": outcome.words or ""}))
+        place = StoredAt(body=_fitting({"text": outcome.words or ""}))
     host = None if outcome.host is None else _clean(outcome.host)[:255]
     times = (outcome.started_at, outcome.duration_s, outcome.worker, outcome.gpu, host)
     return (outcome.key, run, outcome.attempt, outcome.status, *place, *times)
 
 
-def _put_error(error: BaseException, place: Place, stem: str, folder: Path) -> Place:
+def _put_error(error: BaseException, place: StoredAt, stem: str, folder: Path) -> StoredAt:
     """Store an exception itself, if it can be pickled; its text is there in any case."""
     try:
         data = dump(Portable(error))
@@ -169,7 +169,7 @@ def error_of(stored: Stored, run_dir: Path) -> BaseException:
     """Return the exception of an item that failed: as itself where it can be opened, else a `TaskError` with its text."""
     said = _said(stored.body)
     try:
-        opened = get_back(Place(None, *stored[6:10]), run_dir, stored.key)
+        opened = get_back(StoredAt(None, *stored[6:10]), run_dir, stored.key)
     except Damaged:
         opened = None
     if isinstance(opened, BaseException):

@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 from raypool.channel.captured import generators_of
 from raypool.errors import JournalError
 from raypool.journal.files import Damaged, check_owner, check_run, load, read_file
-from raypool.journal.keys import Source, found
+from raypool.journal.keys import FunctionSource, found
 from raypool.journal.opening import Contents
-from raypool.journal.reading import Entry, entries_of, newest_run, positions_of, read_contents
+from raypool.journal.reading import ItemRecord, entries_of, newest_run, positions_of, read_contents
 from raypool.journal.records import get_back
 from raypool.worker.runner import seed_everything
 from raypool.worker.running import Running, item_seed, running
@@ -122,7 +122,7 @@ def replaying(run_dir: Path, item: str) -> Iterator[Replay]:
         )
 
 
-def _entry(folder: Path, entries: list[Entry], item: str) -> Entry:
+def _entry(folder: Path, entries: list[ItemRecord], item: str) -> ItemRecord:
     if item.isdecimal() and int(item) < len(entries):
         return entries[int(item)]
     exact = [entry for entry in entries if entry.key == item]
@@ -134,13 +134,13 @@ def _entry(folder: Path, entries: list[Entry], item: str) -> Entry:
     raise JournalError(f"{said} in {folder}, which has {last}. Give a number or a longer key.", run_dir=str(folder))
 
 
-def _about(folder: Path, contents: Contents, run: int) -> tuple[Source, int | None]:
+def _about(folder: Path, contents: Contents, run: int) -> tuple[FunctionSource, int | None]:
     """Return the function and the seed of a call; of the newest that is known, if there is no record of it."""
     runs = {row[0]: row for row in contents["runs"] if row[3]}
     if not runs:
         raise JournalError(f"The journal in {folder} does not say where its function stands.", run_dir=str(folder))
     _, _, seed, source, *_ = runs.get(run) or runs[max(runs)]
-    return Source.from_text(source), json.loads(seed)
+    return FunctionSource.from_text(source), json.loads(seed)
 
 
 def _index(contents: Contents, run: int, key: str) -> int:
@@ -157,7 +157,7 @@ def _index(contents: Contents, run: int, key: str) -> int:
 
 
 @contextlib.contextmanager
-def _as_script(source: Source) -> Iterator[None]:
+def _as_script(source: FunctionSource) -> Iterator[None]:
     """Let modules be found where the run has found them; give back `__main__`, which a script takes the place of."""
     path, main = list(sys.path), sys.modules["__main__"]
     sys.path[:0] = [str(_root(source)), str(Path.cwd())] if source.file else [str(Path.cwd())]
@@ -168,14 +168,14 @@ def _as_script(source: Source) -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
-def _root(source: Source) -> Path:
+def _root(source: FunctionSource) -> Path:
     """Return the folder from which the module can be imported."""
     file = Path(source.file or "")
     parts = 1 if source.is_script else len(source.module.split(".")) + (file.name == "__init__.py")
     return file.parents[min(parts, len(file.parents)) - 1]
 
 
-def _function(folder: Path, source: Source) -> Callable[[Any], Any]:
+def _function(folder: Path, source: FunctionSource) -> Callable[[Any], Any]:
     """Return the function of a run.
 
     Raises:
@@ -201,7 +201,7 @@ def _function(folder: Path, source: Source) -> Callable[[Any], Any]:
     return fn  # type: ignore[no-any-return]
 
 
-def _script(source: Source) -> ModuleType:
+def _script(source: FunctionSource) -> ModuleType:
     """Load a script under the name of its file; what was pickled in it finds its classes there."""
     spec = importlib.util.spec_from_file_location(source.module, source.file or "")
     if spec is None or spec.loader is None:

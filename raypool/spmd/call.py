@@ -24,7 +24,7 @@ from raypool.engine.in_flight import Call
 from raypool.errors import InvalidValueError, ResourceError, TaskError, TaskTimeoutError
 from raypool.futures import Future
 from raypool.options import Options, worker_numbers
-from raypool.spmd.composite import Composite, Entry, check_located, forget_on, marked
+from raypool.spmd.composite import Composite, PartInfo, check_located, forget_on, marked
 from raypool.spmd.failures import RankFailure, spmd_error
 from raypool.spmd.group import Assignment
 from raypool.spmd.rank import RankFunction
@@ -233,7 +233,9 @@ class SpmdWork:
 
     def outcome(self, members: Sequence[tuple[int, WorkerInfo]], answers: Sequence[Any]) -> Any:
         """Return the result of the call, by the workers that were its ranks and what these have answered."""
-        entries = [Entry(worker.index, worker_id, answer) for (worker_id, worker), answer in zip(members, answers, strict=True)]
+        entries = [
+            PartInfo(worker.index, worker_id, answer) for (worker_id, worker), answer in zip(members, answers, strict=True)
+        ]
         return Composite(self._engine, self._key, entries)
 
     def _error(self, state: TaskState, error: BaseException | None) -> BaseException:

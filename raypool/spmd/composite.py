@@ -181,7 +181,7 @@ MAX_LINES = 16
 """The text of a Composite has a line for so many ranks at most."""
 
 
-class Entry(NamedTuple):
+class PartInfo(NamedTuple):
     """Where the part of a rank is (the worker's number, and the process), and what is known of it; None: there is none."""
 
     place: int
@@ -221,7 +221,7 @@ class Composite:
         ([0, 10], {'bias': 10})
     """
 
-    def __init__(self, engine: Engine, key: str, entries: Sequence[Entry]) -> None:
+    def __init__(self, engine: Engine, key: str, entries: Sequence[PartInfo]) -> None:
         self._engine = engine
         self._key = key
         self._entries = list(entries)  # by rank; changed one by one, never in length
@@ -255,7 +255,7 @@ class Composite:
         rest = [f"  ... and {len(self) - MAX_LINES} more"] if len(self) > MAX_LINES else []
         return "\n".join([title, *lines, *rest])
 
-    def _state_of(self, entry: Entry) -> str:
+    def _state_of(self, entry: PartInfo) -> str:
         if entry.description is None:
             return "missing"
         return entry.description.text if _lives(self._engine, entry) else f"lost with worker {entry.place}"
@@ -297,7 +297,7 @@ class Composite:
     def _ask(self, rank: int) -> Future[Any]:
         return self._call(read, rank, "reading rank {} of a Composite")
 
-    def _answer(self, rank: int, entry: Entry, future: Future[Any]) -> Any:
+    def _answer(self, rank: int, entry: PartInfo, future: Future[Any]) -> Any:
         value = self._wait(rank, entry, future)
         if type(value) is Gone:
             raise self._lost(rank, entry)
@@ -319,7 +319,7 @@ class Composite:
         before = self._process_in(rank)
         future = self._call(keep, rank, "assigning rank {} of a Composite", value=value)
         description = self._wait(rank, self._entries[rank], future)
-        entry = self._entries[rank] = Entry(place, before, description)
+        entry = self._entries[rank] = PartInfo(place, before, description)
         if not _lives(self._engine, entry):  # it was replaced before or after
             raise self._lost(rank, entry)
 
@@ -357,7 +357,7 @@ class Composite:
         where = Where(self._entries[rank].place)
         return submit_call(self._engine, fn, (self._key, rank), value, options, where)
 
-    def _wait(self, rank: int, entry: Entry, future: Future[Any]) -> Any:
+    def _wait(self, rank: int, entry: PartInfo, future: Future[Any]) -> Any:
         try:
             return future.result()
         except WorkerLostError as error:
@@ -418,7 +418,7 @@ class Composite:
     def _missing(self, rank: int) -> CompositeError:
         return CompositeError(f"The part of rank {rank} is missing: it was deleted. Assign c[{rank}] = ... first.", rank=rank)
 
-    def _lost(self, rank: int, entry: Entry) -> CompositeError:
+    def _lost(self, rank: int, entry: PartInfo) -> CompositeError:
         return CompositeError(
             f"Worker {entry.place} was lost, or replaced (idle_timeout_s, fresh_process), and the part of rank {rank} with it. "
             f"Make it again in an spmd call, or assign c[{rank}] = ...",
@@ -509,13 +509,13 @@ def _is_serial(engine: Engine) -> bool:
     return engine.profile.backend == "inline" and engine.driver.scheduler.crew.size == 1
 
 
-def _lives(engine: Engine, entry: Entry) -> bool:
+def _lives(engine: Engine, entry: PartInfo) -> bool:
     """Whether the very process that has the part is there."""
     worker = engine.driver.scheduler.crew.workers.get(entry.worker_id)
     return worker is not None and worker.state is not WorkerState.PARKED
 
 
-def _free(engine_ref: weakref.ref[Engine], key: str, entries: list[Entry]) -> None:
+def _free(engine_ref: weakref.ref[Engine], key: str, entries: list[PartInfo]) -> None:
     """Free the parts of a Composite that nobody holds any more. This may run in the midst of anything, and takes no lock."""
     engine = engine_ref()
     if engine is None or engine.profile.backend != "ray":

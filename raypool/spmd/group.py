@@ -26,7 +26,7 @@ from raypool.errors import CollectiveError, InvalidValueError, RaypoolError
 from raypool.folders import folder_of_process, make_private
 from raypool.spmd.failures import is_disconnect
 from raypool.spmd.transport import FOR_EVER, SLICE_S, Alone, GlooLines, NcclLines, distributed, sever
-from raypool.spmd.watch import ENDED, Place, Watch, begun_collectives, progress
+from raypool.spmd.watch import ENDED, RankWatch, Whereabouts, begun_collectives, progress
 from raypool.spmd.wire import BEGIN, END, Packer, Word, find_disagreement, ordinal
 from raypool.task import current_task
 from raypool.worker.running import Way, before_thread_ends, note_here
@@ -241,7 +241,7 @@ class Group:
             yield
             return
         limit_s = self.assignment.mismatch_timeout_s
-        watch = Watch(self.rank, self.world_size, self.store, self._num_calls, limit_s, progress, self._place)
+        watch = RankWatch(self.rank, self.world_size, self.store, self._num_calls, limit_s, progress, self._place)
         is_over = threading.Event()
         threading.Thread(target=self._watch, args=(watch, is_over), name="raypool-watch", daemon=True).start()
         try:
@@ -249,7 +249,7 @@ class Group:
         finally:
             is_over.set()
 
-    def _watch(self, watch: Watch, is_over: threading.Event) -> None:
+    def _watch(self, watch: RankWatch, is_over: threading.Event) -> None:
         with suppress(RuntimeError):  # the store has gone with rank 0: who waits for that hears it from the connection
             while not is_over.wait(watch.pause_s):
                 verdict = watch.look(time.monotonic())
@@ -259,10 +259,10 @@ class Group:
                         close_world(self.world)
                     return
 
-    def _place(self) -> Place:
+    def _place(self) -> Whereabouts:
         at_hand = AtHand(ENDED, 0, None) if self._is_ending else self.at_hand
         begun = begun_collectives(self._began)
-        return Place(begun=begun) if at_hand is None else Place(*at_hand, self._since, begun)
+        return Whereabouts(begun=begun) if at_hand is None else Whereabouts(*at_hand, self._since, begun)
 
     # --- torch's default group ----------------------------------------------------------------------------------------
 

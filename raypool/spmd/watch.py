@@ -34,7 +34,7 @@ HINT = (
 )
 
 
-class Place(NamedTuple):
+class Whereabouts(NamedTuple):
     """Where a rank is.
 
     `meeting`: the operation of raypool's own that it waits in ("ray.train.report"; `ENDED`), "" if in none. `number`: the
@@ -58,10 +58,10 @@ class Place(NamedTuple):
         return json.dumps(self)
 
     @staticmethod
-    def read(text: bytes) -> Place:
+    def read(text: bytes) -> Whereabouts:
         """Return what a rank has written."""
         meeting, number, peer, since, begun = json.loads(text)
-        return Place(meeting, number, peer, since, {name: Begun(*each) for name, each in begun.items()})
+        return Whereabouts(meeting, number, peer, since, {name: Begun(*each) for name, each in begun.items()})
 
 
 class Mismatch(NamedTuple):
@@ -73,7 +73,7 @@ class Mismatch(NamedTuple):
     number: int
 
 
-def mismatches(places: Mapping[int, Place]) -> Iterator[Mismatch]:
+def mismatches(places: Mapping[int, Whereabouts]) -> Iterator[Mismatch]:
     """Yield who can never meet whom.
 
     A rank in a meeting begins nothing else before the others have come there. So whoever waits for it elsewhere never gets on.
@@ -94,10 +94,10 @@ def mismatches(places: Mapping[int, Place]) -> Iterator[Mismatch]:
                 yield Mismatch(waiting, place.peer, "", 0)
 
 
-NOWHERE = Place()
+NOWHERE = Whereabouts()
 
 
-class Watch:
+class RankWatch:
     """Looks on behalf of one rank during one call.
 
     Args:
@@ -118,13 +118,13 @@ class Watch:
         call: int,
         limit_s: float | None,
         progress: Callable[[], str],
-        place: Callable[[], Place],
+        place: Callable[[], Whereabouts],
     ) -> None:
         self._rank, self._world_size, self._store, self._call = rank, world_size, store, call
         self._limit_s = limit_s
         self._progress, self._find_place = progress, place
         self._progress_before: str | None = None
-        self._place: Place | None = None  # None: it moves
+        self._place: Whereabouts | None = None  # None: it moves
         self._is_written = False  # the others read that this rank is stuck
         self._first_seen: dict[Mismatch, float] = {}
         self._has_warned = False
@@ -164,7 +164,9 @@ class Watch:
 
     def _judge(self, now: float) -> None:
         places = {
-            rank: Place.read(self._store.get(self._key(rank))) for rank in range(self._world_size) if self._has_written(rank)
+            rank: Whereabouts.read(self._store.get(self._key(rank)))
+            for rank in range(self._world_size)
+            if self._has_written(rank)
         }
         found = list(mismatches(places))
         self._first_seen = {each: self._first_seen.get(each, now) for each in found}
@@ -185,7 +187,7 @@ class Watch:
         return bool(self._store.check([self._key(rank)]))
 
 
-def _told(places: Mapping[int, Place], found: list[Mismatch]) -> str:
+def _told(places: Mapping[int, Whereabouts], found: list[Mismatch]) -> str:
     """Say which ranks are where, and since when."""
     since: dict[str, float] = {}
     ranks: dict[str, list[int]] = {}

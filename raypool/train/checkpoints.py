@@ -331,7 +331,7 @@ class Fault(NamedTuple):
         raise RankInterrupted(self.text, at_hand=("ray.train.report", 0, None), place="")
 
 
-class Outcome(NamedTuple):
+class RankOutcome(NamedTuple):
     """How it went on a rank: what has gone wrong, and where its files are if not in the folder of the checkpoint."""
 
     fault: Fault | None = None
@@ -339,10 +339,10 @@ class Outcome(NamedTuple):
     has_copied: bool = False
 
 
-class Keeper:
+class CheckpointCommit:
     """One rank's part in it."""
 
-    def __init__(self, plan: Plan, rank: int, tell: Callable[[Any], list[Any]]) -> None:
+    def __init__(self, plan: TrainingAttempt, rank: int, tell: Callable[[Any], list[Any]]) -> None:
         self._plan = plan
         self._rank = rank
         self._tell = tell
@@ -359,11 +359,11 @@ class Keeper:
         partial: Partial | None = None
         try:
             partial, fault = self._tell(self._open(name) if self._rank == 0 else None)[0]
-            _see([Outcome(fault)], None)
+            _see([RankOutcome(fault)], None)
             assert partial is not None
             place = self._gather(delivery, partial)
             path, fault = self._tell(self._commit(partial, metrics, place) if self._rank == 0 else None)[0]
-            _see([Outcome(fault)], None)
+            _see([RankOutcome(fault)], None)
         except BaseException:
             # Rank 0 alone knows whether the folder has its name by now: what another deleted could be a checkpoint that counts.
             if partial is not None and self._rank == 0:
@@ -386,28 +386,28 @@ class Keeper:
         try:
             outcome = self._deliver(delivery, partial)
         except OSError as error:
-            own, outcome = error, Outcome(self._disk_fault(error, "a checkpoint"))
+            own, outcome = error, RankOutcome(self._disk_fault(error, "a checkpoint"))
         except InvalidValueError as error:
-            own, outcome = error, Outcome(Fault("value", str(error)))
+            own, outcome = error, RankOutcome(Fault("value", str(error)))
         except Exception as error:
             text = f"checkpoint_upload_fn has failed on rank {self._rank}: {type(error).__name__}: {error}"
-            own, outcome = error, Outcome(Fault("user", text))
+            own, outcome = error, RankOutcome(Fault("user", text))
         outcomes = self._tell(outcome)
         _see(outcomes, own)
         return _common_place(outcomes)
 
-    def _deliver(self, delivery: Delivery | None, partial: Partial) -> Outcome:
+    def _deliver(self, delivery: Delivery | None, partial: Partial) -> RankOutcome:
         if not partial.path.is_dir():
             raise InvalidValueError(
                 f"Rank {self._rank}, on {platform.node()}, does not see the folder {self._plan.run_dir} as rank 0 does. All "
                 "machines have to see the folder of a run, in one place: name one that they share with RunOptions(run_dir=...)."
             )
         if delivery is None:
-            return Outcome()
+            return RankOutcome()
         if delivery.is_placed or delivery.upload_fn is not None:
-            return Outcome(place=self._placed(delivery, partial.name))
+            return RankOutcome(place=self._placed(delivery, partial.name))
         self._copy(delivery.checkpoint, partial.path)
-        return Outcome(has_copied=True)
+        return RankOutcome(has_copied=True)
 
     def _copy(self, checkpoint: Any, partial: Path) -> None:
         if _is_local(checkpoint):
@@ -472,14 +472,14 @@ class Keeper:
         return Fault("os", text, error.errno or 0)
 
 
-def _see(outcomes: Sequence[Outcome], own: BaseException | None) -> None:
+def _see(outcomes: Sequence[RankOutcome], own: BaseException | None) -> None:
     """Raise the error of the first rank that has one, on all ranks."""
     for rank, outcome in enumerate(outcomes):
         if outcome.fault is not None:
             outcome.fault.raise_here(rank, own)
 
 
-def _common_place(outcomes: Sequence[Outcome]) -> str | None:
+def _common_place(outcomes: Sequence[RankOutcome]) -> str | None:
     """Return where the files of all ranks are, None if they were copied.
 
     Raises:
@@ -510,7 +510,7 @@ def _delete_local(checkpoint: Any, kept: str | None) -> None:
 # --- what ranks are told, and what they bring back --------------------------------------------------------------------
 
 
-class Plan(NamedTuple):
+class TrainingAttempt(NamedTuple):
     """One attempt of a training, as its ranks see it.
 
     `name`: of the training. `attempt`: from 1. `run_dir`: the folder of the run, made with the first checkpoint. `start`: the

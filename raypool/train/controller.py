@@ -25,7 +25,7 @@ from raypool.errors import (
 )
 from raypool.futures import Future
 from raypool.options import Options
-from raypool.train.checkpoints import Kept, Plan, RankEnd, best, latest, ranked
+from raypool.train.checkpoints import Kept, RankEnd, TrainingAttempt, best, latest, ranked
 from raypool.train.runs import RunOptions, TrainingResult, TrainingRun, has_kept, leave_folder, take_folder
 
 if TYPE_CHECKING:
@@ -39,15 +39,15 @@ Finish = Callable[[TrainingResult], TrainingResult]
 """Makes of what a training has given what its caller wants."""
 
 
-class Lane(Protocol):
+class TrainingBackend(Protocol):
     """A way to run the ranks of a training."""
 
-    def begin(self, plan: Plan, size: int, places: tuple[int, ...] | None, options: Options) -> Future[Any]:
+    def begin(self, plan: TrainingAttempt, size: int, places: tuple[int, ...] | None, options: Options) -> Future[Any]:
         """Start an attempt; its result, iterated, is a `RankEnd` for each rank, and its failure an `SpmdError`."""
 
 
 @dataclass(frozen=True)
-class Crew:
+class RankPlaces:
     """Who trains: so many ranks, in these places only (None: any), of those that `numbers` says are there, in a pool."""
 
     size: int
@@ -55,7 +55,7 @@ class Crew:
     numbers: Callable[[], Sequence[int]]
     engine: Engine
 
-    def now(self, least: int | None) -> Crew:
+    def now(self, least: int | None) -> RankPlaces:
         """Return who is left of it: the same, if all are there, or if nobody may be missing."""
         left = self.left
         if least is None or not least <= len(left) < self.size:
@@ -84,7 +84,7 @@ class Conductor:
     """Makes the attempts of a training, one after the other, and resolves it."""
 
     def __init__(
-        self, run: TrainingRun, lane: Lane, crew: Crew, options: Options, kept: RunOptions, finish: Finish | None
+        self, run: TrainingRun, lane: TrainingBackend, crew: RankPlaces, options: Options, kept: RunOptions, finish: Finish | None
     ) -> None:
         self._run = run
         self._lane = lane
@@ -185,13 +185,13 @@ class Conductor:
         self._crew.await_others(self._kept.min_workers)
         return len(self._crew.left) >= self._crew.size
 
-    def _plan(self, number: int) -> Plan:
+    def _plan(self, number: int) -> TrainingAttempt:
         kept, folder = self._kept, self._run.path
         last = latest(folder)
         start = kept.start_from if last is None else last.path
         if number == 1:
             self._first_start = None if start is None else str(start)
-        return Plan(
+        return TrainingAttempt(
             self._run.name,
             number,
             str(folder),

@@ -22,7 +22,7 @@ from raypool.train.data import Samples, is_shuffled, loader_of, take_samples
 from raypool.train.fit_loop import LOST, FitJob, check_module, fit, own_random_state
 from raypool.train.options import TrainingOptions
 from raypool.train.runs import TrainingResult
-from raypool.train.shares import Course, Division, default_warmup, divide, split_batch
+from raypool.train.shares import Division, LearningRates, default_warmup, divide, split_batch
 
 logger = logging.getLogger("raypool")
 
@@ -301,13 +301,13 @@ def _notes_on_samples(division: Division, batch_size: int, options: TrainingOpti
     return notes
 
 
-def _course(options: TrainingOptions, division: Division, scale: int) -> Course:
+def _course(options: TrainingOptions, division: Division, scale: int) -> LearningRates:
     num_steps = division.steps * options.max_epochs
     is_scaled = options.scale_learning_rate is not None and scale > 1
     warmup = options.warmup_steps
     if warmup is None:
         warmup = default_warmup(division.steps, num_steps) if is_scaled else 0
-    return Course(
+    return LearningRates(
         kind=options.schedule if isinstance(options.schedule, str) else "none",
         steps_per_epoch=division.steps,
         num_steps=num_steps,

@@ -31,7 +31,7 @@ from raypool.errors import InvalidTypeError, InvalidValueError
 from raypool.task import current_task
 from raypool.train.data import Batch, Samples, call_model, mixed_seed, order_of
 from raypool.train.options import TrainingOptions
-from raypool.train.shares import Course, Division, Share, share_of
+from raypool.train.shares import Division, LearningRates, Share, share_of
 from raypool.worker.running import note_here
 
 LOOK_S = 1.0
@@ -49,7 +49,7 @@ def fit(config: dict[str, Any]) -> dict[str, Any]:
     job: FitJob = config["fit"]
     ranks = ranks_here(job)
     with own_random_state(ranks.device):
-        return Training(job, ranks).run()
+        return RankTraining(job, ranks).run()
 
 
 def ranks_here(job: FitJob) -> Ranks:
@@ -59,7 +59,7 @@ def ranks_here(job: FitJob) -> Ranks:
     return Ranks(context.get_world_rank(), context.get_world_size(), device)
 
 
-class Training:
+class RankTraining:
     """A training on one rank, from its start or a checkpoint to its end."""
 
     def __init__(self, job: FitJob, ranks: Ranks) -> None:
@@ -608,7 +608,7 @@ class FitJob(NamedTuple):
     options: TrainingOptions
     loads: tuple[float, ...]
     division: Division
-    course: Course
+    course: LearningRates
     rate_scale: float
     is_on_cpu: bool
 

@@ -68,7 +68,7 @@ from raypool.labels import for_ray
 from raypool.options import Options
 from raypool.spmd.call import SpmdFuture, SpmdWork, submit_gang
 from raypool.spmd.failures import RankFailure, spmd_error
-from raypool.train.checkpoints import Plan, RankEnd, latest, ranked
+from raypool.train.checkpoints import RankEnd, TrainingAttempt, latest, ranked
 from raypool.train.managed_ranks import TASK, ControllerHooks, Mailbox, ManagedLoop
 from raypool.train.runs import RunOptions, TrainingResult
 
@@ -145,7 +145,7 @@ class ManagedLane:
         """Whether the user has named other storage than a folder of this machine's."""
         return self.running is not None and _has_storage(self.running)
 
-    def begin(self, plan: Plan, size: int, places: tuple[int, ...] | None, options: Options) -> Future[Any]:
+    def begin(self, plan: TrainingAttempt, size: int, places: tuple[int, ...] | None, options: Options) -> Future[Any]:
         """Start an attempt; its result is a `RankEnd` for each rank, and its failure an `SpmdError` where ranks have failed.
 
         Raises:
@@ -187,7 +187,7 @@ class ManagedLane:
         best = None if metric is None else self.result.get_best_checkpoint(metric, mode)
         return replace(result, checkpoint=self.result.checkpoint, best_checkpoint=best)
 
-    def make_trainer(self, plan: Plan, size: int, bundle: dict[str, float], mailbox: Any) -> Any:
+    def make_trainer(self, plan: TrainingAttempt, size: int, bundle: dict[str, float], mailbox: Any) -> Any:
         """Return a trainer for so many ranks, each of which asks Ray for such a bundle."""
         running = self.running or RunConfig()
         run_dir, keep = Path(plan.run_dir), CheckpointConfig()
@@ -310,7 +310,7 @@ def _nobody_is_called(*_: Any) -> None: ...
 class ManagedAttempt:
     """One attempt of a training, with a thread of its own for `fit`, and one for what the ranks say."""
 
-    def __init__(self, lane: ManagedLane, plan: Plan, size: int, options: Options) -> None:
+    def __init__(self, lane: ManagedLane, plan: TrainingAttempt, size: int, options: Options) -> None:
         self._lane = lane
         self._plan = plan
         self._size = size
@@ -626,7 +626,7 @@ def _say_lent(engine: Engine, name: str, workers: Sequence[WorkerInfo]) -> None:
         )
 
 
-def tell_ray(plan: Plan) -> None:
+def tell_ray(plan: TrainingAttempt) -> None:
     """Let Ray Train know which checkpoints a run has, whichever lane has kept them: what it knows itself may be out of date."""
     run_dir = Path(plan.run_dir)
     file, last = run_dir / CHECKPOINT_MANAGER_SNAPSHOT_FILENAME, latest(run_dir)

@@ -33,7 +33,7 @@ from raypool.channel.outbox import Outbox
 from raypool.errors import CollectiveError
 from raypool.spmd.failures import is_disconnect
 from raypool.spmd.wire import ordinal
-from raypool.train.checkpoints import Plan, forget_deleted, next_index, note_down
+from raypool.train.checkpoints import TrainingAttempt, forget_deleted, next_index, note_down
 from raypool.train.session import checked
 from raypool.worker.running import Running, let_notes_travel, mark_worker_process, note_in_process, running
 
@@ -143,7 +143,7 @@ class ManagedLoop:
         plan: The attempt.
     """
 
-    def __init__(self, packed: Packed, mailbox: Any, plan: Plan) -> None:
+    def __init__(self, packed: Packed, mailbox: Any, plan: TrainingAttempt) -> None:
         self._packed = packed
         self._mailbox = mailbox
         self._plan = plan
@@ -200,7 +200,7 @@ def _become_worker(note: Running) -> None:
 class _Utils(DistributedTrainFnUtils):  # type: ignore[misc]
     """What the functions of `ray.train` do in a rank: what Ray's own do; before a report the ranks agree whether to stop."""
 
-    def __init__(self, mailbox: Any, plan: Plan, note: Running) -> None:
+    def __init__(self, mailbox: Any, plan: TrainingAttempt, note: Running) -> None:
         self._mailbox = mailbox
         self._plan = plan
         self._note = note

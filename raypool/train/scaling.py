@@ -11,7 +11,7 @@ from raypool.counts import checked_count
 from raypool.engine.engine import Engine
 from raypool.errors import InvalidTypeError, InvalidValueError
 from raypool.options import Options
-from raypool.train.checkpoints import Plan, RankEnd
+from raypool.train.checkpoints import RankEnd, TrainingAttempt
 from raypool.train.fit_loop import Measure
 from raypool.train.runs import TrainingRun
 from raypool.train.warm import WarmLane
@@ -192,7 +192,7 @@ def _steps(recipe: Recipe, size: int, measure: Measure) -> list[list[float]]:
 
     places = recipe.places if recipe.places is None else recipe.places[:size]
     lane = WarmLane(recipe.engine, measure_loop, {"config": recipe.config, "measure": measure})
-    plan = Plan("scaling_report", 1, run_dir="")
+    plan = TrainingAttempt("scaling_report", 1, run_dir="")
     ends: Sequence[RankEnd] = list(lane.begin(plan, size, places, Options(retries=0, name="scaling_report")).result())
     return [end.value for end in ends]
 

@@ -35,10 +35,10 @@ from raypool.spmd.collectives import all_values, meet
 from raypool.spmd.context import SpmdContext
 from raypool.spmd.group import environment
 from raypool.task import NUMBERS, checked_metric
-from raypool.train.checkpoints import Delivery, Keeper, Plan, RankEnd, check_name, list_kept, remove_partials
+from raypool.train.checkpoints import CheckpointCommit, Delivery, RankEnd, TrainingAttempt, check_name, list_kept, remove_partials
 from raypool.worker.running import Running, note_here, running
 
-__all__ = ["Plan", "RankEnd", "run_loop"]
+__all__ = ["RankEnd", "TrainingAttempt", "run_loop"]
 
 logger = logging.getLogger("raypool")
 
@@ -46,7 +46,7 @@ BEGINNING, REPORT = "the beginning of the training", "ray.train.report"
 """What ranks meet in."""
 
 
-def run_loop(context: SpmdContext, loop: Callable[..., Any], config: Any, plan: Plan) -> RankEnd:
+def run_loop(context: SpmdContext, loop: Callable[..., Any], config: Any, plan: TrainingAttempt) -> RankEnd:
     """Run a loop as Ray Train's local mode does, as one rank of several.
 
     Returns:
@@ -228,14 +228,14 @@ def _draining() -> dict[str, int | None]:
 class Session(LocalTrainFnUtils):  # type: ignore[misc]
     """One rank of a training."""
 
-    def __init__(self, context: SpmdContext, plan: Plan, note: Running | None) -> None:
+    def __init__(self, context: SpmdContext, plan: TrainingAttempt, note: Running | None) -> None:
         super().__init__(plan.name)
         self.plan = plan
         self.note = note
         self.metrics: dict[str, Any] | None = None
         self._spmd = context
         self._checkpoint = None if plan.start is None else Checkpoint.from_directory(plan.start)
-        self._keeper = Keeper(plan, context.rank, self._tell)
+        self._keeper = CheckpointCommit(plan, context.rank, self._tell)
         self._attempt_before = 1 if note is None else note.attempt
         self._has_warned = False
 

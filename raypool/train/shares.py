@@ -89,7 +89,7 @@ def share_of(rank: int, batch_size: int, loads: Sequence[float]) -> Share:
 # --- how the learning rate goes on from step to step ------------------------------------------------------------------
 
 
-class Course(NamedTuple):
+class LearningRates(NamedTuple):
     """The course of a learning rate: what it is multiplied by at each step.
 
     `kind`: "none", "piecewise", "cosine" or "linear". `steps_per_epoch`, `num_steps`: of the whole training. `warmup_steps`: it

@@ -15,7 +15,7 @@ from raypool.errors import InvalidTypeError, InvalidValueError
 from raypool.options import Options, check_callable
 
 if TYPE_CHECKING:
-    from raypool.train.controller import Crew, Finish, Lane
+    from raypool.train.controller import Finish, RankPlaces, TrainingBackend
     from raypool.train.options import TrainingOptions
     from raypool.train.runs import RunOptions, TrainingRun
 
@@ -285,9 +285,9 @@ class TrainingVerbs:
     def _workers(self) -> list[WorkerInfo]:
         raise NotImplementedError
 
-    def _crew(self, workers: Workers, least: int | None) -> tuple[Engine, Crew]:
+    def _crew(self, workers: Workers, least: int | None) -> tuple[Engine, RankPlaces]:
         """Return where a training runs, and who trains."""
-        from raypool.train.controller import Crew
+        from raypool.train.controller import RankPlaces
 
         if self._options.fresh_process:
             raise InvalidValueError(
@@ -298,7 +298,7 @@ class TrainingVerbs:
             size = 1
         if least is not None and least > size:
             raise InvalidValueError(f"min_workers={least} is more than the {size} workers that train.")
-        return engine, Crew(size, places, self._numbers if engine is self._engine else lambda: (0,), engine)
+        return engine, RankPlaces(size, places, self._numbers if engine is self._engine else lambda: (0,), engine)
 
     def _candidates(self, workers: Workers) -> tuple[Engine, list[WorkerInfo]]:
         """Return the workers that may train."""
@@ -318,7 +318,7 @@ class TrainingVerbs:
         kept: RunOptions,
         trainer: type | None,
         given: Mapping[str, Any],
-    ) -> tuple[Lane, Finish | None]:
+    ) -> tuple[TrainingBackend, Finish | None]:
         """Return how the ranks run, and what makes a result of what there is in other storage than the folder of the run."""
         if lane == "warm":
             from raypool.train.warm import WarmLane
@@ -335,7 +335,7 @@ class TrainingVerbs:
         return managed, managed.finish
 
     def _run(
-        self, engine: Engine, lane: Lane, crew: Crew, kept: RunOptions, name: str, finish: Finish | None = None
+        self, engine: Engine, lane: TrainingBackend, crew: RankPlaces, kept: RunOptions, name: str, finish: Finish | None = None
     ) -> TrainingRun:
         from raypool.train.controller import Conductor, start_run
         from raypool.train.runs import TrainingRun, run_folder

@@ -12,7 +12,7 @@ from raypool.options import Options
 from raypool.spmd.call import SpmdWork, submit_gang
 from raypool.spmd.group import Assignment
 from raypool.spmd.rank import RankFunction
-from raypool.train.checkpoints import Plan, RankEnd
+from raypool.train.checkpoints import RankEnd, TrainingAttempt
 
 
 class WarmLoop:
@@ -21,7 +21,7 @@ class WarmLoop:
     def __init__(self, loop: Callable[..., Any]) -> None:
         self.func = loop  # called as in functools.partial, so that messages have its name
 
-    def __call__(self, context: Any, config: Any, plan: Plan) -> RankEnd:
+    def __call__(self, context: Any, config: Any, plan: TrainingAttempt) -> RankEnd:
         """Run it, as Ray Train would."""
         from raypool.train.session import run_loop
 
@@ -66,7 +66,7 @@ class WarmLane:
         self._loop = WarmRank(WarmLoop(loop))
         self._config = config
 
-    def begin(self, plan: Plan, size: int, places: tuple[int, ...] | None, options: Options) -> Future[Any]:
+    def begin(self, plan: TrainingAttempt, size: int, places: tuple[int, ...] | None, options: Options) -> Future[Any]:
         """Start an attempt."""
         self._engine.check_open()  # a pool that is about to end would cancel it, and the error of the one before were lost
         return submit_gang(self._engine, self._loop, (self._config, plan), options, size, places, kind=WarmWork)

@@ -31,7 +31,7 @@ COLOURS = {
 """The statuses of attempts, in the order in which a legend has them, told apart also by those who see few colours."""
 
 
-class Lane(NamedTuple):
+class TimelineRow(NamedTuple):
     """A worker over the whole run.
 
     `wall_s`: how long the calls took that it took part in. `busy_s`: how much of that it had something to do.
@@ -59,7 +59,7 @@ class Lane(NamedTuple):
         return self.idle_s / self.wall_s if self.wall_s > 0 else 0.0
 
 
-class Plan(NamedTuple):
+class Timeline(NamedTuple):
     """Who did what when.
 
     `lanes`: the workers, by host and number. `attempts`: those of which the time is known, with the columns `lane` (which of
@@ -68,7 +68,7 @@ class Plan(NamedTuple):
     gave an outcome [s].
     """
 
-    lanes: list[Lane]
+    lanes: list[TimelineRow]
     attempts: pd.DataFrame
     num_untimed: int
     breaks_s: list[float]
@@ -97,7 +97,7 @@ class Plan(NamedTuple):
         return self.idle_s / wall_s if wall_s > 0 else 0.0
 
 
-def plan(attempts: pd.DataFrame) -> Plan:
+def plan(attempts: pd.DataFrame) -> Timeline:
     """Return who did what when.
 
     Example:
@@ -131,7 +131,7 @@ def plan(attempts: pd.DataFrame) -> Plan:
     lanes = [_lane(str(host), int(worker), rows, calls["wall_s"], is_one_host) for (host, worker), rows in groups]
     wall_s = float(calls["wall_s"].sum())
     item_s = float(timed.loc[timed["status"].isin(["finished", "failed"]), "duration_s"].sum())
-    return Plan(lanes, timed, int((~is_timed).sum()), calls["offset_s"].iloc[1:].astype(float).tolist(), wall_s, item_s)
+    return Timeline(lanes, timed, int((~is_timed).sum()), calls["offset_s"].iloc[1:].astype(float).tolist(), wall_s, item_s)
 
 
 def _ends_s(timed: pd.DataFrame) -> pd.Series[float]:
@@ -146,11 +146,11 @@ def _ends_s(timed: pd.DataFrame) -> pd.Series[float]:
     return ends_s.where(~(ends_s > next_s.reindex(timed.index)), next_s)
 
 
-def _lane(host: str, worker: int, rows: pd.DataFrame, walls_s: pd.Series[float], is_one_host: bool) -> Lane:
+def _lane(host: str, worker: int, rows: pd.DataFrame, walls_s: pd.Series[float], is_one_host: bool) -> TimelineRow:
     gpus = rows["gpu"].dropna()
     gpu = int(gpus.iloc[-1]) if len(gpus) else None
     label = f"worker {worker}" if gpu is None else f"worker {worker}, GPU {gpu}"
-    return Lane(
+    return TimelineRow(
         label if is_one_host else f"{host}: {label}",
         worker,
         gpu,

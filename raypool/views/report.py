@@ -15,7 +15,7 @@ from raypool.errors import InvalidValueError, RemoteTraceback
 from raypool.journal.files import write_file
 from raypool.views.drawing import (
     COLOURS,
-    Plan,
+    Timeline,
     at_once,
     columns,
     curves_of,
@@ -62,7 +62,7 @@ class Story(NamedTuple):
     errors: Mapping[int, BaseException]
 
 
-class Failure(NamedTuple):
+class FailureGroup(NamedTuple):
     """Items that failed in the same way."""
 
     text: str
@@ -131,7 +131,7 @@ def page(story: Story, title: str | None) -> str:
     )
 
 
-def _data(story: Story, shown: Plan) -> tuple[dict[str, Any], dict[str, str]]:
+def _data(story: Story, shown: Timeline) -> tuple[dict[str, Any], dict[str, str]]:
     """Return what the scripts of the page draw, and what is to be said where not all is drawn."""
     table = _table(story)
     curves, notes = curves_of(story.metrics)
@@ -182,13 +182,13 @@ def _embedded(data: Any) -> str:
     return json.dumps(data, cls=PlotlyJSONEncoder, separators=(",", ":")).replace("<", "\\u003c")
 
 
-def _failures(errors: Mapping[int, BaseException]) -> Iterator[Failure]:
+def _failures(errors: Mapping[int, BaseException]) -> Iterator[FailureGroup]:
     """Yield what went wrong, what befell most items first."""
     groups: dict[str, list[int]] = {}
     for index, error in errors.items():
         groups.setdefault(describe_error(error), []).append(index)
     for text, items in sorted(groups.items(), key=lambda group: -len(group[1])):
-        yield Failure(text, items, _traceback(errors[items[0]]))
+        yield FailureGroup(text, items, _traceback(errors[items[0]]))
 
 
 def _traceback(error: BaseException) -> str:
@@ -213,7 +213,7 @@ MAX_POINTS = 1500
 LANE_PIXELS = 26
 
 
-def timeline(shown: Plan) -> tuple[dict[str, Any], int]:
+def timeline(shown: Timeline) -> tuple[dict[str, Any], int]:
     """Return the chart of what ran when, and how many bars it has.
 
     Attempts that are too short to be told apart share bars.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from raypool.errors import InvalidValueError
 from raypool.journal.files import write_file
-from raypool.views.drawing import COLOURS, Plan, cell, plan, took, unit_of
+from raypool.views.drawing import COLOURS, Timeline, cell, plan, took, unit_of
 from raypool.views.kernel import notebook_shell
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def let_notebooks_show_it() -> None:
         select_figure_formats(shell, {"png"})  # type: ignore[no-untyped-call]
 
 
-def _draw_bars(axes: Axes, shown: Plan, unit_s: float) -> None:
+def _draw_bars(axes: Axes, shown: Timeline, unit_s: float) -> None:
     for status, rows in shown.attempts.groupby("status"):
         starts, ends = rows["start_s"] / unit_s, rows["end_s"] / unit_s
         for lane in rows["lane"].unique():
@@ -92,7 +92,7 @@ def _draw_bars(axes: Axes, shown: Plan, unit_s: float) -> None:
             axes.text((start_s + end_s) / 2 / unit_s, lane, str(item), ha="center", va="center", fontsize=7, color="white")
 
 
-def _draw_legend(figure: Figure, shown: Plan) -> None:
+def _draw_legend(figure: Figure, shown: Timeline) -> None:
     counts = shown.attempts["status"].value_counts()
     there = [status for status in COLOURS if status in counts]
     if there:
@@ -103,7 +103,7 @@ def _draw_legend(figure: Figure, shown: Plan) -> None:
         figure.legend(handles=patches, loc="outside lower left", ncols=len(patches), frameon=False)
 
 
-def headline(shown: Plan) -> str:
+def headline(shown: Timeline) -> str:
     """Return a timeline's main numbers in a line."""
     if not shown.lanes:
         return "Nothing has run of which the time is known"

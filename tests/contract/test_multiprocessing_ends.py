@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from raypool import InvalidValueError, ParallelPool
-from raypool.interop.async_results import Collector, Gathering
+from raypool.interop.async_results import CallGroup, Collector
 from raypool.interop.multiprocessing import LOOK_AHEAD, Pool
 
 pytestmark = pytest.mark.threads
@@ -49,7 +49,7 @@ def test_a_call_that_comes_in_as_the_last_thread_leaves_is_cancelled(pool: Paral
     collector.close(lambda: None)
     future = pool.parfeval(gate.wait)
     with pytest.raises(ValueError, match="not running"):
-        Gathering(pool, collector, [future], lambda values: values, None, None)
+        CallGroup(pool, collector, [future], lambda values: values, None, None)
     assert future.cancelled() or future.done()
     check_pool(pool)
 

@@ -82,9 +82,9 @@ def assert_same_model(ours: nn.Module, theirs: nn.Module, atol: float = 1e-12) -
 
 def train_and_show(config: dict[str, Any]) -> Any:
     """Train as `pool.fit` does; return this rank's own parameters and buffers, and how many samples it took of a mini-batch."""
-    from raypool.train.fit_loop import Training, ranks_here
+    from raypool.train.fit_loop import RankTraining, ranks_here
 
-    training = Training(config["fit"], ranks_here(config["fit"]))
+    training = RankTraining(config["fit"], ranks_here(config["fit"]))
     training.run()
     return training._learner.module.state_dict(), training._learner.share.size
 

@@ -7,12 +7,10 @@ from tests import house
 PACKAGE = house.HERE / "raypool"
 MODULES = house.modules(PACKAGE)
 
-CYCLES: list[list[str]] = [
-]
+CYCLES: list[list[str]] = []
 
 CLASSES_NAMED_TWICE = """
-    Answers Call Course Crew Driver Entry Failure Gathering Job Keeper Kept Lane Outcome Part Piece Place Plan Seat Segment
-    Sent Share Source Training Watch Watcher Work
+    Call Driver Part Sent
 """
 
 FILES_NAMED_TWICE = """

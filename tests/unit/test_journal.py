@@ -24,7 +24,7 @@ from raypool.errors import JournalError, LossReason, RemoteTraceback, Serializat
 from raypool.journal import schema
 from raypool.journal.files import dump, load
 from raypool.journal.journal import Damaged, Journal, Outcome
-from raypool.journal.keys import Source
+from raypool.journal.keys import FunctionSource
 from raypool.journal.opening import connect
 from raypool.journal.records import MAX_PICKLE_BYTES, to_row
 from raypool.journal.replay import replaying
@@ -356,7 +356,7 @@ def multiply(x: int, by: int = 2) -> int:
 
 
 def sourced(folder: Path, fn: Any) -> None:
-    source = Source.of(fn)
+    source = FunctionSource.of(fn)
     Journal.open(folder, source.function, None, source).close()
 
 
@@ -386,13 +386,13 @@ def closed_over(n: int) -> Any:
 
 def test_what_a_large_function_holds_is_not_kept():
     large = np.ones(5_000_000)
-    source = Source.of(lambda x: x + large)
+    source = FunctionSource.of(lambda x: x + large)
     assert source.pickled is None
     assert source.held is not None
 
 
 def test_a_lambda_with_code_inside_is_the_same_each_time():
-    held = {Source.of(lambda xs: sum(x in {"a", "b"} for x in xs)).held for _ in range(3)}
+    held = {FunctionSource.of(lambda xs: sum(x in {"a", "b"} for x in xs)).held for _ in range(3)}
     assert len(held) == 1
     assert None not in held
 
@@ -587,17 +587,17 @@ def test_what_is_no_journal_at_all_is_kept_beside_a_new_one(tmp_path, caplog):
 
 
 def test_a_source_says_where_a_function_stands():
-    source = Source.of(json.dumps)
+    source = FunctionSource.of(json.dumps)
     assert (source.function, source.module, source.qualname, source.pickled) == ("json.dumps", "json", "dumps", None)
-    assert Source.from_text(source.to_text()) == source
+    assert FunctionSource.from_text(source.to_text()) == source
 
 
 def test_a_function_without_a_name_is_pickled():
     n = 3
-    source = Source.of(lambda x: x + n)
+    source = FunctionSource.of(lambda x: x + n)
     assert source.qualname is None
     assert pickle.loads(source.pickled)(1) == 4
-    assert Source.from_text(source.to_text()) == source._replace(pickled=None)
+    assert FunctionSource.from_text(source.to_text()) == source._replace(pickled=None)
 
 
 def test_a_pickle_needs_no_script_to_be_opened(run_python, tmp_path):

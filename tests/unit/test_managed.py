@@ -23,7 +23,7 @@ from raypool.channel.records import WorkerInfo
 from raypool.errors import LossReason, ResourceError, SpmdError, TrainingError, WorkerLostError
 from raypool.options import Options
 from raypool.train import managed
-from raypool.train.checkpoints import Plan, commit, list_kept, open_partial
+from raypool.train.checkpoints import TrainingAttempt, commit, list_kept, open_partial
 from raypool.train.managed import ManagedAttempt, tell_ray
 from raypool.train.managed_ranks import Mailbox
 
@@ -68,7 +68,7 @@ def test_ray_train_is_told_of_checkpoints_that_it_does_not_know(tmp_path: Path) 
     """The best comes last, as its own list has it; what it knows better is left alone."""
     for loss in (3.0, 1.0, 2.0):
         commit(open_partial(tmp_path, None, "x"), {"loss": loss}, 1)
-    plan = Plan("mine", 1, str(tmp_path), best_metric="loss")
+    plan = TrainingAttempt("mine", 1, str(tmp_path), best_metric="loss")
     tell_ray(plan)
     file = tmp_path / "checkpoint_manager_snapshot.json"
     state = json.loads(file.read_text())
@@ -90,7 +90,7 @@ def attempt(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Give an attempt of three ranks, whose pool is not there."""
     monkeypatch.setattr(managed.shortages, "holders", lambda: ("a notebook (1 GPU)",))
     lane: Any = types.SimpleNamespace(bundle=lambda: {"GPU": 1.0})
-    made = ManagedAttempt(lane, Plan("mine", 2, "/nowhere"), 3, Options(timeout_s=1.5))
+    made = ManagedAttempt(lane, TrainingAttempt("mine", 2, "/nowhere"), 3, Options(timeout_s=1.5))
     made._workers = {rank: WorkerInfo(rank, "host", 1) for rank in range(3)}
     return made
 

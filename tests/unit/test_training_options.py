@@ -11,7 +11,7 @@ import pytest
 
 from raypool.errors import InvalidTypeError, InvalidValueError
 from raypool.train.options import TrainingOptions
-from raypool.train.shares import Course, default_warmup
+from raypool.train.shares import LearningRates, default_warmup
 
 WRONG_VALUES: list[tuple[dict[str, Any], str]] = [
     ({"optimizer": "rmsprop"}, "'sgdm', 'adam', 'adamw', or a function"),
@@ -121,7 +121,7 @@ def test_pythons_own_words_mean_what_matlabs_mean() -> None:
 
 
 def factors(kind: str, **fields: Any) -> list[float]:
-    course = Course(kind, steps_per_epoch=2, num_steps=8, **fields)
+    course = LearningRates(kind, steps_per_epoch=2, num_steps=8, **fields)
     return [round(course.factor(step), 6) for step in range(8)]
 
 

@@ -27,8 +27,8 @@ from raypool.errors import (
 )
 from raypool.futures import Future
 from raypool.options import Options
-from raypool.train.checkpoints import Plan, RankEnd
-from raypool.train.controller import Conductor, Crew, start_run
+from raypool.train.checkpoints import RankEnd, TrainingAttempt
+from raypool.train.controller import Conductor, RankPlaces, start_run
 from raypool.train.runs import RunOptions, TrainingResult, TrainingRun, run_folder
 
 WAIT_S = 60.0
@@ -48,13 +48,13 @@ class ScriptedLane:
 
     def __init__(self, *script: Any) -> None:
         self.script = list(script)
-        self.plans: list[Plan] = []
+        self.plans: list[TrainingAttempt] = []
         self.crews: list[tuple[int, Any]] = []
         self.options: list[Options] = []
         self.attempts: list[Future[Any]] = []
         self.begun = threading.Semaphore(0)
 
-    def begin(self, plan: Plan, size: int, places: tuple[int, ...] | None, options: Options) -> Future[Any]:
+    def begin(self, plan: TrainingAttempt, size: int, places: tuple[int, ...] | None, options: Options) -> Future[Any]:
         self.plans.append(plan)
         self.crews.append((size, places))
         self.options.append(options)
@@ -88,7 +88,7 @@ def train(
     run = TrainingRun("fit", folder)
     kept_options = RunOptions(run_dir=folder, **kept)
     engine = an_engine()
-    crew = Crew(2, places, numbers if callable(numbers) else lambda: numbers, engine)
+    crew = RankPlaces(2, places, numbers if callable(numbers) else lambda: numbers, engine)
     return start_run(run, Conductor(run, lane, crew, options or Options(), kept_options, None), engine)
 
 
@@ -312,7 +312,7 @@ def test_a_result_of_which_nothing_can_be_made_is_not_lost(tmp_path: Path) -> No
         raise KeyError("no such layer")
 
     engine = an_engine()
-    conductor = Conductor(run, ScriptedLane(ENDS), Crew(2, None, lambda: (0, 1), engine), Options(), RunOptions(), finish)
+    conductor = Conductor(run, ScriptedLane(ENDS), RankPlaces(2, None, lambda: (0, 1), engine), Options(), RunOptions(), finish)
     start_run(run, conductor, engine)
     with pytest.raises(TrainingError, match=r"has come to its end, but .* KeyError: 'no such layer'") as caught:
         run.result(WAIT_S)

@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 
 from raypool.spmd import watch as watch_module
-from raypool.spmd.watch import ENDED, Begun, Place, Watch
+from raypool.spmd.watch import ENDED, Begun, RankWatch, Whereabouts
 
 WORLD = (0, 1, 2)
 
-COMPUTES = Place(begun={"gloo 0": Begun(WORLD, 7)})
-REPORTS = Place("ray.train.report", 3, None, 0.0, COMPUTES.begun)
-HAS_ENDED = Place(ENDED, 0, None, 0.0, COMPUTES.begun)
-REDUCES = Place(begun={"gloo 0": Begun(WORLD, 8, 8, "all_reduce", 0.0)})
-AT_BARRIER = Place(begun={"gloo 0": Begun(WORLD, 8, 8, "barrier", 0.0)})
-IN_A_PAIR = Place(begun={"gloo 0": Begun(WORLD, 7), "gloo 1": Begun((1, 2), 4, 4, "all_reduce", 0.0)})
-RECEIVES_FROM_1 = Place("receive", 2, 1)
-RECEIVES_FROM_0 = Place("receive", 2, 0)
+COMPUTES = Whereabouts(begun={"gloo 0": Begun(WORLD, 7)})
+REPORTS = Whereabouts("ray.train.report", 3, None, 0.0, COMPUTES.begun)
+HAS_ENDED = Whereabouts(ENDED, 0, None, 0.0, COMPUTES.begun)
+REDUCES = Whereabouts(begun={"gloo 0": Begun(WORLD, 8, 8, "all_reduce", 0.0)})
+AT_BARRIER = Whereabouts(begun={"gloo 0": Begun(WORLD, 8, 8, "barrier", 0.0)})
+IN_A_PAIR = Whereabouts(begun={"gloo 0": Begun(WORLD, 7), "gloo 1": Begun((1, 2), 4, 4, "all_reduce", 0.0)})
+RECEIVES_FROM_1 = Whereabouts("receive", 2, 1)
+RECEIVES_FROM_0 = Whereabouts("receive", 2, 0)
 
 
 class Store(dict[str, bytes]):
@@ -42,11 +42,11 @@ def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return told
 
 
-def look(places: list[Place], until: float, limit_s: float | None = 600.0) -> tuple[float, str, tuple[int, ...]] | None:
+def look(places: list[Whereabouts], until: float, limit_s: float | None = 600.0) -> tuple[float, str, tuple[int, ...]] | None:
     """Let all ranks look every five seconds; return when the first one is told that they fail, and what."""
     store = Store()
     watches = [
-        Watch(rank, len(places), store, 1, limit_s, lambda rank=rank: str(places[rank]), lambda rank=rank: places[rank])
+        RankWatch(rank, len(places), store, 1, limit_s, lambda rank=rank: str(places[rank]), lambda rank=rank: places[rank])
         for rank in range(len(places))
     ]
     for now in range(0, int(until), 5):
@@ -67,7 +67,7 @@ def look(places: list[Place], until: float, limit_s: float | None = 600.0) -> tu
         ([RECEIVES_FROM_1, RECEIVES_FROM_0, COMPUTES], "Ranks 0 and 1 have been in receive", (0, 1)),
     ],
 )
-def test_ranks_that_can_never_meet(places: list[Place], told: str, missing: tuple[int, ...], warnings: list[str]) -> None:
+def test_ranks_that_can_never_meet(places: list[Whereabouts], told: str, missing: tuple[int, ...], warnings: list[str]) -> None:
     """They are warned about after 30 s, once, and fail after 10 min, whoever of them looks first."""
     assert look(places, until=30) is None
     assert not warnings
@@ -95,7 +95,7 @@ def test_ranks_that_can_never_meet(places: list[Place], told: str, missing: tupl
         [COMPUTES, RECEIVES_FROM_0, REPORTS],
     ],
 )
-def test_slow_ranks_are_waited_for(places: list[Place], warnings: list[str]) -> None:
+def test_slow_ranks_are_waited_for(places: list[Whereabouts], warnings: list[str]) -> None:
     assert look(places, until=3600) is None
     assert not warnings
 
@@ -110,13 +110,14 @@ def test_ranks_that_move_on_are_forgotten(warnings: list[str]) -> None:
     """A rank that is ahead of another for a moment, again and again, is not stuck."""
     store, places = Store(), [COMPUTES, COMPUTES]
     watches = [
-        Watch(rank, 2, store, 1, 600.0, lambda rank=rank: str(places[rank]), lambda rank=rank: places[rank]) for rank in (0, 1)
+        RankWatch(rank, 2, store, 1, 600.0, lambda rank=rank: str(places[rank]), lambda rank=rank: places[rank])
+        for rank in (0, 1)
     ]
     for now in range(0, 3600, 5):
         number = now // 20
         places[:] = [
-            Place("ray.train.report", number, None, 0.0, {"gloo 0": Begun((0, 1), number)}),
-            Place(begun={"gloo 0": Begun((0, 1), number + 1, number + 1, "all_reduce", 0.0)}),
+            Whereabouts("ray.train.report", number, None, 0.0, {"gloo 0": Begun((0, 1), number)}),
+            Whereabouts(begun={"gloo 0": Begun((0, 1), number + 1, number + 1, "all_reduce", 0.0)}),
         ]
         assert [watch.look(float(now)) for watch in watches] == [None, None]
     assert not warnings

@@ -58,7 +58,7 @@ class MemoryLimit(NamedTuple):
     on_over: Callable[[int], object]
 
 
-class Answers:
+class OfferAnswers:
     """What becomes of values that are offered to queues: what is known at once travels together, the rest when it is known.
 
     Args:
@@ -286,7 +286,7 @@ class Agents:
             self._silent.release()
             self._replace(agent)
             return
-        answers = Answers(functools.partial(self._answer, agent))
+        answers = OfferAnswers(functools.partial(self._answer, agent))
         for worker_id, number, content in mail:
             if worker_id == OFFERED:
                 offer(content[0], content[1], functools.partial(answers.give, number))

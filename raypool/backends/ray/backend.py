@@ -76,8 +76,8 @@ class RayBackend:
         self._traffic = traffic
         hub.on_early = self._on_early
         self._seating = Seating(profile)
-        self._seats: dict[int, Seat] = {}
-        self._by_worker: dict[int, Seat] = {}
+        self._seats: dict[int, Slot] = {}
+        self._by_worker: dict[int, Slot] = {}
         self._actor_class = ray.remote(PoolWorker)
         self._nodes = NodeWatch(self, post, profile.cancel_grace_s)
         self._agents = Agents(hub, profile.cancel_grace_s, self._nodes.stays, profile.inventory)
@@ -129,7 +129,7 @@ class RayBackend:
 
     def take_in(self, claims: dict[int, Claim]) -> None:
         """Take note of new places, and what they stand on."""
-        self._seats.update((place, Seat(place, claim)) for place, claim in claims.items())
+        self._seats.update((place, Slot(place, claim)) for place, claim in claims.items())
 
     def _ask_usage(self, *args: Any) -> None:
         """Do as `Agents.usage`, from any thread."""
@@ -206,7 +206,7 @@ class RayBackend:
             seat.claim = claims.get(worker.index, seat.claim)
         return {worker.index: self._seating.why_taken(worker.gpu) for worker, _ in lent if worker.index not in claims}
 
-    def _retire(self, seat: Seat, then: Chore) -> None:
+    def _retire(self, seat: Slot, then: Chore) -> None:
         """End the worker of a seat; `then` is called when nothing of it is left."""
         actor, worker_id, is_free = seat.actor, seat.worker_id, seat.is_idle and not seat.is_ending
         self._by_worker.pop(worker_id, None)
@@ -269,7 +269,7 @@ class RayBackend:
         introduction = seat.actor.introduce.remote(packed, agent, project)
         self._answered(worker_id, introduction, functools.partial(self._on_introduced, worker_id))
 
-    def _sharing(self, seat: Seat) -> Sharing | None:
+    def _sharing(self, seat: Slot) -> Sharing | None:
         """Return how the worker in a place shares its GPU, None if it shares none."""
         if self._cards is not None:
             return self._cards.moved_in(seat.place, seat.claim)
@@ -362,7 +362,7 @@ class RayBackend:
         self._traffic.add(seat.place, len(call.header), 0)
         self._answered(worker_id, status, functools.partial(self._on_status, worker_id, seat.place, attempt_id, values))
 
-    def _news(self, seat: Seat, functions: Sequence[Function]) -> Snapshot | None:
+    def _news(self, seat: Slot, functions: Sequence[Function]) -> Snapshot | None:
         """Return the newest snapshot among those of functions, if the worker in a place does not have it yet."""
         newest = None
         for function in functions:
@@ -397,7 +397,7 @@ class RayBackend:
         self._is_cut_off.set()
         give_up_ray(bring_home if cut_off.has_values else None)  # asking a dead raylet for a value ends the process
 
-    def _look_after(self, worker_id: int, seat: Seat) -> None:
+    def _look_after(self, worker_id: int, seat: Slot) -> None:
         if not is_up():
             self._lose(worker_id, LossReason.NODE, self._ending)
         elif not seat.calls and seat.actor is not None and seat.is_dead():
@@ -500,7 +500,7 @@ class RayBackend:
 # --- places: a slot of the pool, as the backend knows it --------------------------------------------------------------
 
 
-class Seat:
+class Slot:
     """A place: a claim, and the actor in it."""
 
     __slots__ = (
@@ -565,7 +565,7 @@ class Seat:
         return client.is_dead(self.actor)
 
 
-def note_stale(seat_ref: weakref.ref[Seat], fn_id: int) -> None:
+def note_stale(seat_ref: weakref.ref[Slot], fn_id: int) -> None:
     """Note that nobody will call a function again that the worker in a place has."""
     seat = seat_ref()
     if seat is not None:

@@ -42,7 +42,7 @@ AskUsage = Callable[[int, float, float, Callable[[Usage | None], object]], objec
 """Asks how the GPU of a worker was used between two times [s since the epoch], and lets the last argument have the answer."""
 
 
-class Seat(Protocol):
+class CardSlot(Protocol):
     """A place, and what it stands on."""
 
     place: int
@@ -202,7 +202,7 @@ class Cards:
         return any((part.task_id, index) in self._alone for index in range(part.start, part.start + part.num_items))
 
     def came_back(
-        self, worker_id: int, seat: Seat, attempt_id: int, results: Sequence[SliceResult], weight: Weight | None
+        self, worker_id: int, seat: CardSlot, attempt_id: int, results: Sequence[SliceResult], weight: Weight | None
     ) -> None:
         """Learn from a call that has come back, and say of its items which have to run again, alone."""
         place, claim = seat.place, seat.claim

@@ -152,7 +152,7 @@ SETTLE_S = 1.0
 """How long to wait for resources that somebody seems to hold, when any number will do: they may just have been given back [s]."""
 
 
-class Gathering:
+class ClaimProgress:
     """What was asked for of one kind, and what has come of it."""
 
     def __init__(self, need: Need, total: int, survey: Survey) -> None:
@@ -214,7 +214,7 @@ def claim_number(
             if room < need.least and may_grow() == NONE:
                 kind, each = need.demand.kind, need.demand.each
                 raise shortages.held_here(kind, need.least * each, max(room, 0) * each, kind, wanted.others)
-    gatherings = [Gathering(need, number, survey) for need, number in zip(needs, there, strict=True)]
+    gatherings = [ClaimProgress(need, number, survey) for need, number in zip(needs, there, strict=True)]
     kept: list[list[Claim]] = []
     try:
         _gather(gatherings, wanted)
@@ -250,7 +250,7 @@ def _grown(needs: Sequence[Need], there: Sequence[int], growth: Growth) -> list[
     return larger
 
 
-def _gather(gatherings: Sequence[Gathering], wanted: Wanted) -> None:
+def _gather(gatherings: Sequence[ClaimProgress], wanted: Wanted) -> None:
     since, most = time.monotonic(), 0
     while True:
         for gathering in gatherings:
@@ -268,7 +268,7 @@ def _gather(gatherings: Sequence[Gathering], wanted: Wanted) -> None:
         time.sleep(POLL_S)
 
 
-def _said(gathering: Gathering) -> str:
+def _said(gathering: ClaimProgress) -> str:
     need, available = gathering.need, len(gathering.good)
     each, kind = need.demand.each, need.demand.kind
     return f"{need.least * each:g} {kind} ({available * each:g} available)"

@@ -790,7 +790,7 @@ def own(buffer: Any) -> Any:
     return bytearray(shared) if mapping is None else np.asarray(mapping)
 
 
-class Piece(NamedTuple):
+class FileRange(NamedTuple):
     """A part of this process's memory that is a part of a file; the descriptor is -1 where that cannot be opened."""
 
     start: int
@@ -807,7 +807,7 @@ class _Mapping:
         self.__array_interface__ = {"data": (address, False), "shape": shared.shape, "typestr": "|u1", "version": 3}
 
     @staticmethod
-    def make(piece: Piece, address: int, shared: np.ndarray[Any, Any]) -> _Mapping | None:
+    def make(piece: FileRange, address: int, shared: np.ndarray[Any, Any]) -> _Mapping | None:
         """Return it; None if the system gives no more mappings."""
         place = address - piece.start + piece.offset
         ahead = place % mmap.PAGESIZE
@@ -825,9 +825,9 @@ class _Store:
 
     def __init__(self) -> None:
         self._worker_id = b""
-        self._pieces: list[Piece] = []
+        self._pieces: list[FileRange] = []
 
-    def find(self, address: int, length: int) -> Piece | None:
+    def find(self, address: int, length: int) -> FileRange | None:
         """Return the piece that this memory is in; None if it is not in the store, or that cannot be opened."""
         worker = ray._private.worker.global_worker  # private, checked on Ray 2.60; the public way would start a Ray
         if not worker.connected:  # so with Ray Client, which has no store here
@@ -841,7 +841,7 @@ class _Store:
             piece = self._known(address, length)
         return piece
 
-    def _known(self, address: int, length: int) -> Piece | None:
+    def _known(self, address: int, length: int) -> FileRange | None:
         return next((piece for piece in self._pieces if piece.start <= address and address + length <= piece.stop), None)
 
     def _forget(self) -> None:
@@ -861,7 +861,7 @@ class _Store:
                 if file not in opened:
                     opened[file] = _open(*file)
                 start, stop = (int(number, 16) for number in span.split("-"))
-                self._pieces.append(Piece(start, stop, int(offset, 16), opened[file]))
+                self._pieces.append(FileRange(start, stop, int(offset, 16), opened[file]))
 
 
 def _open(device: int, inode: int) -> int:
