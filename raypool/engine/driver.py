@@ -77,13 +77,18 @@ class Driver:
         self._drainer: int | None = None  # the thread that has it
         self._timers = Timers(lambda timer: is_of_use(timer, scheduler))
         self.ask_call, self.as_owner = self._ask_call, (self,)  # made once: every queued future holds them
-        self._speaker: WorkerInfo = NOBODY  # the worker that the event at hand is about
-        self._at_hand: m.Event | None = None
-        self._casualties = Casualties(scheduler)
-        self._returns = Returns(self.works, self._casualties, self._cancel)
-        self._notes: dict[type[Any], Callable[[Any, Any], m.Event | None]] = {m.TimerFired: self._note_late}
-        self._notes |= {m.TaskSubmitted: self._note_submitted, m.WorkerReady: self._note_ready, m.WorkerLost: self._note_lost}
-        self._notes |= {m.PlaceLeaving: self._note_going, m.PlaceLost: self._note_going, m.AttemptNarrowed: self._note_narrowed}
+        self._losses = LossRecord(scheduler)
+        self._returns = Returns(self.works, scheduler, self._cancel)
+        self._notes: dict[type[Any], Callable[[Any, Any, Turn], m.Event | None]] = {
+            m.TaskSubmitted: self._note_submitted,
+            m.WorkerReady: self._note_ready,
+            m.WorkerLost: self._note_lost,
+            m.PlaceLeaving: self._note_going,
+            m.PlaceLost: self._note_going,
+            m.AttemptFinished: self._note_finished,
+            m.AttemptNarrowed: self._note_narrowed,
+            m.TimerFired: self._note_late,
+        }
 
     # --- from any thread ----------------------------------------------------------------------------------------------
 
@@ -241,13 +246,10 @@ class Driver:
         if event is None:
             payload()
             return
-        self._casualties.turn_page()
-        if isinstance(event, m.AttemptFinished):
-            event = self._returns.take(event, payload)
-            self._speaker = self._info_of(event.worker_id)
-        elif (note := self._notes.get(type(event))) is not None:
-            event = note(event, payload) or event
-        self._at_hand = event
+        turn = Turn()
+        if (note := self._notes.get(type(event))) is not None:
+            event = note(event, payload, turn) or event
+        turn.event = event
         now = self._inbox.now()
         if self._record is not None:
             self._record(now, event)
@@ -255,87 +257,89 @@ class Driver:
         if commands and isinstance(commands[0], m.ParkWorker):
             self._tell.note(explanations.parked(len(commands)))
         for command in commands:
-            self._carry_out(command)
-        self._casualties.tell_misses(self.works, commands, self._speaker)
-        self._returns.turn_page()
+            self._carry_out(command, turn)
+        if turn.missed:
+            tell_misses(self.works, turn.missed, commands, turn.worker)
 
-    def _note_submitted(self, event: m.TaskSubmitted, work: Work) -> None:
+    def _note_submitted(self, event: m.TaskSubmitted, work: Work, _: Turn) -> None:
         self.works[event.spec.task_id] = work
 
     def _info_of(self, worker_id: int) -> WorkerInfo:
         worker = self.scheduler.crew.workers.get(worker_id)
         return NOBODY if worker is None else self.infos.get(worker.place, NOBODY)
 
-    def _note_late(self, event: m.TimerFired, _: None) -> None:
-        self._speaker = self._info_of(event.worker_id)
-        if event.kind == "ready":
-            self._casualties.words = (
-                "it had not come up within start_timeout_s; raise that, or look for what keeps the machine busy"
-            )
+    def _note_finished(self, event: m.AttemptFinished, results: Sequence[SliceResult], turn: Turn) -> m.AttemptFinished:
+        turn.worker = self._info_of(event.worker_id)
+        return self._returns.take(event, results, turn)
 
-    def _note_lost(self, event: m.WorkerLost, words: str | None) -> None:
+    def _note_late(self, event: m.TimerFired, _: None, turn: Turn) -> None:
+        turn.worker = self._info_of(event.worker_id)
+        if event.kind == "ready":
+            self._losses.words = "it had not come up within start_timeout_s; raise that, or look for what keeps the machine busy"
+
+    def _note_lost(self, event: m.WorkerLost, words: str | None, turn: Turn) -> None:
         worker = self.scheduler.crew.workers.get(event.worker_id)
         if worker is None:
             return  # it was given up before
-        self._casualties.words = words or event.reason.value
+        self._losses.words = words or event.reason.value
         if isinstance(words, Refusal):
             self.arrivals.note_failed(worker.place, words)
-        self._bury(worker, event.reason, event.was_idle)
+        self._bury(worker, event.reason, turn, event.was_idle)
 
-    def _note_going(self, event: m.PlaceLeaving | m.PlaceLost, words: str | None) -> None:
+    def _note_going(self, event: m.PlaceLeaving | m.PlaceLost, words: str | None, turn: Turn) -> None:
         place = self.scheduler.crew.places.get(event.place)
         if place is None:
             return  # it has gone before
         worker = self.scheduler.crew.workers[place.worker_id]
         reason = event.reason if isinstance(event, m.PlaceLost) else LossReason.PREEMPTED
-        self._speaker = self._info_of(worker.worker_id)
-        self._casualties.note_going(event.place, words or reason.value)
+        turn.worker = self._info_of(worker.worker_id)
+        self._losses.note_going(event.place, words or reason.value)
         if isinstance(event, m.PlaceLost) or not (event.is_kept or worker.state is WorkerState.BUSY):  # else it has its time
-            self._bury(worker, reason)
+            self._bury(worker, reason, turn)
 
-    def _bury(self, worker: Worker, reason: LossReason, was_idle: bool = False) -> None:
+    def _bury(self, worker: Worker, reason: LossReason, turn: Turn, was_idle: bool = False) -> None:
         """Let go of what is known of a worker that is lost."""
-        self._speaker = self._info_of(worker.worker_id)
+        turn.worker = self._info_of(worker.worker_id)
         self._hub.forget(worker.worker_id)
         calls = self._returns.in_flight.lose(worker.worker_id)
         for attempt_id in worker.attempts:
             if attempt_id in calls:
-                self._casualties.note_fallen(calls[attempt_id], reason, was_idle)
+                self._losses.note_fallen(calls[attempt_id], reason, was_idle, turn)
             self._returns.note_stopped(attempt_id, is_replaced=True)
 
-    def _note_ready(self, event: m.WorkerReady, info: WorkerInfo) -> m.WorkerReady:
+    def _note_ready(self, event: m.WorkerReady, info: WorkerInfo, _: Turn) -> m.WorkerReady:
         if (worker := self.scheduler.crew.workers.get(event.worker_id)) is not None:
             self.arrivals.note_ready(worker.place, info)
         return event
 
-    def _note_narrowed(self, event: m.AttemptNarrowed, results: Sequence[SliceResult]) -> m.AttemptNarrowed:
-        self._speaker = self._info_of(event.worker_id)
-        return self._returns.take_part(event, results, self._speaker)
+    def _note_narrowed(self, event: m.AttemptNarrowed, results: Sequence[SliceResult], turn: Turn) -> m.AttemptNarrowed:
+        turn.worker = self._info_of(event.worker_id)
+        return self._returns.take_part(event, results, turn)
 
     # --- what goes out ------------------------------------------------------------------------------------------------
 
-    def _carry_out(self, command: m.Command) -> None:  # noqa: C901, PLR0912 - one line for each command
+    def _carry_out(self, command: m.Command, turn: Turn) -> None:  # noqa: C901, PLR0912 - one line for each command
         match command:
             case m.RunTasks():
                 self._run(command)
             case m.RunGang(runs, is_loan):
                 self._run_gang(runs, is_loan)
             case m.SettleItems(_, items):
-                self._settle(items)
+                self._settle(items, turn)
             case m.EndTask(task_id, state):
                 self._end(task_id, state)
             case m.FailItems(items, reason):
-                self._fail(items, reason)
+                self._fail(items, reason, turn)
             case m.TimeOutItems(items, timeout_s):
-                self._time_out(items, timeout_s)
+                self._time_out(items, timeout_s, turn)
             case m.SignalTask():
-                self._signal(command)
+                self._signal(command, turn)
             case m.StartWorker(worker_id, place):
                 self._backend.start_worker(worker_id, place, tuple(self.setups))
             case m.ParkWorker(place):
                 self._backend.vacate(place, keep=True)
             case m.Vacate(place):
-                self._vacate(place)
+                self._vacate(place, turn)
             case m.SetTimer():
                 self._timers.set(command)
             case m.DropPlace():
@@ -345,17 +349,17 @@ class Driver:
             case m.ClosePool():
                 self._close()
 
-    def _signal(self, command: m.SignalTask) -> None:
+    def _signal(self, command: m.SignalTask, turn: Turn) -> None:
         holder = self.works[command.task_id].holder
-        is_moving = getattr(self._at_hand, "kind", None) == "leave" or isinstance(self._at_hand, m.PlaceLeaving)
+        is_moving = getattr(turn.event, "kind", None) == "leave" or isinstance(turn.event, m.PlaceLeaving)
         if command.signal is m.Signal.CANCEL and isinstance(holder, Future) and not is_moving:
             self._returns.stopping.setdefault(command.attempt_id, []).append(holder)
         self._backend.signal(*command)
 
-    def _vacate(self, place: int) -> None:
-        self._casualties.note_vacated(self.infos.get(place, NOBODY))
+    def _vacate(self, place: int, turn: Turn) -> None:
+        self._losses.note_vacated(self.infos.get(place, NOBODY))
         self.arrivals.forget(place)
-        if isinstance(self._at_hand, (m.ResizeRequested, m.ShutdownRequested)):
+        if isinstance(turn.event, (m.ResizeRequested, m.ShutdownRequested)):
             self.arrivals.note_failed(place, "the pool was made smaller meanwhile")
         self._backend.vacate(place)
 
@@ -399,23 +403,23 @@ class Driver:
         for run in reversed(runs) if not is_loan else ():
             self._run(run)
 
-    def _settle(self, items: Slice) -> None:
-        self.works[items.task_id].settle(items, self._returns.result(items), self._speaker)
+    def _settle(self, items: Slice, turn: Turn) -> None:
+        self.works[items.task_id].settle(items, turn.result(items), turn.worker)
 
-    def _fail(self, items: Slice, reason: LossReason) -> None:
+    def _fail(self, items: Slice, reason: LossReason, turn: Turn) -> None:
         work = self.works[items.task_id]
-        work.fail(items, self._casualties.error(items, work.describe(items), reason, self._at_hand, self._speaker))
+        work.fail(items, self._losses.error(items, work.describe(items), reason, turn))
 
-    def _time_out(self, items: Slice, timeout_s: float) -> None:
+    def _time_out(self, items: Slice, timeout_s: float, turn: Turn) -> None:
         work = self.works[items.task_id]
-        work.fail(items, explanations.timed_out(self._speaker, work.describe(items), timeout_s))
+        work.fail(items, explanations.timed_out(turn.worker, work.describe(items), timeout_s))
 
     def _end(self, task_id: int, state: TaskState) -> None:
         is_broken = state is TaskState.FAILED and self.scheduler.state is PoolState.BROKEN
-        self.works.pop(task_id).end(state, explanations.pool_broken(self._casualties.words) if is_broken else None)
+        self.works.pop(task_id).end(state, explanations.pool_broken(self._losses.words) if is_broken else None)
 
     def _drop(self, command: m.DropPlace) -> None:
-        text, why = self._casualties.farewell(command)
+        text, why = self._losses.farewell(command)
         if not self.arrivals.note_failed(command.place, why):
             self._tell.warn(text)
 
@@ -472,6 +476,46 @@ class Arrivals:
             return {place: self._failed.get(place, why) for place in places if place not in self.infos}
 
 
+# --- one event ----------------------------------------------------------------------------------------------------------
+
+
+Why = str | BaseException
+"""What is known of the loss of a worker, or what an item has raised that `retry_on` names."""
+
+
+class Turn:
+    """An event, and what belongs to it until its commands are carried out.
+
+    Then nobody holds the results that have come with it any more: they are the user's, who may want them freed.
+
+    Attributes:
+        event: The event.
+        worker: The worker that it is about.
+        results: What has come back with it, by task.
+        fallen: What the worker was running that it is the loss of.
+        missed: Slices that have no outcome of this attempt, and why: they run again, unless a command settles them.
+    """
+
+    __slots__ = ("event", "fallen", "missed", "results", "worker")
+
+    def __init__(self) -> None:
+        self.event: m.Event | None = None
+        self.worker = NOBODY
+        self.results: dict[int, list[tuple[Slice, SliceResult]]] = {}
+        self.fallen: list[Slice] = []
+        self.missed: list[tuple[Slice, Why]] = []
+
+    def result(self, items: Slice) -> SliceResult:
+        """Return what has come of these items."""
+        return next(result for piece, result in self.results[items.task_id] if piece.start <= items.start < piece.stop)
+
+
+def is_awaited(piece: Slice, attempt_id: int, scheduler: Scheduler) -> bool:
+    """Whether somebody still waits for a slice in flight: its task has not ended, nor is its time over."""
+    task = scheduler.backlog.tasks.get(piece.task_id)
+    return task is not None and attempt_id in (task.flights or ())
+
+
 # --- lost workers, and places that go ---------------------------------------------------------------------------------
 
 
@@ -479,58 +523,43 @@ ANSWERS = (m.AttemptFinished, m.AttemptNarrowed)
 LOSSES = (m.WorkerLost, m.TimerFired, m.PlaceLeaving, m.PlaceLost)
 
 
-class Casualties:
-    """The driver's notes of what has gone wrong, by its own thread."""
+class LossRecord:
+    """What was said of workers that were lost and of places that go, for the errors that follow. For the driver's thread."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.words = ""  # what was said of the newest loss
-        self.to_retry: list[tuple[Slice, BaseException]] = []  # what has raised something that `retry_on` names, just now
-        self._fallen: list[Slice] = []  # what the worker was running that the event at hand is the loss of
-        self._lost: list[Slice] = []  # of that, attempts: begun, or charged, as nobody knows whether they were
         self._leaving: dict[int, str] = {}  # by place: what was said of its end
         self._vacated = NOBODY  # who was in the place that was given back last
         self._scheduler = scheduler
-
-    def turn_page(self) -> None:
-        """Note that another event is at hand."""
-        self.to_retry, self._fallen, self._lost = [], [], []
 
     def note_going(self, place: int, words: str) -> None:
         """Note why a place is gone, or will be."""
         self.words = self._leaving[place] = words
 
-    def note_fallen(self, call: Call, reason: LossReason, was_idle: bool) -> None:
-        """Note what a call held whose worker is lost, as far as it is still waited for."""
+    def note_fallen(self, call: Call, reason: LossReason, was_idle: bool, turn: Turn) -> None:
+        """Note what a call held whose worker is lost, as far as it is still waited for.
+
+        It was an attempt if it was begun, or is charged as one, since nobody knows whether it was.
+        """
         is_attempt = not was_idle and (call.began_at is not None or reason not in policy.FORGIVEN)
         for piece, _, _ in call.sent:
-            if self.is_awaited(piece, call.attempt_id):
-                self._fallen.append(piece)
+            if is_awaited(piece, call.attempt_id, self._scheduler):
+                turn.fallen.append(piece)
                 if is_attempt:
-                    self._lost.append(piece)
-
-    def is_awaited(self, piece: Slice, attempt_id: int) -> bool:
-        """Whether somebody still waits for a slice in flight: its task has not ended, nor is its time over."""
-        task = self._scheduler.backlog.tasks.get(piece.task_id)
-        return task is not None and attempt_id in (task.flights or ())
+                    turn.missed.append((piece, self.words))
 
     def note_vacated(self, worker: WorkerInfo) -> None:
         """Note who was in a place that is given back."""
         self._vacated = worker
 
-    def tell_misses(self, works: Mapping[int, Work], commands: Sequence[m.Command], speaker: WorkerInfo) -> None:
-        """Tell works which of their items run again after the event at hand."""
-        if self._lost or self.to_retry:
-            missed: list[tuple[Slice, Why]] = [*((piece, self.words) for piece in self._lost), *self.to_retry]
-            tell_misses(works, missed, commands, speaker)
-
-    def error(self, items: Slice, what: str, reason: LossReason, at_hand: m.Event | None, speaker: WorkerInfo) -> WorkerLostError:
+    def error(self, items: Slice, what: str, reason: LossReason, turn: Turn) -> WorkerLostError:
         """Return the error for items that have no worker any more; `what` is what to call them."""
-        if any(piece.task_id == items.task_id and piece.start <= items.start < piece.stop for piece in self._fallen):
-            return explanations.lost(speaker, what, items.attempt, reason, self.words)
-        if isinstance(at_hand, ANSWERS) and reason is LossReason.PREEMPTED:  # a rank that was interrupted, or what came back
-            words = self._leaving.get(speaker.index, "the machine of another rank is about to go")
-            return explanations.lost(speaker, what, items.attempt, reason, words)
-        words = self.words if isinstance(at_hand, LOSSES) else "the pool was made smaller"
+        if any(piece.task_id == items.task_id and piece.start <= items.start < piece.stop for piece in turn.fallen):
+            return explanations.lost(turn.worker, what, items.attempt, reason, self.words)
+        if isinstance(turn.event, ANSWERS) and reason is LossReason.PREEMPTED:  # a rank that was interrupted, or what came back
+            words = self._leaving.get(turn.worker.index, "the machine of another rank is about to go")
+            return explanations.lost(turn.worker, what, items.attempt, reason, words)
+        words = self.words if isinstance(turn.event, LOSSES) else "the pool was made smaller"
         return explanations.stranded(what, items.attempt, reason, explanations.FAULTY if reason is LossReason.FAULTY else words)
 
     def farewell(self, command: m.DropPlace) -> tuple[str, str]:
@@ -544,10 +573,6 @@ class Casualties:
 
 
 # --- which items run again, and why -----------------------------------------------------------------------------------
-
-
-Why = str | BaseException
-"""What is known of the loss of a worker, or what an item has raised that `retry_on` names."""
 
 
 def tell_misses(
@@ -576,37 +601,27 @@ def _overlap(piece: Slice, items: Slice) -> bool:
 
 
 class Returns:
-    """Says of each slice that comes back what the scheduler has to know, and keeps what has come for whoever is told then.
+    """Says of each slice that comes back what the scheduler has to know, and keeps what has come for its turn.
 
     Args:
         works: The tasks that have not ended.
-        casualties: Takes note of what has raised something that runs again.
+        scheduler: Knows what is still waited for.
         cancel: Posts that nobody wants a task any more.
     """
 
-    def __init__(self, works: Mapping[int, Work], casualties: Casualties, cancel: Callable[[int], object]) -> None:
+    def __init__(self, works: Mapping[int, Work], scheduler: Scheduler, cancel: Callable[[int], object]) -> None:
         self.in_flight = InFlight()
         self.stopping: dict[int, list[Future[Any]]] = {}  # by attempt: cancelled while it ran
         self._works = works
-        self._casualties = casualties
+        self._scheduler = scheduler
         self._cancel = cancel
-        self._at_hand: dict[int, list[tuple[Slice, SliceResult]]] = {}  # of the answer at hand, by task
-
-    def turn_page(self) -> None:
-        """Let go of what has come: it is the user's now, who may want it freed."""
-        if self._at_hand:
-            self._at_hand = {}
-
-    def result(self, items: Slice) -> SliceResult:
-        """Return what has come of these items just now."""
-        return next(result for piece, result in self._at_hand[items.task_id] if piece.start <= items.start < piece.stop)
 
     def note_stopped(self, attempt_id: int, is_replaced: bool) -> None:
         """Let futures that were cancelled while they ran say what has become of their worker."""
         for future in self.stopping.pop(attempt_id, ()):
             future.worker_replaced = is_replaced or bool(future.worker_replaced)  # of a gang, any of them
 
-    def take(self, event: m.AttemptFinished, results: Sequence[SliceResult]) -> m.AttemptFinished:
+    def take(self, event: m.AttemptFinished, results: Sequence[SliceResult], turn: Turn) -> m.AttemptFinished:
         """Say of each slice of an attempt what the scheduler has to know."""
         sent = self.in_flight.bring_back(event.worker_id, event.attempt_id)
         if self.stopping:
@@ -614,10 +629,10 @@ class Returns:
         reports = []
         for piece, known, number in sent:
             result = known or results[number].within(piece.start, piece.stop)  # of a call that was narrowed, it is about all
-            reports.append(self._report(piece, result))
+            reports.append(self._report(piece, result, turn))
         return event._replace(reports=tuple(reports))
 
-    def take_part(self, event: m.AttemptNarrowed, results: Sequence[SliceResult], worker: WorkerInfo) -> m.AttemptNarrowed:
+    def take_part(self, event: m.AttemptNarrowed, results: Sequence[SliceResult], turn: Turn) -> m.AttemptNarrowed:
         """Say the same of what is done of an attempt that goes on, and take back what waits behind it."""
         before = self.in_flight.find(event.worker_id, event.attempt_id)
         if before is None:
@@ -629,18 +644,18 @@ class Returns:
         for piece, known, number in before.sent:
             result = results[number] if known is None else known
             kept.append(event.kept[number] if known is None else 0)
-            reports.append(self._report(piece, result))
+            reports.append(self._report(piece, result, turn))
             if kept[-1]:
                 start = piece.start + result.done
                 rest = piece._replace(start=start, stop=start + kept[-1])
                 call.sent.append(Sent(rest, None, number))
-                if self._casualties.is_awaited(piece, event.attempt_id):
+                if is_awaited(piece, event.attempt_id, self._scheduler):
                     call.began_at = result.started_at + sum(result.durations_s) if result.started_at else call.began_at
-                    self._works[piece.task_id].begin(rest, worker, call)
+                    self._works[piece.task_id].begin(rest, turn.worker, call)
         return event._replace(reports=tuple(reports), kept=tuple(kept))
 
-    def _report(self, piece: Slice, result: SliceResult) -> Report:
-        self._at_hand.setdefault(piece.task_id, []).append((piece, result))
+    def _report(self, piece: Slice, result: SliceResult, turn: Turn) -> Report:
+        turn.results.setdefault(piece.task_id, []).append((piece, result))
         work = self._works.get(piece.task_id)
         report = Report(result.done, len(result.failures), (), sum(result.durations_s), result.crowded_out)
         if result.failures and work is not None:
@@ -648,7 +663,7 @@ class Returns:
                 self._cancel(piece.task_id)
             report = report._replace(retry=result.to_retry(work.wants_retry))
             again = report.repeated(report.retry)
-            self._casualties.to_retry += [(piece._replace(start=i, stop=i + 1), result.failures[i].error) for i in again]
+            turn.missed += [(piece._replace(start=i, stop=i + 1), result.failures[i].error) for i in again]
         return report
 
 

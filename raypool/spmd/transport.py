@@ -25,8 +25,8 @@ SLICE_S = 0.05
 """How long a wait lasts before it looks round [s]: Python code, and so a cancellation, gets its turn this often."""
 
 FOR_EVER = timedelta(days=300)
-"""The time limit of a group. Connections tell of ranks that die, and `RankWatch` of ranks that can't meet. For slow ranks there is
-the call's own limit."""
+"""The time limit of a group. Connections tell of ranks that die, and `RankWatch` of ranks that can't meet. For slow ranks there
+is the call's own limit."""
 
 HEAD_TAG, DATA_TAG, SEVER_TAG = 1, 2, 3
 """Messages with one tag from one rank to another arrive in order."""
