@@ -10,7 +10,7 @@ import importlib
 import typing
 
 if typing.TYPE_CHECKING:
-    from raypool.batches import batch, find_job
+    from raypool.batches import Job, batch, find_job
     from raypool.checkpoint import load_checkpoint, save_checkpoint
     from raypool.devices.hand import as_device, copy_to, cpu, gpu
     from raypool.engine.backend import WorkerInfo
@@ -41,7 +41,6 @@ if typing.TYPE_CHECKING:
     )
     from raypool.futures import Future
     from raypool.interop.joblib import register_joblib
-    from raypool.job import Job
     from raypool.journal.reading import load_results
     from raypool.metric_buffer import MetricBuffer
     from raypool.partition import PoolPart
@@ -152,7 +151,7 @@ _HOMES = {
     "InternalError": "raypool.errors",
     "InvalidTypeError": "raypool.errors",
     "InvalidValueError": "raypool.errors",
-    "Job": "raypool.job",
+    "Job": "raypool.batches",
     "JournalError": "raypool.errors",
     "Listener": "raypool.queue_home",
     "LossReason": "raypool.errors",

@@ -24,7 +24,7 @@ import pytest
 
 from raypool import CloudError, ParallelPool, Profile
 from raypool.cloud.connect import host_and_port
-from raypool.cloud.dashboard import Dashboard
+from raypool.cloud.jobs import Dashboard
 from raypool.engine.ray_session import LOOPBACK_ONLY
 from tests.leaks import MARK, SHARED
 from tests.shared_pool import shared

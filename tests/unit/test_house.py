@@ -18,11 +18,11 @@ CLASSES_NAMED_TWICE = """
 """
 
 FILES_NAMED_TWICE = """
-    answers calls files job lines loop losses machines messages nodes options plan run sharing training
+    answers calls files lines loop losses machines messages nodes options plan run sharing training
 """
 
 PRIVATE_NAMES_OF_RAY = """
-    cloud.begin cloud.connect cloud.dashboard cloud.launcher_checks cloud.preemption cloud.sealed cloud.shipping
+    cloud.begin cloud.connect cloud.jobs cloud.launcher_checks cloud.preemption cloud.shipping
     engine.growth engine.machine engine.outside engine.own_memory engine.ray_helpers engine.ray_nodes engine.ray_session
     engine.shortages train.managed train.managed_ranks train.session
 """
