@@ -18,7 +18,7 @@ CLASSES_NAMED_TWICE = """
 """
 
 FILES_NAMED_TWICE = """
-    answers calls files lines loop losses machines messages nodes options plan run sharing training
+    answers calls files lines loop losses machines messages nodes options plan run sharing
 """
 
 PRIVATE_NAMES_OF_RAY = """
