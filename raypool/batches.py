@@ -3,10 +3,10 @@
 **There** the call goes as a module of the job's runtime environment: handed in through the dashboard with the job, like the
 user's own code, and not in its command or its variables, which the dashboard shows.
 
-**Back** comes one file, named after the job: the pickled value or exception behind its checksum, so nothing is unpickled but
-what the job has written. The checksum is an HMAC, whose key those have who may look at the job, by the cluster's token. The file
-lies at `outputs`, or else on the disk of the job's node; from there the dashboard, whose port is the only one that is reachable
-for certain, hands it to those with the token. In the job's log everybody who reads logs would see it.
+**Back** comes one file, named after the job: a line with a checksum, and the pickled value or exception, so nothing is unpickled
+but what the job has written. The checksum is an HMAC, whose key those have who may look at the job, by the cluster's token. The
+file lies at `outputs`, or else on the disk of the job's node; from there the dashboard, whose port is the only one that can be
+reached for certain, hands it to those with the token. In the job's log everybody who reads logs would see it.
 """
 
 from __future__ import annotations
@@ -52,8 +52,6 @@ MOST_BYTES = 512 * 2**20
 
 CALL = "raypool_call"
 """The module that takes a call to a job, and the file in it."""
-
-DIGEST_BYTES = 32
 
 KEY = "raypool_key"
 """What the key of the outputs' checksum is called in the job's metadata, ..."""
@@ -427,7 +425,7 @@ class Job:
 
 
 def _sealed(key: str, kind: str, body: bytes) -> bytes:
-    """Return a file for what a job leaves, "value" or "error": the checksum, the kind and a line's end, the body.
+    """Return a file for what a job leaves, a "value" or an "error": a line with the kind and the checksum, and the body.
 
     Example:
         >>> _opened("key", _sealed("key", "value", b"abc"))[0]
@@ -435,17 +433,21 @@ def _sealed(key: str, kind: str, body: bytes) -> bytes:
         >>> _opened("key", _sealed("key", "value", b"abc")[:-1])
         >>> _opened("key", _sealed("another key", "value", b"abc"))
     """
-    rest = kind.encode() + b"\n" + body
-    return hmac.digest(key.encode(), rest, "sha256") + rest
+    return f"{kind} {_checksum(key, kind, body)}\n".encode() + body
 
 
 def _opened(key: str, data: bytes) -> tuple[str, memoryview] | None:
-    """Return what was sealed, its kind and its body; None if this is not what was sealed with this key."""
-    rest = memoryview(data)[DIGEST_BYTES:]
-    if not hmac.compare_digest(data[:DIGEST_BYTES], hmac.digest(key.encode(), rest, "sha256")):
-        return None
-    kind, _, _ = data[DIGEST_BYTES:].partition(b"\n")
-    return kind.decode(), rest[len(kind) + 1 :]
+    """Return the kind and the body of what was sealed; None if this is not what was sealed with this key."""
+    line = data[: data.find(b"\n") + 1]
+    kind, body = line.partition(b" ")[0].decode(errors="replace"), memoryview(data)[len(line) :]
+    expected = f"{kind} {_checksum(key, kind, body)}\n"
+    return (kind, body) if hmac.compare_digest(line, expected.encode()) else None
+
+
+def _checksum(key: str, kind: str, body: bytes | memoryview) -> str:
+    checksum = hmac.new(key.encode(), kind.encode(), "sha256")
+    checksum.update(body)
+    return checksum.hexdigest()
 
 
 # --- on the cluster -----------------------------------------------------------------------------------------------------
