@@ -353,7 +353,8 @@ class Job:
             except FileNotFoundError:
                 if self._info.exit_code == 0:
                     raise CloudError(
-                        f"The outputs of job {self.id} are not there any more: it has put them on {self.outputs_at}."
+                        f"The outputs of job {self.id} are not there any more, or this machine does not see them: the job has "
+                        f"put them on {self.outputs_at}."
                     ) from None
                 self._outcome = None, self._unsaid()
             else:
@@ -465,8 +466,7 @@ def run() -> Any:
     place: str | None = None
     code: Any = 1
     try:
-        _check_versions(versions)
-        call = _loaded(body)
+        call = _loaded(body, versions)
         if outputs is not None:
             _try_out(outputs, job_id)
         place = outputs
@@ -488,11 +488,11 @@ def _versions() -> dict[str, str]:
     return {"Python": f"{sys.version_info.major}.{sys.version_info.minor}", "raypool": version("raypool")}
 
 
-def _check_versions(theirs: dict[str, str]) -> None:
-    """Make sure that what was packed by these versions can be opened here.
+def _loaded(body: bytes, theirs: dict[str, str]) -> Call:
+    """Return a call that was packed by these versions.
 
     Raises:
-        CloudError: Python or raypool is of another version here.
+        CloudError: Python or raypool is of another version here, or a module of the function's is missing.
     """
     ours = _versions()
     if theirs != ours:
@@ -500,9 +500,6 @@ def _check_versions(theirs: dict[str, str]) -> None:
         raise CloudError(
             f"A function and its outputs travel between the same versions only: {words}. Install the same on both sides."
         )
-
-
-def _loaded(body: bytes) -> Call:
     try:
         return pickle.loads(body)  # type: ignore[no-any-return]
     except ImportError as error:

@@ -1,8 +1,8 @@
 """Jobs on a cluster: commands that its head runs, which go on when this machine does not.
 
 Ray's `JobSubmissionClient` hands them in, asks for them and stops them, through the dashboard: the one port of a cluster that
-has to be reachable from elsewhere, as a rule through a tunnel. `Dashboard` is that client with what it lacks: it never waits for
-ever, and shows the token to nobody else.
+has to be reachable from elsewhere, as a rule through a tunnel. `Dashboard` adds what that client lacks: a time limit for every
+request, and care that nobody else sees the token.
 
 Source: Ray's documentation, "Ray Jobs Overview" and "Python SDK". Checked on Ray 2.60: `dashboard/modules/dashboard_sdk.py`
 (all requests of the client go through `_do_request`), `job/` (job_manager.py: what a stop does, and where a job runs; common.py:
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from ray.job_submission import JobDetails
 
 TIMEOUTS_S = {"GET": 8.0, "POST": 60.0, "DELETE": 60.0, "PUT": 1800.0}
-"""How long the dashboard may take for a request [s]. It answers questions at once, starts a job when it has found an agent for
-it, and takes half a gigabyte through a tunnel."""
+"""How long the dashboard may take for a request [s]. GET is a question; POST starts a job, for which an agent has to be found;
+PUT may send half a gigabyte through a tunnel."""
 
 OUTPUTS_TIMEOUT_S, PAUSE_S = 600, 30.0
 """How long outputs may take from another node to the dashboard, and how long they may pause on their way here [s]."""
@@ -234,12 +234,15 @@ class Dashboard(JobSubmissionClient):  # type: ignore[misc]
             CloudError: As for `get`.
         """
         query = {"node_id": node, "filename": f"{OUTPUTS_FOLDER}/{name}", "lines": -1, "timeout": OUTPUTS_TIMEOUT_S}
-        try:
-            return bytes(self._do_request("GET", "/api/v0/logs/file", params=query, timeout=PAUSE_S).content)
-        except CloudError as error:
-            if getattr(error, "status", None) == 500 and "not found" in str(error):
-                raise FileNotFoundError(name) from error
-            raise
+        for _ in range(3):  # where there is no such file, an answer may also be empty: then Ray has missed that message
+            try:
+                if data := self._do_request("GET", "/api/v0/logs/file", params=query, timeout=PAUSE_S).content:
+                    return bytes(data)
+            except CloudError as error:
+                if getattr(error, "status", None) == 500 and "not found" in str(error):
+                    break
+                raise
+        raise FileNotFoundError(name)
 
     def nodes(self) -> list[dict[str, Any]]:
         """Return the nodes of the cluster that are alive, as Ray's state API describes them; it has one at least, the head."""
@@ -266,7 +269,10 @@ class Dashboard(JobSubmissionClient):  # type: ignore[misc]
         return False
 
     def tail(self, job_id: str) -> Iterator[str]:
-        """Yield what a job has printed and prints, and "" whenever there is nothing new for a while, until the stream ends."""
+        """Yield what a job has printed and prints, and "" whenever it prints nothing for a while, until the stream ends.
+
+        The thread must have no running event loop, as that of a notebook has.
+        """
         with asyncio.Runner() as runner:
             runner.get_loop().set_exception_handler(lambda *_: None)  # it would tell that Ray's client leaves its connection open
             pieces = self.tail_job_logs(job_id)
@@ -291,6 +297,7 @@ class Dashboard(JobSubmissionClient):  # type: ignore[misc]
         request = {
             "timeout": TIMEOUTS_S[method],
             "allow_redirects": False,  # the token would go along
+            "auth": lambda prepared: prepared,  # else an entry of ~/.netrc replaces the token
             "proxies": {"http": None, "https": None, "all": None} if self._is_here else None,  # none reaches a tunnel's end
             **request,
         }
@@ -546,7 +553,7 @@ class Jobs:
             except Exception as error:  # aiohttp's own, a RuntimeError of Ray's client or a CloudError
                 if _is_answer(error) or time.monotonic() > answered + PATIENCE_S:
                     raise CloudError(f"The log of job {job_id} cannot be followed any more: {_last_line(error)}") from error
-                time.sleep(LOOK_S)
+            time.sleep(LOOK_S)
 
     def stop(self, job_id: str) -> JobInfo:
         """End a job, also one that waits; return how it is doing then.
