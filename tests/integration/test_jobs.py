@@ -216,7 +216,11 @@ def test_a_token_is_found_where_ray_finds_it(head: Any, monkeypatch: pytest.Monk
     assert Jobs(Profile(jobs_address=head.url)).dashboard.url == head.url
 
 
-def test_variables_of_rays_do_not_lead_to_another_cluster(head: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_setting_of_this_machine_leads_elsewhere_or_replaces_the_token(
+    head: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "netrc").write_text("machine 127.0.0.1 login me password another")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://127.0.0.1:2")
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:3")
