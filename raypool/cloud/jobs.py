@@ -41,7 +41,7 @@ from raypool.profiles import LOOPBACK, Profile
 if TYPE_CHECKING:
     from ray.job_submission import JobDetails
 
-TIMEOUTS_S = {"GET": 8.0, "POST": 60.0, "DELETE": 60.0, "PUT": 1800.0}
+TIMEOUTS_S = {"GET": 8.0, "POST": 120.0, "DELETE": 120.0, "PUT": 1800.0}
 """How long the dashboard may take for a request [s]. GET is a question; POST starts a job, for which an agent has to be found;
 PUT may send half a gigabyte through a tunnel."""
 
