@@ -53,11 +53,8 @@ MOST_BYTES = 512 * 2**20
 CALL = "raypool_call"
 """The module that takes a call to a job, and the file in it."""
 
-KEY = "raypool_key"
-"""What the key of the outputs' checksum is called in the job's metadata, ..."""
-
 OUTPUTS = "raypool_outputs"
-"""... and the place of outputs that lie elsewhere than on the cluster."""
+"""What is noted with a job whose outputs lie elsewhere than on its cluster."""
 
 Workers = int | tuple[int, int]
 
@@ -120,7 +117,7 @@ def batch(
         >>> raypool.find_job("raypool_4f0c21a8b6e94d13", profile="my-cluster").fetch_outputs()  # doctest: +SKIP
         [0.71, 0.93, 0.95]
     """
-    from raypool.cloud.jobs import Jobs, PackedCall, new_id
+    from raypool.cloud.jobs import KEY, Jobs, PackedCall, new_id
     from raypool.engine.packing import snapshot
 
     if not callable(fn):
@@ -337,6 +334,8 @@ class Job:
         return self._info
 
     def _key(self) -> str:
+        from raypool.cloud.jobs import KEY
+
         key = self._info.metadata.get(KEY)
         if key is None:
             raise CloudError(

@@ -57,6 +57,9 @@ AUTOSCALER_TIMEOUT_S = 6.0
 OUTPUTS_FOLDER = "raypool-outputs"
 """What the folder for outputs is called in that of Ray's session on each node, and the link to it among Ray's logs."""
 
+KEY = "raypool_key"
+"""What the key of the outputs' checksum is called in a job's metadata. Who knows it could forge outputs."""
+
 STATES = {"PENDING": "queued", "RUNNING": "running", "SUCCEEDED": "finished", "FAILED": "failed", "STOPPED": "cancelled"}
 """What Ray calls the states of a job, and what futures call them."""
 

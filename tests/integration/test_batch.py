@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 import ray  # noqa: F401 - so that the functions of this file travel as a user's script's do
+from click.testing import CliRunner
 
 import raypool
 from raypool import (
@@ -35,6 +36,7 @@ from raypool import (
     TaskError,
     WorkerResources,
 )
+from raypool.cli import main
 from tests.integration import test_growth as growth
 
 Poll = Callable[..., bool]
@@ -99,6 +101,10 @@ def test_a_job_has_its_own_pool_and_its_outputs_are_there_for_another_process(he
     assert line == "a line of the job's own"
     assert pool_line.startswith("raypool: 2 workers on ")
     assert_nobody_else_can_read(head, SECRET)
+    which = ["--address", head.url, "--token-file", str(head.token_file)]
+    shown = CliRunner().invoke(main, ["job", "status", "--json", *which, job_id]).stdout
+    assert job_id in shown
+    assert "raypool_key" not in shown
 
 
 def assert_nobody_else_can_read(head: Any, secret: str) -> None:
