@@ -12,7 +12,8 @@ from benchmarks.measuring import search_path
 from benchmarks.own_ray import own_ray
 from benchmarks.tasks import Bare, nothing
 from raypool import ParallelPool, parpool
-from raypool.backends.ray.session import ENVIRONMENT, make_token
+from raypool.backends.ray.session import ENVIRONMENT
+from raypool.cloud.tokens import make_token
 
 WORKERS = 2
 

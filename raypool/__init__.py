@@ -10,7 +10,7 @@ import importlib
 import typing
 
 if typing.TYPE_CHECKING:
-    from raypool.batches import batch, find_job
+    from raypool.batches import Job, batch, find_job
     from raypool.channel.constants import Constant
     from raypool.channel.queues import DataQueue, Listener
     from raypool.channel.records import WorkerInfo
@@ -43,7 +43,6 @@ if typing.TYPE_CHECKING:
     from raypool.gpus.handover import as_device, copy_to, cpu, gpu
     from raypool.gpus.table import gpu_device_count, gpu_device_table
     from raypool.interop.joblib import register_joblib
-    from raypool.job import Job
     from raypool.journal.reading import load_results
     from raypool.pool import ParallelPool, PoolPart, PoolView, Statistics, fit, gcp, parpool
     from raypool.profiles import Profile
@@ -144,7 +143,7 @@ _HOMES = {
     "InternalError": "raypool.errors",
     "InvalidTypeError": "raypool.errors",
     "InvalidValueError": "raypool.errors",
-    "Job": "raypool.job",
+    "Job": "raypool.batches",
     "JournalError": "raypool.errors",
     "Listener": "raypool.channel.queues",
     "LossReason": "raypool.errors",

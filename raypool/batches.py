@@ -1,43 +1,71 @@
-"""Work that a cluster does by itself: `batch` hands in a function, and its outputs are there when somebody asks for them."""
+"""Work that a cluster does by itself: `batch` hands in a function, and its outputs are there when somebody asks for them.
+
+**There** the call goes as a module of the job's runtime environment: handed in through the dashboard with the job, like the
+user's own code, and not in its command or its variables, which the dashboard shows.
+
+**Back** comes one file, named after the job: a line with a checksum, and the pickled value or exception, so nothing is unpickled
+but what the job has written. The checksum is an HMAC, whose key those have who may look at the job, by the cluster's token. The
+file lies at `outputs`, or else on the disk of the job's node; from there the dashboard, whose port is the only one that can be
+reached for certain, hands it to those with the token. In the job's log everybody who reads logs would see it.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import hmac
+import importlib.resources
+import os
+import pickle
+import secrets
+import sys
 import tempfile
+import traceback
 import urllib.parse
-import uuid
 from collections.abc import Callable
+from concurrent.futures import CancelledError
+from datetime import datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from raypool.channel.records import function_name
-from raypool.cloud.sealed import seal
-from raypool.errors import CloudError, InvalidTypeError, InvalidValueError, ResourceError
-from raypool.job import CALL, OUTPUTS, Job
-from raypool.pool import checked_range
+from raypool.errors import (
+    CloudError,
+    InvalidTypeError,
+    InvalidValueError,
+    RemoteTraceback,
+    ResourceError,
+    SerializationError,
+    TaskError,
+)
+from raypool.pool import checked_range, parpool
 from raypool.profile_files import resolve_profile
 from raypool.profiles import Profile
+from raypool.views.words import one_line
 
 if TYPE_CHECKING:
-    from raypool.cloud.jobs import Jobs
+    from raypool.cloud.jobs import JobInfo, Jobs
 
 MOST_BYTES = 512 * 2**20
 """So much can be handed in with a job at most: Ray takes no larger package."""
+
+CALL = "raypool_call"
+"""The module that takes a call to a job, and the file in it."""
+
+OUTPUTS = "raypool_outputs"
+"""What is noted with a job whose outputs lie elsewhere than on its cluster."""
 
 Workers = int | tuple[int, int]
 
 
 class Call(NamedTuple):
-    """What a job is to do: call `fn(*args)`, with a pool of so many workers open (None: without one), as the profile says.
-
-    Where its outcome goes: `outputs`, a folder or URL; None: to the disk of its node.
-    """
+    """What a job is to do: call `fn(*args)`, with a pool of so many workers open (None: without one), as the profile says."""
 
     fn: Callable[..., Any]
     args: tuple[Any, ...]
     pool: Workers | None
     profile: Profile
-    outputs: str | None
 
 
 def batch(
@@ -89,26 +117,33 @@ def batch(
         >>> raypool.find_job("raypool_4f0c21a8b6e94d13", profile="my-cluster").fetch_outputs()  # doctest: +SKIP
         [0.71, 0.93, 0.95]
     """
-    from raypool.cloud.jobs import Jobs, PackedCall
+    from raypool.backends.ray.packing import snapshot
+    from raypool.cloud.jobs import KEY, Jobs, PackedCall, new_id
 
     if not callable(fn):
         raise InvalidTypeError(f"{fn!r} is not a function, so that it cannot be called. Give it first: batch(fn, *args).")
     checked_range(pool, "pool")
     settings = _checked_profile(profile)
     outputs = _checked_place(outputs)
-    call = Call(fn, args, pool, _as_there(settings), outputs)
-    body = _packed(call)
+    nothing: dict[str, Any] = {"address": None, "jobs_address": None, "token_file": None, "tls": None, "working_dir": None}
+    as_there = dataclasses.replace(settings, packages=(), trace=None, **nothing)  # it is there already, and what is shipped, too
+    body = snapshot(Call(fn, args, pool, as_there), "a call to a cluster")
+    if len(body) >= MOST_BYTES:
+        raise CloudError(
+            f"The function and its arguments are {len(body) / 2**20:.0f} MiB, and at most {MOST_BYTES / 2**20:.0f} MiB can be "
+            "handed in with a job. Put the data where the cluster can read them, and give their address."
+        )
     jobs = Jobs(settings)
     _check_room(jobs, pool, settings)
-    key = uuid.uuid4().hex[:16]
-    metadata = {CALL: key} | ({OUTPUTS: outputs} if outputs is not None else {})
+    job_id, key = new_id(), secrets.token_hex(32)
     with tempfile.TemporaryDirectory(prefix="raypool-") as folder:
-        module = Path(folder) / f"{CALL}_{key}"
+        module = Path(folder) / CALL
         module.mkdir()
-        (module / "__init__.py").write_text(f"# {key}\n")  # Ray takes modules for the same whose files say the same
-        (module / "call").write_bytes(b"".join(seal("call", body)))
-        command = [jobs.python, "-m", "raypool.batch_run", key]
-        job_id = jobs.submit(command, name=name or function_name(fn), call=PackedCall(str(module), metadata))
+        (module / "__init__.py").touch()
+        (module / CALL).write_bytes(pickle.dumps((_versions(), job_id, key, outputs, body)))
+        metadata = {KEY: key} | ({OUTPUTS: outputs} if outputs is not None else {})
+        call = PackedCall(job_id, str(module), metadata)
+        jobs.submit([jobs.python, "-m", "raypool.batches"], name=name or function_name(fn), call=call)
     return Job(jobs, jobs.look(job_id))
 
 
@@ -141,12 +176,6 @@ def _checked_profile(profile: str | Profile) -> Profile:
     return settings
 
 
-def _as_there(profile: Profile) -> Profile:
-    """Return a profile as it counts on the cluster itself: it is there already, and so is what is shipped to it."""
-    nothing: dict[str, Any] = {"address": None, "jobs_address": None, "token_file": None, "tls": None, "working_dir": None}
-    return dataclasses.replace(profile, packages=(), trace=None, **nothing)
-
-
 def _checked_place(outputs: str | None) -> str | None:
     """Return a place for outputs without a slash at its end."""
     from raypool.worker.homes import filesystem
@@ -161,18 +190,6 @@ def _checked_place(outputs: str | None) -> str | None:
         raise InvalidValueError("outputs= has a password in it, which the dashboard would show. Let the machines' account do.")
     filesystem(outputs, "outputs")
     return outputs.rstrip("/")
-
-
-def _packed(call: Call) -> bytes:
-    from raypool.backends.ray.packing import snapshot
-
-    body = snapshot(call, "a call to a cluster")
-    if len(body) >= MOST_BYTES:
-        raise CloudError(
-            f"The function and its arguments are {len(body) / 2**20:.0f} MiB, and at most {MOST_BYTES / 2**20:.0f} MiB can be "
-            "handed in with a job. Put the data where the cluster can read them, and give their address."
-        )
-    return body
 
 
 def _check_room(jobs: Jobs, pool: Workers | None, profile: Profile) -> None:
@@ -203,3 +220,342 @@ def _check_room(jobs: Jobs, pool: Workers | None, profile: Profile) -> None:
                 available=room,
                 holders=(),
             )
+
+
+class Job:
+    """A job on a cluster, from `batch` or `find_job`. Whatever it is asked, it asks the cluster."""
+
+    def __init__(self, jobs: Jobs, info: JobInfo) -> None:
+        self._jobs = jobs
+        self._info = info
+        self._outcome: tuple[Any, BaseException | None] | None = None
+
+    @property
+    def id(self) -> str:
+        """Its id: with that, and the profile, another process finds it."""
+        return self._info.id
+
+    @property
+    def name(self) -> str:
+        """What it was called."""
+        return self._info.name
+
+    @property
+    def state(self) -> str:
+        """Where it is: "queued", "running", "finished", "failed" or "cancelled"."""
+        return self._look().state
+
+    @property
+    def submitted_at(self) -> datetime | None:
+        """When it was handed in."""
+        return self._info.submitted_at
+
+    @property
+    def finished_at(self) -> datetime | None:
+        """When it ended, None before."""
+        return self._look().finished_at
+
+    @property
+    def exit_code(self) -> int | None:
+        """With what its process has ended, negative after a signal; None before, and if it never began."""
+        return self._look().exit_code
+
+    @property
+    def error(self) -> BaseException | None:
+        """The exception that it ended with, None if it has not ended or ended well."""
+        return self._fetch()[1] if self.state == "failed" else None
+
+    @property
+    def diary(self) -> str:
+        """What the function has printed so far, and whatever else its process has; what workers print stands in their futures.
+
+        Source:
+            MATLAB R2025b, diary of a parallel.Job.
+        """
+        # Two lines are Ray's own; the second is written late, so that what a quick one prints may stand before it.
+        text = self._jobs.log(self.id).replace(f"Running entrypoint for job {self.id}: {self._info.command}\n", "", 1)
+        first, _, rest = text.partition("\n")
+        return rest if first.endswith("-- Runtime env is setting up.") else text
+
+    @property
+    def outputs_at(self) -> str:
+        """Where its outputs lie, or will: the folder or URL that was given, else where on its node."""
+        from raypool.cloud.jobs import OUTPUTS_FOLDER
+
+        self._key()  # who has none, has no outputs
+        place = self._info.metadata.get(OUTPUTS)
+        if place is not None:
+            return f"{place}/{self.id}"
+        return f"{OUTPUTS_FOLDER}/{self.id} in the folder of Ray's session on node {self._look().node or 'of the head'}"
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait for its end, at most so long; return whether it has ended."""
+        if not self._info.has_ended:
+            self._info = self._jobs.wait(self.id, timeout_s)
+        return self._info.has_ended
+
+    def fetch_outputs(self, timeout_s: float | None = None) -> Any:
+        """Return what the function returned, waiting for it at most so long.
+
+        Raises:
+            TimeoutError: It has not ended by then; it goes on.
+            concurrent.futures.CancelledError: It was cancelled.
+            Exception: What the function raised, as itself; the traceback there is its cause.
+            TaskError: It ended otherwise: its process was killed, or never began.
+            SerializationError: What it returned cannot be opened here.
+            CloudError: Its cluster does not answer, or does not have the outputs any more.
+        """
+        if not self.wait(timeout_s):
+            raise TimeoutError(f"Job {self.id} ({self.name}) has not ended after timeout_s={timeout_s:g}; it goes on.")
+        if self._info.state == "cancelled":
+            raise CancelledError(f"Job {self.id} ({self.name}) was cancelled.")
+        value, error = self._fetch()
+        if error is not None:
+            raise error
+        return value
+
+    def cancel(self) -> bool:
+        """End it, whether it waits or runs; return whether it had not ended by itself.
+
+        Raises:
+            CloudError: The cluster does not answer, or the job does not end.
+        """
+        if self._look().has_ended:
+            return self._info.state == "cancelled"
+        self._info = self._jobs.stop(self.id)
+        return self._info.state == "cancelled"
+
+    def __repr__(self) -> str:
+        return f"<Job {self.id} ({one_line(self.name)}): {self._info.state}>"
+
+    def _look(self) -> JobInfo:
+        if not self._info.has_ended:
+            self._info = self._jobs.look(self.id)
+        return self._info
+
+    def _key(self) -> str:
+        from raypool.cloud.jobs import KEY
+
+        key = self._info.metadata.get(KEY)
+        if key is None:
+            raise CloudError(
+                f"Job {self.id} has no outputs: it was not handed in by raypool.batch. What it printed is in its diary."
+            )
+        return key
+
+    def _fetch(self) -> tuple[Any, BaseException | None]:
+        """Return what has come of it: a value, or an exception."""
+        if self._outcome is None:
+            key = self._key()
+            try:
+                data = self._read()
+            except FileNotFoundError:
+                if self._info.exit_code == 0:
+                    raise CloudError(
+                        f"The outputs of job {self.id} are not there any more, or this machine does not see them: the job has "
+                        f"put them on {self.outputs_at}."
+                    ) from None
+                self._outcome = None, self._unsaid()
+            else:
+                if (opened := _opened(key, data)) is None:
+                    raise CloudError(
+                        f"What lies at {self.outputs_at} ({len(data)} bytes) is not what job {self.id} has written: its checksum "
+                        "is another one, and it was not opened. Either it has not arrived in whole (try again), or somebody has "
+                        "changed it."
+                    )
+                self._outcome = self._unpickled(*opened)
+        return self._outcome
+
+    def _read(self) -> bytes:
+        """Read what lies at the place that was given, or else on the disk of its node: also if that place had failed there.
+
+        Raises:
+            FileNotFoundError: It is on neither.
+            CloudError: It cannot be read from here.
+        """
+        from raypool.worker.homes import filesystem
+
+        place = self._info.metadata.get(OUTPUTS)
+        not_there: OSError = FileNotFoundError(self.id)
+        if place is not None:
+            files, root = filesystem(place, "outputs")
+            try:
+                with files.open_input_stream(f"{root}/{self.id}") as stream:
+                    return bytes(stream.read())
+            except OSError as error:
+                not_there = error
+        if self._info.node is not None:
+            with contextlib.suppress(FileNotFoundError):
+                return self._jobs.dashboard.outputs(self._info.node, self.id)
+        if isinstance(not_there, FileNotFoundError):
+            raise not_there
+        raise CloudError(f"The outputs at {self.outputs_at} cannot be read from here: {not_there}.") from not_there
+
+    def _unpickled(self, kind: str, body: memoryview) -> tuple[Any, BaseException | None]:
+        from raypool.backends.ray.packing import unpack_failure
+
+        if kind == "error":
+            error, text = unpack_failure(bytes(body))
+            with contextlib.suppress(Exception):  # it is the user's class, and may refuse attributes
+                error.add_note(f"raypool: job {self.id} ({self.name})")
+                if error.__cause__ is None and text is not None:
+                    error.__cause__ = RemoteTraceback(text)
+            return None, error
+        try:
+            return pickle.loads(body), None
+        except Exception as error:
+            raise SerializationError(
+                f"The outputs of job {self.id} have arrived but cannot be unpickled here ({type(error).__name__}: {error}). "
+                "Their classes must be importable in this process too, and Python be of the version there.",
+                what="the outputs of a job",
+            ) from error
+
+    def _unsaid(self) -> TaskError:
+        """Return the error for one that has left nothing."""
+        printed = self.diary.strip().splitlines()
+        if self._info.exit_code is None:
+            return TaskError(f"Job {self.id} ({self.name}) could not be started: {self._info.message.strip()}")
+        if any("No module named 'raypool'" in line or "No module named raypool" in line for line in printed):
+            hint = "Raypool is not installed there: install it on the cluster, or name it in the profile's packages."
+        else:
+            hint = "Something has killed it, or ended its process. It printed last: " + " / ".join(printed[-3:])
+        return TaskError(
+            f"Job {self.id} ({self.name}) has ended with exit code {self._info.exit_code} and has left nothing. {hint}"
+        )
+
+
+def _sealed(key: str, kind: str, body: bytes) -> bytes:
+    """Return a file for what a job leaves, a "value" or an "error": a line with the kind and the checksum, and the body.
+
+    Example:
+        >>> _opened("key", _sealed("key", "value", b"abc"))[0]
+        'value'
+        >>> _opened("key", _sealed("key", "value", b"abc")[:-1])
+        >>> _opened("key", _sealed("another key", "value", b"abc"))
+    """
+    return f"{kind} {_checksum(key, kind, body)}\n".encode() + body
+
+
+def _opened(key: str, data: bytes) -> tuple[str, memoryview] | None:
+    """Return the kind and the body of what was sealed; None if this is not what was sealed with this key."""
+    line = data[: data.find(b"\n") + 1]
+    kind, body = line.partition(b" ")[0].decode(errors="replace"), memoryview(data)[len(line) :]
+    expected = f"{kind} {_checksum(key, kind, body)}\n"
+    return (kind, body) if hmac.compare_digest(line, expected.encode()) else None
+
+
+def _checksum(key: str, kind: str, body: bytes | memoryview) -> str:
+    checksum = hmac.new(key.encode(), kind.encode(), "sha256")
+    checksum.update(body)
+    return checksum.hexdigest()
+
+
+# --- on the cluster -----------------------------------------------------------------------------------------------------
+
+
+def run() -> Any:
+    """Do what the call says that came with this job, and leave what comes of it; return the exit code."""
+    from raypool.backends.ray.packing import pack_error, snapshot
+    from raypool.backends.ray.session import join_ray
+    from raypool.worker.runner import finished
+
+    join_ray(None)
+    versions, job_id, key, outputs, body = pickle.loads(importlib.resources.files(CALL).joinpath(CALL).read_bytes())
+    place: str | None = None
+    code: Any = 1
+    try:
+        call = _loaded(body, versions)
+        if outputs is not None:
+            _try_out(outputs, job_id)
+        place = outputs
+        with parpool(call.pool, profile=call.profile) if call.pool is not None else contextlib.nullcontext():
+            value = finished(call.fn(*call.args))
+        outcome, code = _sealed(key, "value", snapshot(value, "a result back")), 0
+    except SystemExit as error:
+        told = TaskError(f"The function has ended its process, with exit code {error.code}.")
+        outcome, code = _sealed(key, "error", pack_error(told)), error.code
+    except BaseException as error:
+        traceback.print_exc()
+        outcome = _sealed(key, "error", pack_error(error))
+    _leave(outcome, job_id, place)
+    return code
+
+
+def _versions() -> dict[str, str]:
+    """Return what has to be the same on both sides: functions travel as code of one version of Python."""
+    return {"Python": f"{sys.version_info.major}.{sys.version_info.minor}", "raypool": version("raypool")}
+
+
+def _loaded(body: bytes, theirs: dict[str, str]) -> Call:
+    """Return a call that was packed by these versions.
+
+    Raises:
+        CloudError: Python or raypool is of another version here, or a module of the function's is missing.
+    """
+    ours = _versions()
+    if theirs != ours:
+        words = ", ".join(f"{name} {theirs[name]} there and {ours[name]} here" for name in ours if theirs[name] != ours[name])
+        raise CloudError(
+            f"A function and its outputs travel between the same versions only: {words}. Install the same on both sides."
+        )
+    try:
+        return pickle.loads(body)  # type: ignore[no-any-return]
+    except ImportError as error:
+        raise CloudError(
+            f"The function cannot be loaded on the cluster: {error}. Ship the folder that has the module with the profile's "
+            "working_dir, or name the package in its packages."
+        ) from error
+
+
+def _try_out(place: str, job_id: str) -> None:
+    """Make sure that something can be left there, before hours of work depend on it.
+
+    Raises:
+        CloudError: It cannot.
+    """
+    try:
+        files, name = _put(b"raypool tries whether it can write here\n", f"{job_id}.trial", place)
+        files.delete_file(name)
+    except Exception as error:
+        raise CloudError(
+            f"The function was not called: its outputs are to go to {place}, where the cluster cannot write: {error}. "
+            "Make sure that the place exists, and that the account of the machines may write there."
+        ) from error
+
+
+def _leave(data: bytes, job_id: str, place: str | None) -> None:
+    """Leave something where whoever wants it looks for it, at the latest on the disk of this node."""
+    from raypool.cloud.jobs import make_outputs_folder
+
+    if place is not None:
+        try:
+            _put(data, job_id, place)
+        except Exception:
+            traceback.print_exc()
+            sys.stderr.write(f"raypool: {place} could be written to before, and cannot now; what comes is left on this node\n")
+        else:
+            return
+    draft = make_outputs_folder() / f"{job_id}.draft"
+    draft.touch(mode=0o600)
+    draft.write_bytes(data)
+    draft.replace(draft.with_suffix(""))
+
+
+def _put(data: bytes, name: str, place: str) -> tuple[Any, str]:
+    """Write a file in a folder or at a URL, all of it or nothing; return who knows it, and what it calls it."""
+    from raypool.worker.homes import filesystem
+
+    files, root = filesystem(place, "outputs")
+    with contextlib.suppress(NotImplementedError):
+        files.create_dir(root, recursive=True)
+    draft = f"{root}/{name}.{os.getpid()}"
+    with files.open_output_stream(draft) as stream:
+        stream.write(data)
+    files.move(draft, f"{root}/{name}")
+    return files, f"{root}/{name}"
+
+
+if __name__ == "__main__":
+    from raypool import batches  # what is pickled here is to be of that module, not of __main__
+
+    raise SystemExit(batches.run())

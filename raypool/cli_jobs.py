@@ -149,4 +149,9 @@ def _as_json(infos: list[JobInfo]) -> str:
     import dataclasses
     import json
 
-    return json.dumps([dataclasses.asdict(info) for info in infos], default=str, indent=2)
+    from raypool.cloud.jobs import KEY
+
+    shown = [dataclasses.asdict(info) for info in infos]
+    for info in shown:
+        info["metadata"].pop(KEY, None)
+    return json.dumps(shown, default=str, indent=2)

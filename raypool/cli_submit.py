@@ -12,8 +12,8 @@ from raypool.cli_pipes import echo
 from raypool.errors import CloudError, RaypoolError
 
 if TYPE_CHECKING:
+    from raypool.cloud.spec import Training
     from raypool.cloud.submit import Submission
-    from raypool.cloud.training import Training
     from raypool.profiles import Profile
 
 ARGS = "raypool.args"
@@ -183,11 +183,9 @@ def _target(context: click.Context, given: dict[str, Any], submission: Submissio
 
 
 def _check_for_real(given: dict[str, Any], training: Training) -> None:
-    from raypool.cloud.job_dir import is_in_bucket
-
     if given["project"] is None:
         raise CloudError("Which project pays is not said. Give --project, or set GOOGLE_CLOUD_PROJECT.")
-    if training.job_dir is not None and not is_in_bucket(training.job_dir) and not given["is_kept"]:
+    if training.job_dir is not None and "://" not in training.job_dir and not given["is_kept"]:
         raise CloudError(
             f"--job-dir {training.job_dir} is on a disk of the cluster, which goes with it. Give gs://BUCKET/..., or --keep."
         )

@@ -11,9 +11,9 @@ import argparse
 import os
 import sys
 import time
+import uuid
 from collections.abc import Callable, Sequence
 
-from raypool.cloud import job_dir
 from raypool.errors import CloudError
 
 MACHINES_TIMEOUT_S = 1800.0
@@ -24,6 +24,9 @@ LOOK_S = 1.0
 
 ANSWER_S = 10.0
 """How long Ray may take to say which are [s]."""
+
+BUCKET_PATIENCE = {"gs": "?retry_limit_seconds=20", "s3": ""}
+"""So long a bucket is asked again if it does not answer; Google's client would do so for a quarter of an hour."""
 
 
 def main(words: Sequence[str]) -> None:
@@ -39,12 +42,38 @@ def main(words: Sequence[str]) -> None:
         parser.error("nothing is to be run: there is no `-- SCRIPT`")
     try:
         if options.job_dir is not None:
-            job_dir.try_out(options.job_dir)
+            try_out(options.job_dir)
         if options.machines > 1:
             wait_until(options.machines, machines_there, options.timeout_s)
     except CloudError as error:
         sys.exit(f"raypool: {error}")
     os.execv(sys.executable, [sys.executable, *script])
+
+
+def try_out(job_dir: str) -> None:
+    """Write a small file into a job's folder, and remove it again. The folder is made if it is not there.
+
+    Raises:
+        CloudError: It cannot be written to from this machine.
+    """
+    from pyarrow import fs
+
+    scheme, is_in_bucket, _ = job_dir.partition("://")
+    try:
+        if is_in_bucket:
+            files, folder = fs.FileSystem.from_uri(job_dir.rstrip("/") + BUCKET_PATIENCE[scheme])
+        else:
+            files, folder = fs.LocalFileSystem(), job_dir.rstrip("/") or "/"
+        files.create_dir(folder, recursive=True)
+        place = f"{folder}/.raypool-{uuid.uuid4().hex}"
+        with files.open_output_stream(place) as stream:
+            stream.write(b"raypool tries whether it can write here\n")
+        files.delete_file(place)
+    except (OSError, ValueError) as error:
+        raise CloudError(
+            f"--job-dir {job_dir} cannot be written to from this machine: {error}. "
+            "Make sure that it exists, and that the machines' account may write there."
+        ) from error
 
 
 def machines_there() -> int:

@@ -1,4 +1,4 @@
-"""Training jobs as AI Platform Training took them: `config.yaml`, checked.
+"""Training jobs: what they need, and what AI Platform Training took for that, `config.yaml`, checked.
 
 ::
 
@@ -21,16 +21,19 @@ Source:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from raypool.cloud import job_dir, zones
+from raypool.cloud import zones
 from raypool.cloud.documents import Document, Findings, Keys, nearest
 from raypool.cloud.machines import Catalogue, Machine, catalogue
-from raypool.cloud.plan import NodeGroup
-from raypool.cloud.training import GROUPS, Training
+from raypool.cloud.plan import ClusterPlan, NodeGroup
 from raypool.errors import CloudError
+
+GROUPS = {"master": "head", "worker": "worker", "parameterServer": "parameter-server", "evaluator": "evaluator"}
+"""What the roles of a training job are called as groups of machines; nodes have it as their label "raypool/role"."""
 
 INPUT = "trainingInput"
 OUTSIDE = (INPUT, "jobId", "labels")
@@ -68,6 +71,84 @@ KNOWN = frozenset({"scaleTier", "region", "jobDir", "pythonModule", "args", *TYP
 """All settings of a training job."""
 
 EXAMPLE = "{count: 4, type: NVIDIA_TESLA_T4}"
+
+BUCKETS = {
+    "gs": re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]"),
+    "s3": re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]"),
+}
+"""How buckets may be called.
+
+Source: Google Cloud Storage, "About Cloud Storage buckets"; Amazon S3, "General purpose bucket naming rules".
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """A training job that has been checked.
+
+    Args:
+        groups: Its machines, the master first; the others are always as many as their `most`.
+        region: Where they are to be ("us-central1"); None: nobody has said.
+        name: What it is called; None: nobody has said.
+        job_dir: Where its outputs go; None: nobody has said.
+        module: The Python module to run; None: nobody has said.
+        args: What that is given.
+        notes: Which of its settings change nothing, and why.
+    """
+
+    groups: tuple[NodeGroup, ...]
+    region: str | None = None
+    name: str | None = None
+    job_dir: str | None = None
+    module: str | None = None
+    args: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of GPU that are asked for, each once.
+
+        Example:
+            >>> workers = NodeGroup(name="worker", machine="n1-standard-8", gpu="T4", gpus=2, least=3, most=3)
+            >>> training = Training(groups=(NodeGroup(name="head", machine="n1-standard-4"), workers))
+            >>> training.kinds, training.machines, training.gpus
+            (('T4',), 4, 6)
+        """
+        return tuple(dict.fromkeys(group.gpu for group in self.groups if group.gpu is not None))
+
+    @property
+    def machines(self) -> int:
+        """How many machines there are."""
+        return 1 + sum(group.most for group in self.groups[1:])
+
+    @property
+    def gpus(self) -> int:
+        """How many GPUs they have together."""
+        head, *workers = self.groups
+        return head.gpus + sum(group.gpus * group.most for group in workers)
+
+    def plan(
+        self, *, name: str, project: str | None, zone: str, spot: bool = False, packages: tuple[str, ...] = ()
+    ) -> ClusterPlan:
+        """Return the cluster that the job runs on.
+
+        Args:
+            name: What to call the cluster.
+            project: The project that pays; None: to be filled in.
+            zone: Where; see `raypool.cloud.zones.choose`.
+            spot: Whether the provider may take machines back; never the master's.
+            packages: What is installed on every machine.
+        """
+        head, *workers = self.groups
+        return ClusterPlan(
+            name=name,
+            provider="gcp",
+            head=head,
+            workers=tuple(replace(group, spot=spot) for group in workers),
+            project=project,
+            zone=zone,
+            packages=packages,
+        )
 
 
 def is_training(content: Any) -> bool:
@@ -154,8 +235,28 @@ def _check_places(findings: Findings, training: Training) -> None:
         zones.check(training.kinds, training.region)
     except CloudError as error:
         findings.add((INPUT, "region") if training.region is not None else (INPUT,), str(error))
-    if training.job_dir is not None and (wrong := job_dir.why_not(training.job_dir)) is not None:
+    if training.job_dir is not None and (wrong := _why_no_job_dir(training.job_dir)) is not None:
         findings.add((INPUT, "jobDir"), wrong)
+
+
+def _why_no_job_dir(job_dir: str) -> str | None:
+    """Return what is wrong with a job's folder, None if nothing can be seen to be from here.
+
+    Example:
+        >>> _why_no_job_dir("gs://my-bucket/run-1"), _why_no_job_dir("/mnt/shared/run-1")
+        (None, None)
+        >>> _why_no_job_dir("gs:/my-bucket/run-1")
+        "'gs:/my-bucket/run-1' is neither gs://BUCKET/..., s3://BUCKET/... nor a path that begins with /."
+    """
+    scheme, colon, rest = job_dir.partition("://")
+    if colon and scheme in BUCKETS:
+        bucket = rest.partition("/")[0]
+        if BUCKETS[scheme].fullmatch(bucket):
+            return None
+        return f"{bucket!r} cannot be a bucket's name: three or more of a-z, 0-9, '-' and '.', a letter or digit at both ends."
+    if job_dir.startswith("/"):
+        return None
+    return f"{job_dir!r} is neither gs://BUCKET/..., s3://BUCKET/... nor a path that begins with /."
 
 
 # --- machines -----------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from raypool.cloud import launcher
 from raypool.cloud.gcp_checks import NAME_LIMIT
 from raypool.cloud.jobs import Jobs
 from raypool.cloud.nodes import default_packages
-from raypool.cloud.training import Training
+from raypool.cloud.spec import Training
 from raypool.errors import CloudError
 from raypool.profiles import Profile
 

@@ -13,7 +13,7 @@ import pytest
 
 from raypool import CloudError, Profile, StartupError, Tls
 from raypool.cloud import connect
-from raypool.cloud.dashboard import Dashboard
+from raypool.cloud.jobs import Dashboard
 
 TOKEN = "0123456789abcdef"
 

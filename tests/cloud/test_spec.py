@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raypool.cloud import job_dir, spec, zones
+from raypool.cloud import begin, spec, zones
 from raypool.cloud.documents import documents_of
 from raypool.cloud.machines import catalogue
 from raypool.cloud.overrides import overridden
 from raypool.cloud.plan import NodeGroup
-from raypool.cloud.training import Training
+from raypool.cloud.spec import Training
 from raypool.errors import CloudError
 
 DOCUMENTED = """\
@@ -374,7 +374,7 @@ def test_options_do_not_change_the_document_that_they_are_laid_over() -> None:
 
 
 def test_a_folder_that_can_be_written_to_is_left_as_it_was(tmp_path: Path) -> None:
-    job_dir.try_out(f"{tmp_path}/new/run")
+    begin.try_out(f"{tmp_path}/new/run")
     assert list((tmp_path / "new/run").iterdir()) == []
 
 
@@ -383,4 +383,4 @@ def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         CloudError, match=rf"--job-dir {tmp_path}/file/run cannot be written to from this machine: .*Not a directory"
     ):
-        job_dir.try_out(f"{tmp_path}/file/run")
+        begin.try_out(f"{tmp_path}/file/run")

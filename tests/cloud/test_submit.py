@@ -18,8 +18,8 @@ from click.testing import CliRunner, Result
 from raypool.cli import main
 from raypool.cloud import begin, launcher
 from raypool.cloud.checks import check_file
+from raypool.cloud.spec import Training
 from raypool.cloud.submit import Submission, find_script, run_on_own
-from raypool.cloud.training import Training
 from raypool.errors import CloudError
 from raypool.profiles import Profile
 from tests.cloud import fake_gce

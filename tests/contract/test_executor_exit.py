@@ -17,6 +17,7 @@ def touch(path):
     Path(path).touch()
 
 pool = parpool(1, profile={profile!r}, quiet=True)
+pool.submit(abs, -1).result()  # the worker is up: the time that is waited at the end is for the tasks
 pool.submit(touch, "{folder}/first")
 pool.submit(touch, "{folder}/second")
 """

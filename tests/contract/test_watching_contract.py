@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from raypool import ParallelPool, TaskError, current_task, parpool, report
-from raypool.testing import FaultPlan, sim_pool
+from raypool.testing import sim_pool
+from raypool.testing.simulation import FaultPlan
 from tests.conftest import Gate, Marks
 from tests.contract.conftest import PoolMaker
 

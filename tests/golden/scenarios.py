@@ -14,7 +14,8 @@ from typing import Any
 
 from raypool import Composite, ParallelPool, RaypoolError
 from raypool.engine.trace import read_trace
-from raypool.testing import FaultPlan, replay, sim_pool
+from raypool.testing import replay, sim_pool
+from raypool.testing.simulation import FaultPlan
 
 TRACES = Path(__file__).parent / "traces"
 

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import os
+import pickle
 import shutil
 import signal
 import stat
@@ -21,6 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 import ray  # noqa: F401 - so that the functions of this file travel as a user's script's do
+from click.testing import CliRunner
 
 import raypool
 from raypool import (
@@ -34,6 +36,7 @@ from raypool import (
     TaskError,
     WorkerResources,
 )
+from raypool.cli import main
 from tests.integration import test_growth as growth
 
 Poll = Callable[..., bool]
@@ -98,6 +101,10 @@ def test_a_job_has_its_own_pool_and_its_outputs_are_there_for_another_process(he
     assert line == "a line of the job's own"
     assert pool_line.startswith("raypool: 2 workers on ")
     assert_nobody_else_can_read(head, SECRET)
+    which = ["--address", head.url, "--token-file", str(head.token_file)]
+    shown = CliRunner().invoke(main, ["job", "status", "--json", *which, job_id]).stdout
+    assert job_id in shown
+    assert "raypool_key" not in shown
 
 
 def assert_nobody_else_can_read(head: Any, secret: str) -> None:
@@ -239,12 +246,41 @@ def test_outputs_may_lie_elsewhere(head: Any, tmp_path: Path) -> None:
     assert [job.fetch_outputs(timeout_s=300) for job in jobs] == [5, 5]
     for job, folder in zip(jobs, (tmp_path / "a" / "b", tmp_path / "c"), strict=True):
         [left] = folder.iterdir()
+        assert left.name == job.id
         assert job.outputs_at.endswith(str(left))
         assert not list((head.session / "raypool-outputs").glob(left.name))
         left.unlink()
         again = raypool.find_job(job.id, profile=head.profile)
         with pytest.raises(CloudError, match="are not there any more"):
             again.fetch_outputs()
+
+
+def test_what_the_job_has_not_written_is_not_unpickled(head: Any, tmp_path: Path) -> None:
+    """Whoever may write to the place could put a pickle there that runs code; a transfer may also break off."""
+
+    class Bomb:
+        def __reduce__(self) -> Any:
+            return Path.touch, (tmp_path / "it has run",)
+
+    job = raypool.batch(max, [3, 5], profile=head.profile, outputs=f"{tmp_path}/place")
+    assert job.wait(timeout_s=300)
+    left = Path(job.outputs_at)
+    written = left.read_bytes()
+    line, _, _ = written.partition(b"\n")
+    for other in (written[:-1], written + b"x", line + b"\n" + pickle.dumps(Bomb()), line, b""):
+        left.write_bytes(other)
+        with pytest.raises(CloudError, match=rf"\({len(other)} bytes\) is not what job {job.id} has written"):
+            job.fetch_outputs()
+    assert not (tmp_path / "it has run").exists()
+    left.write_bytes(written)
+    assert job.fetch_outputs() == 5
+
+
+def test_another_version_there_is_said(head: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raypool.batches.version", lambda package: "0.0.9")
+    job = raypool.batch(max, [3, 5], profile=head.profile)
+    with pytest.raises(CloudError, match=r"between the same versions only: raypool 0\.0\.9 there and"):
+        job.fetch_outputs(timeout_s=300)
 
 
 def test_a_place_that_cannot_be_written_to_costs_no_work(head: Any, tmp_path: Path) -> None:

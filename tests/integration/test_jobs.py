@@ -21,8 +21,7 @@ from click.testing import CliRunner, Result
 
 from raypool import CloudError, Profile
 from raypool.cli import main
-from raypool.cloud import dashboard as dashboard_module
-from raypool.cloud.jobs import Jobs
+from raypool.cloud.jobs import TIMEOUTS_S, Jobs
 
 Poll = Callable[..., bool]
 
@@ -217,19 +216,23 @@ def test_a_token_is_found_where_ray_finds_it(head: Any, monkeypatch: pytest.Monk
     assert Jobs(Profile(jobs_address=head.url)).dashboard.url == head.url
 
 
-def test_variables_of_rays_do_not_lead_to_another_cluster(head: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_setting_of_this_machine_leads_elsewhere_or_replaces_the_token(
+    head: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "netrc").write_text("machine 127.0.0.1 login me password another")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://127.0.0.1:2")
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:3")
-    with Jobs(head.profile).dashboard.client() as client:
-        assert client.get_address() == head.url
-        assert isinstance(client.list_jobs(), list)
+    dashboard = Jobs(head.profile).dashboard
+    assert dashboard.get_address() == head.url
+    assert isinstance(dashboard.list_jobs(), list)
     assert os.environ["RAY_ADDRESS"] == "127.0.0.1:1"
 
 
 def test_who_does_not_answer_is_said_within_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "No dashboard of Ray answers at http://127.0.0.1:1" in refusal(Profile(jobs_address="http://127.0.0.1:1"))
-    monkeypatch.setattr(dashboard_module, "ANSWER_TIMEOUT_S", 0.5)
+    monkeypatch.setitem(TIMEOUTS_S, "GET", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         assert "timed out" in refusal(Profile(jobs_address=f"http://127.0.0.1:{silent.getsockname()[1]}"))
 

@@ -18,9 +18,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from raypool import load_results
-from raypool.journal.journal import Journal, Outcome
+from raypool.journal.journal import Journal
 from raypool.journal.keys import content_key
 from raypool.journal.plain import decode, encode
+from raypool.journal.records import Outcome
 
 FILES = ("journal.sqlite", "journal.sqlite-wal")
 

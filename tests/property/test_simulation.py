@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from raypool.core.model import TaskSpec
 from raypool.errors import SpmdError, StartupError, TaskTimeoutError
-from raypool.testing import FaultPlan, replay, sim_pool, simulate
+from raypool.testing import replay, sim_pool
+from raypool.testing.simulation import FaultPlan, simulate
 
 plans = st.builds(
     FaultPlan,

@@ -22,7 +22,8 @@ def start() -> None:
     """Start a Ray, which ends with this process, if the workers are to be on one; or use the one that there is."""
     if not is_on_ray():
         return
-    from raypool.backends.ray.session import ENVIRONMENT, make_token
+    from raypool.backends.ray.session import ENVIRONMENT
+    from raypool.cloud.tokens import make_token
 
     os.environ.update(ENVIRONMENT)
     make_token()

@@ -20,7 +20,8 @@ from raypool.errors import CollectiveError, InvalidTypeError, InvalidValueError,
 from raypool.spmd import group as group_module
 from raypool.spmd import wire
 from raypool.spmd.context import SpmdContext
-from raypool.spmd.group import Assignment, is_disconnect, join, leave
+from raypool.spmd.failures import is_disconnect
+from raypool.spmd.group import Assignment, join, leave
 
 
 class Crew:

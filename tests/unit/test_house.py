@@ -7,7 +7,8 @@ from tests import house
 PACKAGE = house.HERE / "raypool"
 MODULES = house.modules(PACKAGE)
 
-CYCLES: list[list[str]] = []
+CYCLES: list[list[str]] = [
+]
 
 CLASSES_NAMED_TWICE = """
     Call Driver Part Sent
@@ -19,8 +20,8 @@ FILES_NAMED_TWICE = """
 
 PRIVATE_NAMES_OF_RAY = """
     backends.ray.client backends.ray.demand backends.ray.nodes backends.ray.packing backends.ray.session
-    backends.ray.shortages cloud.begin cloud.connect cloud.dashboard cloud.launcher_checks cloud.preemption cloud.sealed
-    cloud.shipping gpus.table train.managed train.managed_ranks train.session
+    backends.ray.shortages cloud.begin cloud.connect cloud.jobs cloud.launcher_checks cloud.preemption cloud.shipping
+    gpus.table train.managed train.managed_ranks train.session
 """
 
 

@@ -22,11 +22,11 @@ import pytest
 from raypool import load_results
 from raypool.errors import JournalError, LossReason, RemoteTraceback, SerializationError, TaskError, WorkerLostError
 from raypool.journal import schema
-from raypool.journal.files import dump, load
-from raypool.journal.journal import Damaged, Journal, Outcome
+from raypool.journal.files import Damaged, dump, load
+from raypool.journal.journal import Journal
 from raypool.journal.keys import FunctionSource
 from raypool.journal.opening import connect
-from raypool.journal.records import MAX_PICKLE_BYTES, to_row
+from raypool.journal.records import MAX_PICKLE_BYTES, Outcome, to_row
 from raypool.journal.replay import replaying
 
 

@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[2] / "raypool"
 # From the top down; a module may import from its own floor and from those below. No modules import each other: test_house.py.
 FLOORS = [
     "__main__ cli cli_cluster cli_doctor cli_jobs cli_submit cli_sweep cli_errors cli_pipes",
-    "checkup demo doctor sweep_files targets interop testing batches job batch_run",
+    "checkup demo doctor sweep_files targets interop testing batches",
     "pool",
     "parfor train spmd",
     "engine",
