@@ -46,18 +46,16 @@ if typing.TYPE_CHECKING:
     from raypool.metric_buffer import MetricBuffer
     from raypool.partition import PoolPart
     from raypool.pool import ParallelPool, Statistics, fit, gcp, parpool
-    from raypool.profiles import Profile
+    from raypool.profiles import Profile, Tls, WorkerResources
     from raypool.queue_home import Listener
     from raypool.queues import DataQueue
     from raypool.reports import report
-    from raypool.resources import WorkerResources
     from raypool.results import Results
     from raypool.shared import Constant
     from raypool.spmd.composite import Composite
     from raypool.spmd.context import SpmdContext
     from raypool.store import ValueStore
     from raypool.task import CurrentTask, current_task
-    from raypool.tls import Tls
     from raypool.train.options import TrainingOptions
     from raypool.train.run import TrainingRun
     from raypool.train.runs import RunOptions, TrainingResult
@@ -178,7 +176,7 @@ _HOMES = {
     "TaskCancelled": "raypool.errors",
     "TaskError": "raypool.errors",
     "TaskTimeoutError": "raypool.errors",
-    "Tls": "raypool.tls",
+    "Tls": "raypool.profiles",
     "TrainingError": "raypool.errors",
     "TrainingOptions": "raypool.train.options",
     "TrainingResult": "raypool.train.runs",
@@ -186,7 +184,7 @@ _HOMES = {
     "ValueStore": "raypool.store",
     "WorkerInfo": "raypool.engine.backend",
     "WorkerLostError": "raypool.errors",
-    "WorkerResources": "raypool.resources",
+    "WorkerResources": "raypool.profiles",
     "after_all": "raypool.waiting",
     "after_each": "raypool.waiting",
     "as_device": "raypool.devices.hand",

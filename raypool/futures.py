@@ -14,10 +14,9 @@ from concurrent.futures._base import CANCELLED_AND_NOTIFIED, FINISHED, PENDING, 
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
-from raypool.errors import InvalidTypeError, InvalidValueError, TaskCancelled
+from raypool.errors import CANCELLED, InvalidTypeError, InvalidValueError, TaskCancelled, reason_of
 from raypool.feed import Feed
 from raypool.lean_future import LeanFuture
-from raypool.reasons import CANCELLED, reason_of
 from raypool.task import in_task
 
 if TYPE_CHECKING:
@@ -170,7 +169,7 @@ class Future(LeanFuture[T], Generic[T]):
     def reason(self) -> str | None:
         """Why it has no value, in a word or two, such as "cancelled" or "gpu out of memory"; None until then, or if it has one.
 
-        See `raypool.reasons.reason_of` for all of them. Never waits.
+        See `raypool.errors.reason_of` for all of them. Never waits.
         """
         if self.cancelled():
             return CANCELLED

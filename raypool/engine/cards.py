@@ -21,7 +21,7 @@ from raypool.engine.claims import Claim
 from raypool.engine.seating import Seating
 from raypool.engine.sharing import Sharing, Weight
 from raypool.engine.telemetry import Usage
-from raypool.reasons import is_gpu_out_of_memory
+from raypool.errors import is_gpu_out_of_memory
 
 REMEMBERED = 32
 """What a GPU's last items have needed, so many of them, decides how many workers share it."""

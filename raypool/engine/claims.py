@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from raypool.devices.gpus import GpuDevice
 from raypool.engine.demands import Demand
 from raypool.engine.shortages import held_by, holders
-from raypool.labels import for_ray
+from raypool.profiles import for_ray
 
 POLL_S = 0.01
 

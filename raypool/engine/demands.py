@@ -9,8 +9,7 @@ from typing import Any
 import ray
 
 from raypool.core.sharing import MOST
-from raypool.labels import has_labels
-from raypool.resources import WorkerResources
+from raypool.profiles import WorkerResources, has_labels
 
 ACCELERATOR = "accelerator_type:"
 """What a resource's name begins with by which Ray tells kinds of accelerators apart."""

@@ -25,8 +25,7 @@ from raypool.engine.growth import growth
 from raypool.engine.outside import is_outside
 from raypool.engine.survey import Survey
 from raypool.errors import PoolClosedError, RaypoolError, ResourceError
-from raypool.profiles import Profile
-from raypool.resources import WorkerResources
+from raypool.profiles import Profile, WorkerResources
 
 _seatings: weakref.WeakSet[Seating] = weakref.WeakSet()
 

@@ -15,7 +15,7 @@ from raypool.devices.gpus import GpuDevice
 from raypool.engine.demands import ACCELERATOR, Demand, Need, Node, living_nodes, name_of, names_of
 from raypool.engine.outside import ask_inside
 from raypool.errors import ResourceError
-from raypool.labels import has_labels
+from raypool.profiles import has_labels
 
 if TYPE_CHECKING:
     from raypool.engine.claims import Claim

@@ -19,7 +19,7 @@ from raypool.devices.gpus import Allocator
 from raypool.devices.kept import kept
 from raypool.engine.backend import WorkerInfo
 from raypool.engine.verdicts import where
-from raypool.reasons import is_gpu_out_of_memory, is_out_of_memory
+from raypool.errors import is_gpu_out_of_memory, is_out_of_memory
 
 PART_LEFT = 10
 """A worker may have so many-th a part of its memory on the GPU left over, if nothing else is said."""

@@ -37,8 +37,7 @@ from raypool.interop.calls import (
 from raypool.interop.imap_results import Drawing, IMapIterator
 from raypool.pool import ParallelPool, open_pool
 from raypool.profile_files import resolve_profile
-from raypool.profiles import Profile
-from raypool.resources import WorkerResources
+from raypool.profiles import Profile, WorkerResources
 from raypool.shared import call_once
 from raypool.task import in_task
 from raypool.view import PoolView

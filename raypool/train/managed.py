@@ -64,8 +64,8 @@ from raypool.errors import (
     WorkerLostError,
 )
 from raypool.futures import Future
-from raypool.labels import for_ray
 from raypool.options import Options
+from raypool.profiles import for_ray
 from raypool.spmd.blame import RankFailure, spmd_error
 from raypool.spmd.run import SpmdFuture, SpmdWork, submit_gang
 from raypool.train.checkpoints import latest, ranked

@@ -48,13 +48,11 @@ LAYERS = [
     ["views.curves"],
     ["views.cells", "views.console", "views.kernel", "views.lanes", "views.words", "journal.files"],
     ["profiles"],
-    ["profile_checks"],
-    ["resources", "labels", "tls"],
     ["left_globals", "by_value"],
     ["reports", "feed", "futures", "task", "queues", "queue_away", "queue_home", "store", "engine.exchange", "folders"],
-    ["core", "reasons", "lean_future"],
+    ["core", "lean_future"],
     ["devices"],
-    ["counts", "errors", "extras", "tables", "captured", "users_code"],
+    ["counts", "errors", "tables", "captured", "users_code"],
 ]
 
 RAY_MAY_STAND_IN = {
