@@ -33,6 +33,7 @@ from raypool.engine.machine import NVIDIAS, gpus_here
 from raypool.engine.ray_session import folder_of_ray
 from raypool.errors import RaypoolError
 from raypool.profile_files import nearest_file
+from raypool.profiles import PINNING
 
 IMPORT_TIMEOUT_S = 120.0
 """On a busy machine with a slow disk torch takes a minute [s]."""
@@ -70,8 +71,6 @@ PCI = Path("/sys/bus/pci/devices")
 """The devices on the bus: the files vendor (0x10de: NVIDIA) and class (0x03...: a display) of each are there without a driver."""
 
 KERNEL_DRIVER = Path("/proc/driver/nvidia/version")
-
-CHOOSERS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 SOCKET = "/12345678/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"
 """A name as long as those of the sockets of a Ray below its folder."""
@@ -276,7 +275,7 @@ def _driver(machine: Measured) -> Iterator[Judgment]:
 @check("GPUs")
 def _gpus(machine: Measured) -> Iterator[Judgment]:
     devices, seen = machine.gpus
-    said = ", ".join(f"{name}={os.environ[name]}" for name in CHOOSERS if name in os.environ)
+    said = ", ".join(f"{name}={os.environ[name]}" for name in PINNING if name in os.environ)
     names = ", ".join(f"{gpu.index} {gpu.name or 'unknown'}" for gpu in devices)
     if not devices:
         yield "ok", "none"

@@ -371,7 +371,7 @@ def _says(error: BaseException, words: tuple[str, ...]) -> bool:
 
 # --- extras of the package --------------------------------------------------------------------------------------------
 
-PACKAGES = {"jinja2": "Jinja2"}
+PACKAGES = {"jinja2": "Jinja2", "sklearn": "scikit-learn"}
 """How pip calls modules that have another name there."""
 
 

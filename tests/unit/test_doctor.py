@@ -74,7 +74,7 @@ class Ill:
         self.patch.setattr(doctor, "PCI", home / "pci")
         self.patch.setattr(doctor, "KERNEL_DRIVER", home / "version")
         self.patch.chdir(home)
-        for name in (*doctor.CHOOSERS, "RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_TMPDIR", "TMPDIR"):
+        for name in (*doctor.PINNING, "RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_TMPDIR", "TMPDIR"):
             self.patch.delenv(name, raising=False)
         self.patch.setenv("HOME", str(home))
         self.patch.setenv("PYTHONPATH", str(home))
