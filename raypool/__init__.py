@@ -45,13 +45,11 @@ if typing.TYPE_CHECKING:
     from raypool.interop.joblib import register_joblib
     from raypool.journal.reading import load_results
     from raypool.pool import ParallelPool, PoolPart, PoolView, Statistics, fit, gcp, parpool
-    from raypool.profiles import Profile
-    from raypool.resources import WorkerResources
+    from raypool.profiles import Profile, Tls, WorkerResources
     from raypool.results import Results
     from raypool.spmd.composite import Composite
     from raypool.spmd.context import SpmdContext
     from raypool.task import CurrentTask, MetricBuffer, current_task, load_checkpoint, report, save_checkpoint
-    from raypool.tls import Tls
     from raypool.train.options import TrainingOptions
     from raypool.train.runs import RunOptions, TrainingResult, TrainingRun
     from raypool.train.scaling import ScalingReport, scaling_report
@@ -169,7 +167,7 @@ _HOMES = {
     "TaskCancelled": "raypool.errors",
     "TaskError": "raypool.errors",
     "TaskTimeoutError": "raypool.errors",
-    "Tls": "raypool.tls",
+    "Tls": "raypool.profiles",
     "TrainingError": "raypool.errors",
     "TrainingOptions": "raypool.train.options",
     "TrainingResult": "raypool.train.runs",
@@ -177,7 +175,7 @@ _HOMES = {
     "ValueStore": "raypool.channel.store",
     "WorkerInfo": "raypool.channel.records",
     "WorkerLostError": "raypool.errors",
-    "WorkerResources": "raypool.resources",
+    "WorkerResources": "raypool.profiles",
     "after_all": "raypool.futures",
     "after_each": "raypool.futures",
     "as_device": "raypool.gpus.handover",

@@ -78,12 +78,12 @@ def demo(workers: int | None, profile: str, out: Path) -> None:
 
 
 @main.command()
-@click.option("--json", "is_json", is_flag=True, help="As JSON: all that raypool.gpu_device_table tells; null is not known.")
+@click.option("--json", "is_json", is_flag=True, help="As JSON: all that raypool.gpu_device_table tells; null means unknown.")
 @click.pass_obj
 def gpus(inventory: Inventory | None, is_json: bool) -> None:
     """Show the GPUs of this machine, and which of them are visible here.
 
-    What they are doing is as of now; no CUDA context is made. Those that CUDA_VISIBLE_DEVICES leaves are marked.
+    What they are doing is as of now; no CUDA context is made. Those visible through CUDA_VISIBLE_DEVICES are marked.
     """
     from raypool.gpus.table import NVIDIAS, gpu_device_table
     from raypool.views import tables
@@ -101,7 +101,7 @@ def gpus(inventory: Inventory | None, is_json: bool) -> None:
 @main.command()
 @click.argument("run_dir", type=RunFolder(exists=True, file_okay=False, path_type=Path))
 @click.argument("item")
-@click.option("--debug", is_flag=True, help="Step through it with pdb; where it raises, look round there.")
+@click.option("--debug", is_flag=True, help="Run it under pdb; on an exception, open post-mortem debugging.")
 def replay(run_dir: Path, item: str, debug: bool) -> None:
     """Run one item of a durable run again, alone and in this process.
 

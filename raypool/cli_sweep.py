@@ -37,7 +37,12 @@ class RunFolder(click.Path):
 @click.command()
 @click.argument("target", metavar="MODULE:FUNCTION")
 @click.argument("configs", type=click.Path(path_type=Path))
-@click.option("--run-dir", type=RunFolder(file_okay=False), required=True, help="Where what becomes of it is kept.")
+@click.option(
+    "--run-dir",
+    type=RunFolder(file_okay=False),
+    required=True,
+    help="Folder for the results: created if missing, resumed if there.",
+)
 @click.option("--workers", type=click.IntRange(min=1), help="How many workers. Default: one per GPU, else one per core.")
 @click.option(
     "--profile", default="local", show_default=True, help="Where to run: local, threads, inline or one of raypool.toml."
@@ -47,7 +52,7 @@ class RunFolder(click.Path):
     type=click.Choice(["failed", "missing", "all"]),
     default="failed",
     show_default=True,
-    help="What of RUN_DIR runs again: what failed and what is missing, only what is missing, or all.",
+    help="Which items run again if RUN_DIR has results: failed and missing ones, only missing ones, or all.",
 )
 @click.option("--seed", type=click.IntRange(min=0), help="Give each item random numbers of its own, the same in each run.")
 @click.option("--json", "is_json", is_flag=True, help="Print the table as JSON: a list with an object for each item.")
@@ -71,7 +76,12 @@ def sweep(target: str, configs: Path, is_json: bool, **options: Any) -> None:
             items = read_configs(configs)
             function = find_function(target)
             check_takes_whole(function, items)
-            results = _run(function, items, options)
+            from raypool.pool import parpool
+
+            with parpool(options["workers"], profile=options["profile"]) as pool:
+                results: Results = pool.parfor(
+                    function, items, on_error="collect", run_dir=run_dir, rerun=options["rerun"], seed=options["seed"]
+                )
         except KeyboardInterrupt as interrupt:
             _say_interrupted(interrupt, run_dir, len(items))
             raise SystemExit(INTERRUPTED) from None
@@ -81,16 +91,6 @@ def sweep(target: str, configs: Path, is_json: bool, **options: Any) -> None:
     num_failed = len(results.errors)
     echo(f"{len(items) - num_failed} of {len(items)} finished, {num_failed} failed. The run is in {run_dir}.", err=True)
     raise SystemExit(1 if num_failed else 0)
-
-
-def _run(function: Any, items: list[Config], options: dict[str, Any]) -> Results:
-    from raypool.pool import parpool
-
-    with parpool(options["workers"], profile=options["profile"]) as pool:
-        results: Results = pool.parfor(
-            function, items, on_error="collect", run_dir=options["run_dir"], rerun=options["rerun"], seed=options["seed"]
-        )
-    return results
 
 
 def _say_interrupted(interrupt: KeyboardInterrupt, run_dir: str, count: int) -> None:
@@ -151,7 +151,7 @@ def _hint(error: BaseException, config: Config) -> str:
     help="The file to write; one that is there is replaced.",
 )
 def report(run_dir: Path, out: Path) -> None:
-    """Write a page on a durable run, to be opened in a browser.
+    """Write an HTML report of a durable run.
 
     RUN_DIR is the folder that was given to `raypool sweep` or parfor; the run may still be going on. The page has the table,
     learning curves, a timeline and how well the run scaled. It is one file, which needs no network.

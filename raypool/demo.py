@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
 
+from raypool.errors import check_installed
 from raypool.pool import parpool
 from raypool.task import current_task
 from raypool.views.console import SafeConsole
@@ -125,7 +125,10 @@ def run(num_workers: int | None = None, profile: str = "local", out: Path = Path
     Raises:
         click.ClickException: What the demo needs beyond raypool is not installed.
     """
-    check_extra()
+    try:
+        check_installed("demo", "The demo", "sklearn", "matplotlib")
+    except ModuleNotFoundError as error:
+        raise click.ClickException(str(error)) from None
     out.mkdir(parents=True, exist_ok=True)
     digits = load_digits()
     say = partial(SafeConsole(highlight=False).print, soft_wrap=True)
@@ -146,13 +149,6 @@ def run(num_workers: int | None = None, profile: str = "local", out: Path = Path
     draw(frame, picture)
     say(f"Wrote {csv} and {picture}", markup=False)
     return all(CONFIGS[index] is MISTAKE for index in results.errors)
-
-
-def check_extra() -> None:
-    """Make sure, before anything begins, that what the demo needs beyond raypool is there."""
-    missing = [name for name, module in {"scikit-learn": "sklearn", "matplotlib": "matplotlib"}.items() if not find_spec(module)]
-    if missing:
-        raise click.ClickException(f'The demo needs {" and ".join(missing)}: pip install "raypool[demo]"')
 
 
 def load_digits() -> Digits:

@@ -23,8 +23,7 @@ from raypool.channel.feed import Feed
 from raypool.channel.queues import check_timeout
 from raypool.channel.records import Missing, Values
 from raypool.counts import whole_number
-from raypool.errors import InvalidTypeError, InvalidValueError, TaskCancelled
-from raypool.reasons import CANCELLED, reason_of
+from raypool.errors import CANCELLED, InvalidTypeError, InvalidValueError, TaskCancelled, reason_of
 from raypool.worker.running import in_task
 
 if TYPE_CHECKING:
@@ -258,7 +257,7 @@ class Future(LeanFuture[T], Generic[T]):
     def reason(self) -> str | None:
         """Why it has no value, in a word or two, such as "cancelled" or "gpu out of memory"; None until then, or if it has one.
 
-        See `raypool.reasons.reason_of` for all of them. Never waits.
+        See `raypool.errors.reason_of` for all of them. Never waits.
         """
         if self.cancelled():
             return CANCELLED

@@ -26,9 +26,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from raypool.errors import InvalidTypeError, InvalidValueError, RaypoolError
-from raypool.profiles import Profile
-from raypool.resources import WorkerResources
-from raypool.tls import Tls
+from raypool.profiles import Profile, Tls, WorkerResources
 
 BUILT_IN = {
     "local": Profile(),

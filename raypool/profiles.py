@@ -1,18 +1,18 @@
-"""Where a pool runs, and what each of its workers gets."""
+"""Where a pool runs, and what each of its workers gets; what cannot work is refused before anything happens."""
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
-from typing import Literal
+from typing import Any, Literal
 
-from raypool import profile_checks
-from raypool.errors import InvalidValueError
+from raypool.counts import checked_count, whole_number
+from raypool.errors import InvalidTypeError, InvalidValueError
 from raypool.gpus.devices import FAST_LINKS, Inventory
 from raypool.gpus.nvml import NvmlInventory
-from raypool.resources import WorkerResources
-from raypool.tls import Tls
 
 FAST_MULTINODE = {"NCCL_IB_DISABLE": "0", FAST_LINKS: "1"}
 """What `fast_multinode` sets for all workers; the second lets each worker look for the interfaces of its own machine."""
@@ -23,6 +23,150 @@ CLIENT = "ray://"
 LOOPBACK = ("127.0.0.1", "localhost")
 
 DASHBOARD_PORT = 8265
+
+PINNING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+"""Environment variables by which a worker is pinned to its GPU."""
+
+BACKENDS = ("ray", "threads", "inline")
+
+SLACK = -0.01, 0.02
+"""From too much to too little of a GPU that fractions may take which were rounded: 0.33 is a third, 0.167 a sixth."""
+
+LEAST_GPUS = 0.0001
+"""Ray counts no smaller parts."""
+
+LABEL_WORD = re.compile(r"[a-zA-Z0-9]([a-zA-Z0-9_.-]{0,61}[a-zA-Z0-9])?")
+"""A name or a value; before a name there may be a prefix, the name of a domain and a slash."""
+
+LABEL_PREFIX = re.compile(r"[a-zA-Z0-9]([a-zA-Z0-9_.-]{0,251}[a-zA-Z0-9])?")
+
+LABEL_VALUE = re.compile(r"(?P<no>!?)(in\((?P<several>[^()]+)\)|(?P<one>[^()!]*))")
+"""What may be asked of a value: that it is this one, or one of some, or none of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tls:
+    """The certificates of a cluster whose connections are encrypted: each side shows one, and checks the other's.
+
+    Args:
+        certificate: The file with this machine's certificate, PEM.
+        key: The file with the private key that belongs to it.
+        authority: The file with the certificate of the authority that has signed those of all machines.
+
+    Raises:
+        InvalidTypeError: One of them is not the path of a file.
+
+    Source:
+        Ray, TLS Authentication: RAY_TLS_SERVER_CERT, RAY_TLS_SERVER_KEY, RAY_TLS_CA_CERT.
+
+    Example:
+        >>> Tls(certificate="tls/laptop.crt", key="tls/laptop.key", authority="tls/ca.crt").authority
+        'tls/ca.crt'
+    """
+
+    certificate: str | PathLike[str]
+    key: str | PathLike[str]
+    authority: str | PathLike[str]
+
+    def __post_init__(self) -> None:
+        for name in ("certificate", "key", "authority"):
+            if not isinstance(getattr(self, name), (str, PathLike)):
+                raise InvalidTypeError(f"{name}={getattr(self, name)!r} is not the path of a file.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerResources:
+    """What one worker gets of a machine.
+
+    Args:
+        gpus: GPUs for each worker. A fraction puts several workers on one GPU, which the pool then holds whole, so that it has to
+            divide it: 0.5, 0.33, 0.25. None: one, where there are GPUs, else none.
+        cpus: CPU cores, as Ray counts them. None: one for a worker without a GPU, none for one with.
+        memory_bytes: Main memory that Ray sets aside, and that the worker may use, with all that it has started [bytes]: one that
+            uses more is ended and replaced, as one that has died. Values in Ray's object store and other shared memory do not
+            count. None: as much as there is.
+        accelerator_type: Only on nodes with this kind of accelerator, by Ray's name for it ("T4", "H100", ...).
+        labels: Only on nodes with these labels, such as `{"market-type": "spot"}`; a value may be one of Ray's operators: "!spot"
+            (also where there is no such label), "in(a, b)" or "!in(a, b)".
+
+    Raises:
+        InvalidValueError: A count is negative, a GPU count above 1 is not whole, one below 1 does not divide a GPU, or a label is
+            none that a node can have.
+
+    Example:
+        >>> WorkerResources(gpus=0.5).workers_per_gpu
+        2
+    """
+
+    gpus: float | None = None
+    cpus: float | None = None
+    memory_bytes: int | None = None
+    accelerator_type: str | None = None
+    labels: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        for name in ("gpus", "cpus", "memory_bytes"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            number = value if isinstance(value, float) else whole_number(value)
+            if number is None:
+                raise InvalidTypeError(f"WorkerResources({name}={value!r}) is not a number.")
+            object.__setattr__(self, name, number)
+            if not number >= 0:
+                raise InvalidValueError(f"WorkerResources({name}={value!r}) is negative. Give 0 or more, or leave it out.")
+        if self.accelerator_type is not None and not isinstance(self.accelerator_type, str):
+            raise InvalidTypeError(f"WorkerResources(accelerator_type={self.accelerator_type!r}) is not a name, such as 'H100'.")
+        _check_texts("labels", self.labels, "labels")
+        _check_labels(self.labels)
+        if self.gpus is not None and self.gpus > 1 and self.gpus != int(self.gpus):
+            raise InvalidValueError(
+                f"WorkerResources(gpus={self.gpus}) would share a second GPU in part, which Ray cannot do. "
+                "Give a whole number, or a fraction below 1."
+            )
+        if self.gpus is not None and 0 < self.gpus < 1:
+            _check_fraction(self.gpus)
+
+    @property
+    def workers_per_gpu(self) -> int:
+        """How many such workers one GPU takes."""
+        return round(1 / self.gpus) if self.gpus and self.gpus < 1 else 1
+
+
+def _check_fraction(gpus: float) -> None:
+    """Refuse a part of a GPU by which it cannot be divided up: the rest would be held, and lie idle.
+
+    Raises:
+        InvalidValueError: It is such.
+    """
+    if gpus < LEAST_GPUS:
+        raise InvalidValueError(f"WorkerResources(gpus={gpus!r}) is less than {LEAST_GPUS}, the least that Ray counts.")
+    if SLACK[0] <= 1 - round(1 / gpus) * gpus <= SLACK[1]:
+        return
+    share = int(1 / gpus)
+    rest = 1 - share * gpus
+    workers = f"{share} such workers take {share * gpus:.3g} of it" if share > 1 else f"one such worker takes {gpus:.3g} of it"
+    raise InvalidValueError(
+        f"WorkerResources(gpus={gpus!r}) does not divide a GPU: {workers}, and {rest:.2g} would lie idle. "
+        f"The nearest that do are {_part(share)} and {_part(share + 1)}."
+    )
+
+
+def _part(share: int) -> str:
+    return f"{1 / share:.3g} ({share} worker{'s' if share > 1 else ''})"
+
+
+def _check_texts(name: str, mapping: Any, kind: str) -> None:
+    """Refuse what does not map texts to texts; `kind` says what these are.
+
+    Raises:
+        InvalidTypeError: It does not.
+    """
+    if not isinstance(mapping, Mapping):
+        raise InvalidTypeError(f"{name}={mapping!r} is not a mapping of names to texts.")
+    for key, value in mapping.items():
+        if not isinstance(key, str) or not isinstance(value, str):
+            raise InvalidTypeError(f"{name} has {key!r}: {value!r}. Names and values of {kind} are texts.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,12 +260,12 @@ class Profile:
 
     def __post_init__(self) -> None:
         if not isinstance(self.resources, WorkerResources):
-            object.__setattr__(self, "resources", profile_checks.checked_list(self.resources))
-        object.__setattr__(self, "packages", profile_checks.checked_packages(self.packages))
+            object.__setattr__(self, "resources", _checked_resources(self.resources))
+        object.__setattr__(self, "packages", _checked_packages(self.packages))
         if self.gpus is not None:
-            object.__setattr__(self, "gpus", profile_checks.checked_gpus(self.gpus))
-            profile_checks.check_chosen(self.kinds)
-        profile_checks.check(self)
+            object.__setattr__(self, "gpus", _checked_gpus(self.gpus))
+            _check_chosen(self.kinds)
+        _check(self)
 
     @property
     def worker_env(self) -> dict[str, str]:
@@ -198,3 +342,248 @@ class Profile:
                 "Leave num_workers out, or give one WorkerResources for all."
             )
         return number, number
+
+
+# --- checks of a profile ----------------------------------------------------------------------------------------------
+
+
+def _check(profile: Profile) -> None:
+    """Refuse fields that cannot work.
+
+    Raises:
+        InvalidTypeError: A field is of a wrong kind.
+        InvalidValueError: A field has a value that cannot work.
+    """
+    if profile.backend not in BACKENDS:
+        raise InvalidValueError(f"Backend {profile.backend!r} is none of {', '.join(BACKENDS)}.")
+    _check_kinds(profile)
+    pinning = [name for name in profile.env if name in PINNING]
+    if pinning:
+        raise InvalidValueError(f"env sets {pinning[0]}, which the pool sets for each worker. Choose GPUs with gpus=[...].")
+    if not profile.start_timeout_s > 0:
+        raise InvalidValueError(f"start_timeout_s={profile.start_timeout_s!r} leaves no time to start. Give seconds above 0.")
+    if profile.idle_timeout_s is not None and not profile.idle_timeout_s > 0:
+        raise InvalidValueError(
+            f"idle_timeout_s={profile.idle_timeout_s!r} would end workers that were just started. "
+            "Give seconds above 0, or None to keep them."
+        )
+    if not profile.cancel_grace_s >= 0:
+        raise InvalidValueError(
+            f"cancel_grace_s={profile.cancel_grace_s!r} is negative. Give 0 to kill what is cancelled at once."
+        )
+    if profile.retries < 0:
+        raise InvalidValueError(f"retries={profile.retries!r} is negative. Give 0 to run every item at most once.")
+    _check_address(profile)
+    _check_sharing(profile)
+
+
+def _check_address(profile: Profile) -> None:
+    """Refuse addresses of another form, and what cannot be had of a cluster that this machine is no node of."""
+    if profile.address is not None and "://" in profile.address and not profile.is_remote:
+        raise InvalidValueError(f"address={profile.address!r} is neither 'ray://HOST:10001' nor 'HOST:6379'.")
+    if profile.jobs_address is not None and not profile.jobs_address.startswith(("http://", "https://")):
+        raise InvalidValueError(f"jobs_address={profile.jobs_address!r} is not a URL, such as 'http://127.0.0.1:8265'.")
+    if profile.is_remote and isinstance(profile.gpus, tuple):
+        raise InvalidValueError(
+            f"gpus={list(profile.gpus)} are GPUs of this machine, which is no node of {profile.address}. "
+            "Say of which machine: gpus={'lab-3': [0, 2]}."
+        )
+
+
+def _checked_packages(packages: Any) -> tuple[str, ...]:
+    """Return what `pip` is to install, as it is kept."""
+    if isinstance(packages, (str, bytes)) or not isinstance(packages, Sequence):
+        raise InvalidTypeError(f"packages={packages!r} is not a list of what pip is to install, such as ['scikit-learn>=1.5'].")
+    for package in packages:
+        if not isinstance(package, str) or not package.strip():
+            raise InvalidTypeError(f"packages has {package!r} in it, which names no package for pip.")
+    return tuple(packages)
+
+
+def _check_kinds(profile: Profile) -> None:
+    """Refuse fields of a kind that cannot work, before they are compared with numbers."""
+    _check_connection_kinds(profile)
+    for name in ("quiet", "fast_multinode", "mps"):
+        if not isinstance(getattr(profile, name), bool):
+            raise InvalidTypeError(f"{name}={getattr(profile, name)!r} is neither True nor False.")
+    _check_texts("env", profile.env, "environment variables")
+    for name in ("start_timeout_s", "idle_timeout_s", "cancel_grace_s"):
+        value = getattr(profile, name)
+        is_left_out = value is None and name == "idle_timeout_s"
+        if not is_left_out and (isinstance(value, bool) or not isinstance(value, (int, float))):
+            raise InvalidTypeError(f"{name}={value!r} is not a number of seconds.")
+    for name in ("setup", "teardown"):
+        _check_plain_call(name, getattr(profile, name))
+    retries = whole_number(profile.retries)
+    if retries is None:
+        raise InvalidTypeError(f"retries={profile.retries!r} is not a whole number.")
+    object.__setattr__(profile, "retries", retries)
+
+
+def _check_connection_kinds(profile: Profile) -> None:
+    if profile.address is not None and not isinstance(profile.address, str):
+        raise InvalidTypeError(f"address={profile.address!r} is not the address of a Ray cluster, such as '10.0.0.7:6379'.")
+    if profile.jobs_address is not None and not isinstance(profile.jobs_address, str):
+        raise InvalidTypeError(f"jobs_address={profile.jobs_address!r} is not a URL, such as 'http://127.0.0.1:8265'.")
+    if profile.tls is not None and not isinstance(profile.tls, Tls):
+        raise InvalidTypeError(f"tls={profile.tls!r} is not a Tls(certificate=, key=, authority=).")
+    for name in ("token_file", "working_dir", "trace"):
+        value = getattr(profile, name)
+        if value is not None and not isinstance(value, (str, PathLike)):
+            what = "folder" if name == "working_dir" else "file"
+            raise InvalidTypeError(f"{name}={value!r} is not the path of a {what}.")
+
+
+def _check_sharing(profile: Profile) -> None:
+    """Refuse numbers of bytes and of workers that cannot work."""
+    for name, least in (("min_free_memory_bytes", 1), ("max_leftover_bytes", 0)):
+        value = getattr(profile, name)
+        if value is None:
+            continue
+        if whole_number(value) is None:
+            raise InvalidTypeError(f"{name}={value!r} is not a whole number of bytes, such as 8 * 2**30.")
+        object.__setattr__(profile, name, checked_count(name, value, least))
+    per_gpu = profile.workers_per_gpu
+    if per_gpu is not None and per_gpu != "auto":
+        number = whole_number(per_gpu)
+        if number is None:
+            raise InvalidTypeError(f"workers_per_gpu={per_gpu!r} is neither a whole number nor 'auto'.")
+        if number < 1:
+            raise InvalidValueError(f"workers_per_gpu={number} leaves no worker. Give 1 or more, or 'auto'.")
+        object.__setattr__(profile, "workers_per_gpu", number)
+    sized = [kind.gpus for kind in profile.kinds if kind.gpus]
+    if per_gpu is not None and sized:
+        raise InvalidValueError(
+            f"workers_per_gpu={per_gpu!r} says how many workers share a GPU, and so does gpus={sized[0]:g} in resources. "
+            "Give one of the two."
+        )
+
+
+def _check_plain_call(name: str, fn: Any) -> None:
+    """Refuse what cannot be called without arguments, as far as that can be known without calling it."""
+    if fn is None:
+        return
+    if not callable(fn):
+        raise InvalidTypeError(f"{name}={fn!r} is not callable. Give a function without arguments.")
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # some builtins do not say what they take
+        return
+    try:
+        signature.bind()
+    except TypeError as error:
+        raise InvalidTypeError(
+            f"{name}={getattr(fn, '__name__', fn)} cannot be called without arguments: {error}. Bind them with functools.partial."
+        ) from None
+
+
+def _checked_resources(resources: Any) -> tuple[WorkerResources, ...]:
+    """Return a list of what each worker gets, as it is kept."""
+    if not isinstance(resources, Sequence) or isinstance(resources, (str, bytes)):
+        raise InvalidTypeError(f"resources={resources!r} is not a WorkerResources, nor a list of them, one for each worker.")
+    for entry in resources:
+        if not isinstance(entry, WorkerResources):
+            raise InvalidTypeError(f"resources has {entry!r} in it, which is not a WorkerResources.")
+    if not resources:
+        raise InvalidValueError("resources=[] names no worker. Give one WorkerResources for all workers, or one for each.")
+    return tuple(resources)
+
+
+def _check_chosen(kinds: Sequence[WorkerResources]) -> None:
+    """Refuse kinds of worker that cannot have single GPUs that were chosen."""
+    if len(kinds) > 1:
+        kinds = [kind for kind in kinds if kind.gpus != 0]
+        if len(kinds) != 1:
+            raise InvalidValueError(
+                f"gpus= chooses single GPUs, but resources=[...] names {len(kinds)} kinds of worker with a GPU. "
+                "Name one such kind, beside workers with gpus=0."
+            )
+    wanted = kinds[0].gpus
+    if wanted is not None and not 0 < wanted <= 1:
+        raise InvalidValueError(
+            f"gpus= chooses single GPUs, but each worker is to have {wanted:g} (resources.gpus). Set one of the two."
+        )
+
+
+def _checked_gpus(gpus: Any) -> tuple[int, ...] | dict[str, tuple[int, ...]]:
+    """Return GPUs that were chosen, as they are kept."""
+    if not isinstance(gpus, Mapping):
+        return _checked_indices(gpus)
+    for machine in gpus:
+        if not isinstance(machine, str):
+            raise InvalidTypeError(f"gpus has {machine!r} in it, which is not the name of a machine.")
+    if not gpus:
+        raise InvalidValueError("gpus={} names no GPU. For workers without one, use resources=WorkerResources(gpus=0).")
+    return {machine: _checked_indices(indices) for machine, indices in gpus.items()}
+
+
+def _checked_indices(gpus: Any) -> tuple[int, ...]:
+    try:
+        given = tuple(gpus)
+    except TypeError:
+        raise InvalidTypeError(f"gpus={gpus!r} is not a list of GPU indices, such as [0, 2].") from None
+    indices: list[int] = []
+    for entry in given:
+        index = whole_number(entry)
+        if index is None:
+            raise InvalidTypeError(f"GPU index {entry!r} is not an integer. GPUs are numbered from 0.")
+        if index < 0:
+            raise InvalidValueError(f"GPU index {index} is negative. GPUs are numbered from 0.")
+        if index in indices:
+            raise InvalidValueError(f"GPU {index} is named twice in gpus={list(given)}. Name each GPU once.")
+        indices.append(index)
+    if not indices:
+        raise InvalidValueError("gpus=[] names no GPU. For workers without one, use resources=WorkerResources(gpus=0).")
+    return tuple(indices)
+
+
+# --- labels of machines, by the rules of Ray --------------------------------------------------------------------------
+
+
+def has_labels(labels: Mapping[str, str], wanted: Mapping[str, str]) -> bool:
+    """Whether a machine with these labels has all that are wanted. One that lacks a label has no value of it.
+
+    Example:
+        >>> has_labels({"market": "spot"}, {"market": "in(spot, reserved)", "region": "!eu"})
+        True
+    """
+    return all((labels.get(name) in _label_values(value)) != value.startswith("!") for name, value in wanted.items())
+
+
+def for_ray(wanted: Mapping[str, str]) -> dict[str, str]:
+    """Return wanted labels as Ray understands them: to Ray (2.60) the blank of "in(a, b)" is part of the value, which none has.
+
+    Example:
+        >>> for_ray({"market": "in(spot, reserved)"})
+        {'market': 'in(spot,reserved)'}
+    """
+    return {name: value.replace(" ", "") for name, value in wanted.items()}
+
+
+def _check_labels(wanted: Mapping[str, str]) -> None:
+    """Refuse labels that no machine can have, and questions that Ray would not understand.
+
+    Raises:
+        InvalidValueError: One of them is such.
+    """
+    for name, value in wanted.items():
+        prefix, slash, word = name.rpartition("/")
+        if not LABEL_WORD.fullmatch(word) or (slash and not LABEL_PREFIX.fullmatch(prefix)):
+            raise InvalidValueError(
+                f"labels has the name {name!r}, which no label can have. "
+                "A name has letters and digits, with - _ . between them, and perhaps a domain and a slash before it."
+            )
+        values = _label_values(value)
+        if not values or not all(entry == value == "" or LABEL_WORD.fullmatch(entry) for entry in values):
+            raise InvalidValueError(
+                f"labels has {name!r}: {value!r}, which is no value that a label can have. "
+                'Give one ("spot"), what it is not ("!spot"), or several ("in(a, b)", "!in(a, b)").'
+            )
+
+
+def _label_values(wanted: str) -> list[str]:
+    """Return the values that are named; none if it is no question."""
+    found = LABEL_VALUE.fullmatch(wanted)
+    if found is None:
+        return []
+    return [found["one"]] if found["several"] is None else [entry.removeprefix(" ") for entry in found["several"].split(",")]

@@ -14,9 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 from raypool.channel.feed import Feed, column_name, fields_of, table
-from raypool.errors import InvalidValueError, WorkerLostError
-from raypool.extras import check_installed
-from raypool.reasons import CANCELLED, reason_of
+from raypool.errors import CANCELLED, InvalidValueError, WorkerLostError, check_installed, reason_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -199,7 +197,7 @@ class Results(Sequence[Any]):
         Then come `status`, `duration_s` [s], `started_at` (Unix time [s]),
         `worker`, `gpu`, `attempts`, `peak_memory_bytes` (the most that its worker had of its GPU's memory while it ran, or while
         the short items ran that shared a call with it; empty if it had none), `reason` (None of what has finished; see
-        `raypool.reasons.reason_of`) and `error` (the exception's type and text).
+        `raypool.errors.reason_of`) and `error` (the exception's type and text).
 
         Spreadsheets run cells that begin with = + - @ as formulas: before you open `to_frame().to_csv(path)` in one, look at the
         texts that others can choose, errors included.

@@ -162,16 +162,13 @@ def _json_object(place: str, pairs: list[tuple[str, Any]]) -> Config:
 
 
 YAML_1_2 = {
-    "null": ("~|null|Null|NULL|", ["~", "n", "N", ""]),
-    "bool": ("true|True|TRUE|false|False|FALSE", list("tTfF")),
-    "int": ("[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", list("-+0123456789")),
-    "float": (
-        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
-        list("-+.0123456789"),
-    ),
-    "merge": ("<<", ["<"]),
+    "null": "~|null|Null|NULL|",
+    "bool": "true|True|TRUE|false|False|FALSE",
+    "int": "[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+",
+    "float": r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+    "merge": "<<",
 }
-"""What is no text: how it is written (as an integer, if it can be one), and how that can begin. Source: YAML 1.2.2, 10.3.2, the
+"""How what is no text is written; the first that fits counts. Source: YAML 1.2.2, 10.3.2, the
 core schema; `<<` is of YAML 1.1. PyYAML keeps to that, in which 010 is 8, 1:30 is 90 and off is false, but 1e-3 is text."""
 
 YAML_MERGE = "tag:yaml.org,2002:merge"
@@ -220,8 +217,8 @@ def _yaml_loader(file: str) -> Any:
             return node
 
     Loader.yaml_implicit_resolvers = {}  # none of PyYAML's
-    for kind, (pattern, beginnings) in YAML_1_2.items():
-        Loader.add_implicit_resolver(f"tag:yaml.org,2002:{kind}", re.compile(rf"(?:{pattern})\Z"), beginnings)
+    for kind, pattern in YAML_1_2.items():
+        Loader.add_implicit_resolver(f"tag:yaml.org,2002:{kind}", re.compile(rf"(?:{pattern})\Z"), None)
     Loader.add_constructor("tag:yaml.org,2002:int", _yaml_int)
     Loader.add_constructor("tag:yaml.org,2002:float", _yaml_float)
     return Loader

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raypool.extras import check_installed
+from raypool.errors import check_installed
 
 
 def register_joblib() -> None:

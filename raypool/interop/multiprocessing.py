@@ -28,8 +28,7 @@ from raypool.options import check_callable
 from raypool.parfor import is_serial
 from raypool.pool import ParallelPool, PoolView, open_pool
 from raypool.profile_files import resolve_profile
-from raypool.profiles import Profile
-from raypool.resources import WorkerResources
+from raypool.profiles import Profile, WorkerResources
 from raypool.worker.runner import finished
 from raypool.worker.running import in_task, retire_process
 

@@ -64,8 +64,8 @@ from raypool.errors import (
     WorkerLostError,
 )
 from raypool.futures import Future
-from raypool.labels import for_ray
 from raypool.options import Options
+from raypool.profiles import for_ray
 from raypool.spmd.call import SpmdFuture, SpmdWork, submit_gang
 from raypool.spmd.failures import RankFailure, spmd_error
 from raypool.train.checkpoints import RankEnd, TrainingAttempt, latest, ranked

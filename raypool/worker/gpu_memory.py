@@ -16,9 +16,9 @@ from typing import NamedTuple
 import psutil
 
 from raypool.channel.records import WorkerInfo, where
+from raypool.errors import is_gpu_out_of_memory, is_out_of_memory
 from raypool.gpus.devices import Allocator
 from raypool.gpus.memory import kept
-from raypool.reasons import is_gpu_out_of_memory, is_out_of_memory
 
 PART_LEFT = 10
 """A worker may have so many-th a part of its memory on the GPU left over, if nothing else is said."""

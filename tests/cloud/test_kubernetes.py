@@ -124,7 +124,7 @@ def test_the_autoscaler_of_ray_reads_the_groups(plan: ClusterPlan) -> None:
 def test_a_group_grows_for_the_kind_of_gpu_that_a_pool_asks_for() -> None:
     """The kind that `WorkerResources(accelerator_type=...)` asks Ray for is the one that the manifest promises."""
     from raypool.backends.ray.demand import demand_of
-    from raypool.resources import WorkerResources
+    from raypool.profiles import WorkerResources
 
     demand = demand_of(WorkerResources(gpus=1, accelerator_type="T4"), has_chosen_gpus=False, nodes=[])
     [worker] = write(plan(T4))["spec"]["workerGroupSpecs"]

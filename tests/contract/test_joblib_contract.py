@@ -505,6 +505,6 @@ def test_native_libraries_may_be_told_how_many_threads_to_use(pool: ParallelPool
 
 
 def test_without_joblib_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raypool.extras.find_spec", lambda name: None)
+    monkeypatch.setattr("raypool.errors.find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match=r'register_joblib needs joblib.*pip install "raypool\[joblib\]"'):
         register_joblib()

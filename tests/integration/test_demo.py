@@ -87,10 +87,10 @@ def test_trains_all_networks_on_ray(tmp_path: Path) -> None:
 
 
 def test_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "find_spec", lambda module: None if module == "sklearn" else module)
+    monkeypatch.setattr("raypool.errors.find_spec", lambda module: None if module == "sklearn" else module)
     result = CliRunner().invoke(main, ["demo", "--out", str(tmp_path / "out")])
     assert result.exit_code == 1
-    assert result.output == 'Error: The demo needs scikit-learn: pip install "raypool[demo]"\n'
+    assert result.output == 'Error: The demo needs scikit-learn, which is not installed: pip install "raypool[demo]"\n'
     assert not (tmp_path / "out").exists()
 
 

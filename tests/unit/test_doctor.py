@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import re
+import resource
 import socket
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -15,32 +18,12 @@ import pynvml
 import pytest
 from click.testing import CliRunner, Result
 
-from raypool import checkup
+from raypool import doctor
 from raypool.cli import main
-from raypool.doctor import (
-    MISMATCH,
-    NO_LIBRARY,
-    NO_PERMISSION,
-    NOT_LOADED,
-    Driver,
-    Finding,
-    Import,
-    judge_cores,
-    judge_disk,
-    judge_driver,
-    judge_gpus,
-    judge_import,
-    judge_memory,
-    judge_open_files,
-    judge_packages,
-    judge_ports,
-    judge_shared_memory,
-    judge_torch,
-)
 from raypool.gpus.devices import GpuDevice, GpuProcess
 
 GIB = 2**30
-DRIVER = Driver("550.54.15", (12, 4))
+IMPORT = doctor.imported
 CARD = GpuDevice(
     index=0,
     name="NVIDIA H100",
@@ -50,327 +33,279 @@ CARD = GpuDevice(
     compute_capability=(9, 0),
     compute_mode="default",
 )
+FULL = replace(CARD, index=1, used_bytes=40 * GIB, processes=(GpuProcess(pid=7, used_bytes=None),))
+SHUT = replace(CARD, index=2, compute_mode="prohibited")
+SILENT = GpuDevice(index=3, name="C", uuid="GPU-3")
+OTHER_MAKER = GpuDevice(index=4, name="AMD GPU")
+
+TORCH = """
+import warnings
+class version: cuda = {cuda!r}
+class cuda:
+    is_available = lambda: {available}
+    get_arch_list = lambda: {archs}
+__version__ = "2.9.0"
+print("hello")
+if {warning!r}: warnings.warn({warning!r})
+"""
+
+RAY = """
+import sys
+from types import SimpleNamespace as Names
+utils = Names(estimate_available_memory=lambda: {free} * 2**30, resolve_object_store_memory=lambda free: {store} * 2**30)
+sys.modules["ray._private"] = Names(utils=utils)
+sys.modules["ray._common.utils"] = Names(get_system_memory=lambda: {total} * 2**30)
+__version__ = "2.60.0"
+"""
 
 
-def torch(**told: Any) -> Import:
-    return Import({"version": "2.9.0", "cuda": "12.4", "available": True, "archs": ["sm_80", "sm_90"], **told})
+IMPORTS: dict[tuple[str, ...], doctor.Import] = {}
+"""What has come of importing these texts: each takes a process, and most machines have the same."""
 
 
-# --- GPUs, drivers, torch ---------------------------------------------------------------------------------------------
+class Ill:
+    """A machine, well at first: one H100, a driver for CUDA 12.4 and a torch for it. Its methods make it ill."""
+
+    def __init__(self, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.home, self.patch, self.cards = home, monkeypatch, [CARD]
+        self.library = Nvml()
+        self.patch.setattr(doctor, "load_pynvml", lambda: self.library)
+        self.patch.setattr(doctor, "imported", self.imported)
+        self.patch.setattr(doctor, "PCI", home / "pci")
+        self.patch.setattr(doctor, "KERNEL_DRIVER", home / "version")
+        self.patch.chdir(home)
+        for name in (*doctor.PINNING, "RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_TMPDIR", "TMPDIR"):
+            self.patch.delenv(name, raising=False)
+        self.patch.setenv("HOME", str(home))
+        self.patch.setenv("PYTHONPATH", str(home))
+        self.torch()
+        self.ray()
+        self.disk(50)
+        self.files(1024, 1_000_000)
+
+    def devices(self) -> list[GpuDevice]:
+        return self.cards
+
+    def imported(self, code: str) -> doctor.Import:
+        text = (self.home / ("torch.py" if code == doctor.TORCH else "ray.py")).read_text()
+        key = (code, text, str(doctor.IMPORT_TIMEOUT_S))
+        if key not in IMPORTS:
+            IMPORTS[key] = IMPORT(code)
+        return IMPORTS[key]
+
+    def env(self, name: str, value: str) -> None:
+        self.patch.setenv(name, value)
+
+    def gpus(self, *cards: GpuDevice) -> None:
+        self.cards = list(cards)
+
+    def torch(self, cuda: str | None = "12.4", available: bool = True, archs: str = "sm_80 sm_90", warning: str = "") -> None:
+        self.write("torch.py", TORCH.format(cuda=cuda, available=available, archs=archs.split(), warning=warning))
+
+    def ray(self, free: int = 9, total: int = 10, store: int = 1) -> None:
+        self.write("ray.py", RAY.format(free=free, total=total, store=store))
+
+    def write(self, name: str, text: str) -> None:
+        (self.home / name).parent.mkdir(parents=True, exist_ok=True)
+        (self.home / name).write_text(text)
+
+    def nvml(self, error: int, kernel: str = "", card: str = "") -> None:
+        self.library.error, self.cards = error, []
+        if kernel:
+            self.write("version", f"NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {kernel}\nGCC version: 12\n")
+        if card:
+            for address, kind in ((f"{card}.0", "0x030200"), (f"{card}.1", "0x040300")):  # the second is its loudspeaker
+                self.write(f"pci/{address}/vendor", "0x10de\n")
+                self.write(f"pci/{address}/class", f"{kind}\n")
+
+    def disk(self, free: int) -> None:
+        self.fails("shutil.disk_usage", SimpleNamespace(free=free * GIB, total=100 * GIB))
+
+    def files(self, soft: int, hard: int) -> None:
+        self.fails("resource.getrlimit", (soft, hard))
+
+    def fails(self, name: str, answer: Any) -> None:
+        """Let a function of the machine's return or raise this."""
+
+        def call(*_: Any) -> Any:
+            if isinstance(answer, BaseException):
+                raise answer
+            return answer
+
+        self.patch.setattr(f"raypool.doctor.{name}", call)
 
 
-TORCHES = [
-    (torch(), DRIVER, None, None),
-    (torch(cuda="12.8"), DRIVER, None, None),  # any CUDA 12 runs on a driver for 12
-    (torch(archs=["sm_80", "compute_80"]), DRIVER, None, None),  # what is made when it runs
-    (torch(cuda=None, available=False), DRIVER, "built without CUDA, so that 1 GPU", "download.pytorch.org/whl/cu12"),
-    (
-        torch(cuda="13.0", available=False),
-        DRIVER,
-        "built for CUDA 13.0; the driver runs CUDA up to 12.4",
-        "Update the driver",
-    ),
-    (torch(available=False), DRIVER, "torch sees no GPU; torch 2.9.0 was built for CUDA 12.4", "nvidia-smi"),
-    (torch(available=False)._replace(warning="unknown error"), DRIVER, "torch sees no GPU: unknown error", "nvidia-smi"),
-    (torch(available=False), Driver(), "which CUDA the driver runs is unknown", "nvidia-smi"),
-    (
-        torch(archs=["sm_80", "sm_100a"]),
-        DRIVER,
-        r"has no code for GPU 0 \(NVIDIA H100, 9.0\); it has sm_80",
-        "leave them out",
-    ),
-    (Import({}, "ImportError: no"), DRIVER, "cannot be imported", None),
-]
-
-
-def test_torch_against_the_driver_and_the_cards() -> None:
-    for found, driver, words, advice in TORCHES:
-        finding = judge_torch(found, driver, [CARD])
-        check(finding, "ok" if words is None else "problem", words or "built for CUDA 12", advice)
-
-
-def check(finding: Finding, state: str, words: str, advice: str | None = None) -> None:
-    assert finding.state == state, finding
-    assert re.search(words, finding.fact), finding
-    assert (advice is None) or (finding.advice is not None and advice in finding.advice), finding
-
-
-def test_torch_without_a_gpu_is_well() -> None:
-    check(judge_torch(torch(cuda=None, available=False), Driver(code=NO_LIBRARY), []), "ok", "no GPU")
-
-
-DRIVERS = [
-    (DRIVER, ["0000:41:00.0"], "550.54.15", "ok", "550.54.15, which runs CUDA up to 12.4", None),
-    (Driver(code=NO_LIBRARY, error="not found"), [], None, "ok", "none, and no GPU", None),
-    (
-        Driver(code=NO_LIBRARY, error="not found"),
-        ["0000:41:00.0"],
-        None,
-        "problem",
-        "at 0000:41:00.0",
-        "docker run --gpus all",
-    ),
-    (Driver(code=NO_LIBRARY, error="not found"), [], "550.1", "problem", "in the kernel is 550.1", "docker run --gpus all"),
-    (Driver(code=MISMATCH, error="mismatch"), ["a"], "550.1", "problem", "mismatch; in the kernel is 550.1", "Restart"),
-    (Driver(code=NOT_LOADED, error="not loaded"), ["a"], None, "problem", "not loaded", "modprobe"),
-    (Driver(code=NO_PERMISSION, error="no"), ["a"], None, "problem", "does not answer", "/dev/nvidia"),
-    (Driver(code=999, error="unknown"), ["a"], None, "problem", "unknown", "nvidia-smi"),
-]
-
-
-def test_the_driver() -> None:
-    for driver, cards, kernel, state, words, advice in DRIVERS:
-        check(judge_driver(driver, cards, kernel), state, words, advice)
-
-
-class Library:
+class Nvml:
     """Stands for pynvml; its first call may raise."""
 
     NVMLError = pynvml.NVMLError
-
-    def __init__(self, error: int | None = None, version: str | bytes = "550.54.15") -> None:
-        self.error, self.version, self.users = error, version, 0
+    error, users = 0, 0
 
     def nvmlInit(self) -> None:
-        if self.error is not None:
+        if self.error:
             raise pynvml.NVMLError(self.error)
         self.users += 1
 
     def nvmlShutdown(self) -> None:
         self.users -= 1
 
-    def nvmlSystemGetDriverVersion(self) -> str | bytes:
-        return self.version
+    def nvmlSystemGetDriverVersion(self) -> bytes:
+        return b"550.54.15"
 
     def nvmlSystemGetCudaDriverVersion_v2(self) -> int:
         return 12040
 
 
-def test_the_driver_is_asked_by_its_library() -> None:
-    library = Library(version=b"550.54.15")
-    assert checkup.ask_driver(lambda: library) == DRIVER
-    assert library.users == 0
-    assert [pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH, pynvml.NVML_ERROR_DRIVER_NOT_LOADED] == [MISMATCH, NOT_LOADED]
-    assert [pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_NO_PERMISSION] == [NO_LIBRARY, NO_PERMISSION]
-    driver = checkup.ask_driver(lambda: Library(MISMATCH))
-    assert (driver.version, driver.code) == (None, MISMATCH)
-    assert "mismatch" in driver.error.lower()
-
-
-def test_cards_that_are_hidden_full_prohibited_or_silent() -> None:
-    full = GpuDevice(
-        index=1,
-        name="A",
-        uuid="GPU-1",
-        total_bytes=80 * GIB,
-        used_bytes=40 * GIB,
-        processes=(GpuProcess(pid=7, used_bytes=None),),
-    )
-    shut = GpuDevice(index=2, name="B", uuid="GPU-2", total_bytes=GIB, used_bytes=0, compute_mode="prohibited")
-    silent = GpuDevice(index=3, name="C", uuid="GPU-3")
-    others = GpuDevice(index=4, name="AMD GPU")
-    cards = [CARD, full, shut, silent, others]
-    summary, *found = judge_gpus(cards, [0, 1, 2, 3, 4], "")
-    assert (summary.state, summary.fact) == ("ok", "0 NVIDIA H100, 1 A, 2 B, 3 C, 4 AMD GPU")
-    assert [finding.check for finding in found] == ["GPU 1", "GPU 2", "GPU 3"]
-    check(found[0], "warning", "40.0 GiB of 80.0 GiB are in use, by process 7", "parpool(gpus=[...])")
-    check(found[1], "warning", "prohibited", "nvidia-smi -i 2 -c DEFAULT")
-    check(found[2], "warning", "does not answer", "dmesg")
-    (chosen,) = judge_gpus(cards, [0], "CUDA_VISIBLE_DEVICES=0")
-    check(chosen, "ok", "visible here, by CUDA_VISIBLE_DEVICES=0: 0")
-    (hidden,) = judge_gpus(cards, [], "CUDA_VISIBLE_DEVICES=")
-    check(hidden, "warning", "none is visible here, by CUDA_VISIBLE_DEVICES=", "Change CUDA_VISIBLE_DEVICES=")
-    assert judge_gpus([], [], "") == [Finding("GPUs", "ok", "none")]
-
-
-def test_cards_on_the_bus_are_seen_without_a_driver(tmp_path: Path) -> None:
-    for address, vendor, kind in (("0000:41:00.0", "0x10de", "0x030200"), ("0000:41:00.1", "0x10de", "0x040300")):
-        (tmp_path / address).mkdir()
-        (tmp_path / address / "vendor").write_text(f"{vendor}\n")
-        (tmp_path / address / "class").write_text(f"{kind}\n")
-    assert checkup._cards(tmp_path) == ["0000:41:00.0"]  # the other one is its loudspeaker
-    assert checkup._cards(tmp_path / "none") == []
-
-
-KERNELS = [
-    ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024", "550.54.15"),
-    ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build  (dvs-builder@U16)", "570.86.15"),
-    ("NVRM version: NVIDIA UNIX Open Kernel Module for aarch64  570.86.15  Release Build  (dvs-builder@U16)", "570.86.15"),
-    ("NVRM version: something else", None),
-]
-
-
-def test_the_driver_in_the_kernel_closed_and_open(tmp_path: Path) -> None:
-    for line, version in KERNELS:
-        (tmp_path / "version").write_text(f"{line}\nGCC version:  gcc version 12.2.0 (Debian 12.2.0-14)\n")
-        assert checkup._kernel_driver(tmp_path / "version") == version
-        assert checkup._kernel_driver(tmp_path / "none") is None
-
-
-# --- the machine ------------------------------------------------------------------------------------------------------
-
-
-def test_cores_memory_and_shared_memory() -> None:
-    check(judge_cores(64, 64, 8), "ok", "64 of 64")
-    check(judge_cores(2, 64, 8), "warning", "2 of 64 may be used here, for 8 GPUs", "--cpus-per-task")
-    check(judge_memory(5 * GIB, 10 * GIB), "ok", "5.0 GiB of 10.0 GiB are free")
-    check(judge_memory(GIB // 2, 10 * GIB), "warning", "0.5 GiB of 10.0 GiB", "95 %")
-    check(judge_shared_memory(10 * GIB, 9 * GIB), "ok", "10.0 GiB are free in /dev/shm, and the object store would take 9.0 GiB")
-    check(judge_shared_memory(GIB // 16, 9 * GIB), "warning", "0.1 GiB are free", "docker run --shm-size=11g")
-    check(judge_shared_memory(GIB, None), "ok", "1.0 GiB")
-    check(judge_shared_memory(None, GIB), "problem", "there is no /dev/shm", "mount")
-
-
-DISKS = [
-    ("/tmp/ray", 50, True, "ok", "50.0 GiB of 100.0 GiB are free where /tmp/ray is"),
-    ("/tmp/ray", 9, True, "warning", "9.0 GiB of 100.0 GiB"),
-    ("/tmp/ray", 4, True, "problem", "4.0 GiB of 100.0 GiB"),
-    ("/tmp/ray", 50, False, "problem", "/tmp/ray cannot be written"),
-    ("/scratch/" + "x" * 60 + "/ray", 50, True, "problem", "has 73 letters, and the sockets there allow 34"),
-]
-
-
-def test_the_disk_of_rays_files() -> None:
-    for folder, free, is_writable, state, words in DISKS:
-        finding = judge_disk(folder, free * GIB, 100 * GIB, is_writable)
-        check(finding, state, words, None if state == "ok" else "RAY_TMPDIR")
-
-
-def test_the_folder_of_rays_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkup, "imported", lambda code: torch())
-    monkeypatch.delenv("RAY_TMPDIR", raising=False)
-    for variable, folder in (("TMPDIR", "/tmp/a"), ("RAY_TMPDIR", "/tmp/b")):  # the second counts first
-        monkeypatch.setenv(variable, folder)
-        (finding,) = (found for found in checkup.examine() if found.check == "Ray's files")
-        assert finding.fact.endswith(f"are free where {folder}/ray-{os.getuid()} is")
-
-
-def test_open_files_and_ports() -> None:
-    check(judge_open_files(1024, 1_000_000), "ok", "1,024, which Ray raises to 65,536")
-    check(judge_open_files(1024, 2048), "warning", "2,048 at most, and Ray asks for 4,096", "ulimit -n 65536")
-    check(judge_open_files(1024, -1), "ok", "65,536")
-    check(judge_open_files(-1, -1), "ok", "no limit")
-    check(judge_ports(None, 28_000, 28_232, {}), "ok", "28,000 of 28,232 are free on the loopback, and those of a head")
-    check(judge_ports(None, 500, 28_232, {}), "warning", "500 of 28,232", "ip_local_port_range")
-    check(judge_ports(None, 28_000, 28_232, {6379: "redis (7)"}), "warning", r"6379 by redis \(7\)", "ray start --head")
-    check(judge_ports("Cannot assign", 28_000, 28_232, {}), "problem", "Cannot assign", "ip link set lo up")
-
-
-def test_packages_and_imports(monkeypatch: pytest.MonkeyPatch) -> None:
-    check(judge_packages({"a": "1", "b": "2"}, {}), "ok", "all 2")
-    found = {"loky": "3.3", "rich": None}
-    check(
-        judge_packages(found, {"loky": "loky>=3.4", "rich": "rich>=13"}),
-        "problem",
-        "loky is 3.3, rich is missing",
-        "'loky>=3.4' 'rich>=13'",
-    )
-    check(judge_import("torch", torch()), "ok", "2.9.0, built for CUDA 12.4")
-    check(judge_import("ray", Import({}, "ImportError: libfoo")), "problem", "ImportError: libfoo", "--force-reinstall ray")
-    monkeypatch.setattr(importlib.metadata, "requires", lambda name: ["click>=9999", "nothing-of-this-name", "x; extra == 'dev'"])
-    finding = checkup._packages()
-    check(
-        finding, "problem", rf"click is {importlib.metadata.version('click')}, nothing-of-this-name is missing", "'click>=9999'"
-    )
-
-
-def test_a_library_that_crashes_or_hangs_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert checkup.imported("import nothing_of_this_name").error == "ModuleNotFoundError: No module named 'nothing_of_this_name'"
-    assert checkup.imported("import os; os.abort()").error == "the process ended with status -6"
-    said = checkup.imported("import warnings; warnings.warn('too old'); print('hello'); print('{\"a\": 1}')")
-    assert said == Import({"a": 1}, None, "too old")
-    assert checkup.imported("pass").error == "it does not say what it is"
-    monkeypatch.setattr(checkup, "IMPORT_TIMEOUT_S", 0.01)
-    assert checkup.imported("while True: pass").error == "it took longer than 0 s"
-
-
-def test_a_ray_without_the_names_that_are_looked_at_is_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "ray.py").write_text("__version__ = '99.0'\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    check(judge_import("ray", checkup.imported(checkup.RAY)), "ok", "99.0")
-
-
-# --- the command ------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Import neither Ray nor torch: seconds each."""
-    told = {"version": "2.9.0", "total": 10 * GIB, "free": 9 * GIB, "store": 1}
-    monkeypatch.setattr(checkup, "imported", lambda code: torch(**told))
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ill:
+    return Ill(tmp_path, monkeypatch)
 
 
-def doctor(*arguments: str) -> Result:
-    return CliRunner().invoke(main, ["doctor", *arguments])
+def run(machine: Ill | None = None, *arguments: str) -> Result:
+    return CliRunner().invoke(main, ["doctor", *arguments], obj=machine)
 
 
-def test_a_machine_with_a_problem_ends_with_1(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkup, "ask_driver", lambda load: Driver(code=MISMATCH, error="Driver/library version mismatch"))
-    done = doctor()
-    assert (done.exit_code, done.stderr) == (1, "")
-    assert "problem  NVIDIA driver  does not answer: Driver/library version mismatch" in done.stdout
-    assert "                        The driver was updated while it was in use. Restart this machine." in done.stdout.splitlines()
-    assert done.stdout.splitlines()[-1].startswith("problems: 1, warnings: ")
-    found = {finding["check"]: finding for finding in json.loads(doctor("--json").stdout)}
-    assert found["NVIDIA driver"]["state"] == "problem"
-    assert set(found["cores"]) == {"check", "state", "fact", "advice"}
-    assert {
-        "Python",
-        "packages",
-        "ray",
-        "torch",
-        "GPUs",
+def found(machine: Ill) -> list[dict[str, str]]:
+    findings: list[dict[str, str]] = json.loads(run(machine, "--json").stdout)
+    return findings
+
+
+def closed(machine: Ill, name: str) -> None:
+    machine.fails(name, PermissionError(13, "Permission denied"))
+
+
+CLOSED = "could not be checked: PermissionError: .*Permission denied"
+
+NEEDS = ["click>=9999", "nothing-of-this-name", "x; extra == 'dev'"]
+
+BLIND = "torch sees no GPU: unknown error; torch 2.9.0 was built for CUDA 12.4"
+
+ILLNESSES: list[tuple[str, str, Callable[[Ill], Any], str, str]] = [
+    ("packages", "problem", lambda m: m.fails("importlib.metadata.requires", NEEDS), "of-this-name is missing", "'click>=9999'"),
+    ("packages", "warning", lambda m: closed(m, "importlib.metadata.requires"), CLOSED, ""),
+    ("ray", "problem", lambda m: m.write("ray.py", "import libfoo"), "No module named 'libfoo'", "--force-reinstall ray"),
+    ("ray", "problem", lambda m: m.write("ray.py", "raise SystemExit(3)"), "the process ended with status 3", ""),
+    ("ray", "ok", lambda m: m.write("ray.py", "__version__ = '99.0'"), "99.0", ""),  # without the names that are looked at
+    ("torch", "problem", lambda m: m.write("torch.py", "import os; os.abort()"), "the process ended with status -6", ""),
+    ("torch", "problem", lambda m: m.patch.setattr(doctor, "IMPORT_TIMEOUT_S", 1e-3), "it took longer than 0 s", ""),
+    ("torch", "problem", lambda m: m.write("torch.py", "import os; os._exit(0)"), "it does not say what it is", ""),
+    ("NVIDIA driver", "ok", lambda m: None, "550.54.15, which runs CUDA up to 12.4", ""),
+    ("NVIDIA driver", "ok", lambda m: m.nvml(12), "none, and no NVIDIA GPU", ""),
+    ("NVIDIA driver", "problem", lambda m: m.nvml(12, card="a"), r"; 1 NVIDIA GPU\(s\) are there, at a.0$", "docker run --gpus"),
+    ("NVIDIA driver", "problem", lambda m: m.nvml(12, kernel="550.1"), "the kernel has .* 550.1$", "docker run --gpus all"),
+    ("NVIDIA driver", "problem", lambda m: m.nvml(18, "550.1", "a"), "mismatch.; the kernel has .* 550.1; 1 NVIDIA", "Restart"),
+    ("NVIDIA driver", "problem", lambda m: m.nvml(9, card="a"), "Not Loaded", "modprobe"),
+    ("NVIDIA driver", "problem", lambda m: m.nvml(4, card="a"), "does not answer", "/dev/nvidia"),
+    ("NVIDIA driver", "problem", lambda m: m.nvml(999), "Unknown", "nvidia-smi"),
+    ("GPUs", "ok", lambda m: m.gpus(), "none", ""),
+    ("GPUs", "ok", lambda m: m.gpus(CARD, OTHER_MAKER), "0 NVIDIA H100, 4 AMD GPU", ""),
+    ("GPUs", "ok", lambda m: m.env("CUDA_VISIBLE_DEVICES", "0"), "visible here, by CUDA_VISIBLE_DEVICES=0: 0", ""),
+    ("GPUs", "warning", lambda m: m.env("CUDA_VISIBLE_DEVICES", ""), "none is visible here, by CUDA_", "Change CUDA_VIS"),
+    ("GPUs", "warning", lambda m: m.gpus(FULL), "GPU 1: 40.0 GiB of 80.0 GiB are in use, by process 7", "parpool"),
+    ("GPUs", "warning", lambda m: m.gpus(SHUT), "GPU 2 has the compute mode 'prohibited'", "nvidia-smi -i 2 -c DEFAULT"),
+    ("GPUs", "warning", lambda m: m.gpus(SILENT), "GPU 3 does not answer", "dmesg"),
+    ("GPUs", "warning", lambda m: closed(m, "gpus_here"), CLOSED, ""),
+    ("torch on GPUs", "ok", lambda m: m.nvml(12), "no NVIDIA GPU", ""),
+    ("torch on GPUs", "ok", lambda m: m.torch("12.8"), "12.8; .*up to 12.4", ""),  # any CUDA 12 runs on a driver for 12
+    ("torch on GPUs", "ok", lambda m: m.torch(archs="sm_80 compute_80"), "built for", ""),  # what is made when it runs
+    ("torch on GPUs", "problem", lambda m: m.torch(None, False), "built without CUDA, so 1 GPU", "download.pytorch.org/whl/cu12"),
+    ("torch on GPUs", "problem", lambda m: m.torch("13.0", False), "for CUDA 13.0; .* up to 12.4", "Update the driver"),
+    ("torch on GPUs", "problem", lambda m: m.torch(available=False, warning="unknown error"), BLIND, "nvidia-smi"),
+    (
         "torch on GPUs",
-        "ports",
-        "shared memory",
+        "problem",
+        lambda m: m.torch(archs="sm_80 sm_100a"),
+        r"for GPU 0 \(NVIDIA H100, 9.0\); it has sm_80",
+        "out",
+    ),
+    ("torch on GPUs", "problem", lambda m: m.write("torch.py", "1 / 0"), "torch cannot be imported", ""),
+    ("cores", "warning", lambda m: m.fails("usable_cpus", 0), "^0 of .* may be used here, for 1 GPUs", "--cpus-per-task"),
+    ("memory", "ok", lambda m: None, "9.0 GiB of 10.0 GiB are free", ""),
+    ("memory", "warning", lambda m: m.ray(free=0), "0.0 GiB of 10.0 GiB are free", "95 %"),
+    ("shared memory", "ok", lambda m: None, "50.0 GiB are free in /dev/shm, and the object store would take 1.0 GiB", ""),
+    ("shared memory", "warning", lambda m: m.ray(store=60), "50.0 GiB are free", "docker run --shm-size=65g"),
+    ("shared memory", "problem", lambda m: m.fails("shutil.disk_usage", FileNotFoundError()), "there is no /dev/shm", "mount"),
+    ("Ray's files", "ok", lambda m: m.env("TMPDIR", "/tmp/a"), f"50.0 GiB of 100.0 GiB .* where /tmp/a/ray-{os.getuid()} is", ""),
+    ("Ray's files", "warning", lambda m: m.disk(9), "9.0 GiB of 100.0 GiB", "RAY_TMPDIR"),
+    ("Ray's files", "problem", lambda m: m.disk(4), "4.0 GiB of 100.0 GiB", "RAY_TMPDIR"),
+    ("Ray's files", "problem", lambda m: m.fails("os.access", False), "cannot be written", "RAY_TMPDIR"),
+    (
         "Ray's files",
-        "open files",
-    } <= set(found)
+        "problem",
+        lambda m: m.env("TMPDIR", "/" + "x" * 60),
+        "letters, and the sockets there allow 34",
+        "RAY_TMPDIR",
+    ),
+    ("Ray's files", "warning", lambda m: closed(m, "shutil.disk_usage"), CLOSED, ""),
+    ("open files", "ok", lambda m: None, "1,024, which Ray raises to 65,536", ""),
+    ("open files", "ok", lambda m: m.files(1024, resource.RLIM_INFINITY), "raises to 65,536", ""),
+    ("open files", "ok", lambda m: m.files(-1, -1), "no limit", ""),
+    ("open files", "warning", lambda m: m.files(1024, 2048), "2,048 at most, and Ray asks for 4,096", "ulimit -n 65536"),
+    ("ports", "warning", lambda m: m.patch.setattr(doctor, "FEWEST_PORTS", 10**6), "local ports are free", "ip_local_port_range"),
+    ("ports", "problem", lambda m: m.fails("socket.socket", OSError(99, "Cannot assign")), "Cannot assign", "ip link set lo up"),
+    ("ports", "warning", lambda m: closed(m, "psutil.net_connections"), CLOSED, ""),
+    ("profiles", "problem", lambda m: m.write("raypool.toml", "[profiles.lab\n"), "raypool.toml is not valid TOML", ""),
+    ("Ray's token", "problem", lambda m: m.fails("os.access", False), "auth_token cannot be written", "RAY_AUTH_TOKEN_PATH"),
+    ("Ray's address", "warning", lambda m: m.env("RAY_ADDRESS", "10.0.0.7:6379"), "joins that Ray", "unset RAY_ADDRESS"),
+]
 
 
-def test_settings_that_are_in_the_way(quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("raypool.toml").write_text("[profiles.lab\n")
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "/proc/token")
-    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
-    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.7:6379")
-    found = {finding["check"]: finding for finding in json.loads(doctor("--json").stdout)}
-    assert "raypool.toml is not valid TOML" in found["profiles"]["fact"]
-    assert found["Ray's address"]["state"] == "warning"
-    if os.geteuid() != 0:  # who may do everything
-        assert found["Ray's token"]["state"] == "problem"
+@pytest.mark.parametrize(
+    ("check", "state", "fall_ill", "fact", "advice"),
+    ILLNESSES,
+    ids=[f"{check} {number}" for number, (check, *_) in enumerate(ILLNESSES)],
+)
+def test_what_is_wrong_is_said(
+    machine: Ill, check: str, state: str, fall_ill: Callable[[Ill], Any], fact: str, advice: str
+) -> None:
+    fall_ill(machine)
+    finding = [entry for entry in found(machine) if entry["check"] == check][-1]
+    assert finding["state"] == state, finding
+    assert re.search(fact, finding["fact"]), finding
+    assert advice in (finding["advice"] or ""), finding
+    assert (finding["advice"] is None) or state != "ok"
+    assert machine.library.users == 0
 
 
-def test_what_cannot_be_looked_at_keeps_nothing_else_from_it(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def closed(*_: Any) -> Any:
-        raise PermissionError(13, "Permission denied")
-
-    before = [finding.check for finding in checkup.examine()]
-    for holder, name in ((importlib.metadata, "requires"), (checkup.shutil, "disk_usage"), (checkup.psutil, "net_connections")):
-        monkeypatch.setattr(holder, name, closed)
-    findings = {finding.check: finding for finding in checkup.examine()}
-    assert list(findings) == before
-    for name in ("packages", "shared memory", "Ray's files", "ports"):
-        check(findings[name], "warning", "could not be looked at: PermissionError: .*Permission denied")
-    monkeypatch.setattr(checkup, "gpus_here", closed)
-    assert {"GPUs", "memory", "open files"} <= {finding.check for finding in checkup.examine()}
+def test_the_folder_of_rays_files(machine: Ill) -> None:
+    machine.env("TMPDIR", "/tmp/a")
+    machine.env("RAY_TMPDIR", "/tmp/b")  # this one counts first
+    (finding,) = (entry for entry in found(machine) if entry["check"] == "Ray's files")
+    assert finding["fact"].endswith(f"are free where /tmp/b/ray-{os.getuid()} is")
 
 
-def test_who_has_a_port_of_a_head_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_that_is_closed_is_still_looked_at(machine: Ill) -> None:
+    before = [entry["check"] for entry in found(machine)]
+    for name in ("importlib.metadata.requires", "shutil.disk_usage", "psutil.net_connections", "gpus_here"):
+        closed(machine, name)
+    assert [entry["check"] for entry in found(machine)] == before
+
+
+def test_a_machine_with_a_problem_ends_with_1(machine: Ill) -> None:
+    machine.nvml(18)
+    done = run(machine)
+    assert (done.exit_code, done.stderr) == (1, "")
+    lines = done.stdout.splitlines()
+    place = next(number for number, line in enumerate(lines) if line.startswith("problem  NVIDIA driver  does not answer: "))
+    assert lines[place + 1] == f"{'':24}The driver was updated while it was in use. Restart this machine."
+    assert lines[-1].startswith("problems: 1, warnings: ")
+
+
+def test_who_has_a_port_of_a_head_is_named(machine: Ill) -> None:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen()
         port = server.getsockname()[1]
-        monkeypatch.setattr(checkup, "HEAD_PORTS", (port,))
-        check(checkup._ports(), "warning", rf"{port} by .*\({os.getpid()}\)")
+        machine.patch.setattr(doctor, "HEAD_PORTS", (port,))
+        (finding,) = (entry for entry in found(machine) if entry["check"] == "ports")
+    assert finding["state"] == "warning"
+    assert re.search(rf"{port} by .*\({os.getpid()}\)", finding["fact"])
 
 
 @pytest.mark.ci
 def test_this_machine_is_looked_at_and_nothing_is_left() -> None:
     before = {child.pid for child in psutil.Process().children(recursive=True)}
-    done = doctor("--json")
+    done = run(None, "--json")
     findings = json.loads(done.stdout)
     assert done.exit_code == any(finding["state"] == "problem" for finding in findings)
     assert {finding["check"] for finding in findings if finding["state"] == "ok"} >= {"Python", "packages", "ray", "torch"}

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raypool import InvalidTypeError, InvalidValueError, WorkerResources
-from raypool.labels import has_labels
+from raypool.profiles import has_labels
 
 WORDS = st.from_regex(r"[a-z0-9]([a-z_.-]{0,3}[a-z0-9])?", fullmatch=True)
 

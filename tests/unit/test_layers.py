@@ -14,16 +14,16 @@ PACKAGE = Path(__file__).parents[2] / "raypool"
 # From the top down; a module may import from its own floor and from those below. No modules import each other: test_house.py.
 FLOORS = [
     "__main__ cli cli_cluster cli_doctor cli_jobs cli_submit cli_sweep cli_errors cli_pipes",
-    "checkup demo doctor sweep_files targets interop testing batches",
+    "demo doctor sweep_files targets interop testing batches",
     "pool",
     "parfor train spmd",
     "engine",
     "backends",
     "results views journal",
     "task futures cloud",
-    "channel worker options profiles profile_files profile_checks resources labels tls",
+    "channel worker options profiles profile_files",
     "core gpus",
-    "errors counts extras folders reasons",
+    "errors counts folders",
 ]
 
 RAY_MAY_STAND_IN = ("backends.ray.", "cloud.", "train.", "gpus.table")  # the last asks Ray of GPUs that are not NVIDIA's

@@ -7,8 +7,16 @@ from concurrent.futures import CancelledError
 
 import numpy as np
 
-from raypool.errors import LossReason, RankInterrupted, SpmdError, TaskCancelled, TaskTimeoutError, WorkerLostError
-from raypool.reasons import is_gpu_out_of_memory, reason_of
+from raypool.errors import (
+    LossReason,
+    RankInterrupted,
+    SpmdError,
+    TaskCancelled,
+    TaskTimeoutError,
+    WorkerLostError,
+    is_gpu_out_of_memory,
+    reason_of,
+)
 from raypool.results import Results, Row
 
 

@@ -222,7 +222,7 @@ def test_a_page_is_called_as_pages_are(tmp_path: Path, name: str) -> None:
 
 def test_without_the_extra_nothing_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     find = util.find_spec
-    monkeypatch.setattr("raypool.extras.find_spec", lambda name: None if name in ("plotly", "matplotlib") else find(name))
+    monkeypatch.setattr("raypool.errors.find_spec", lambda name: None if name in ("plotly", "matplotlib") else find(name))
 
     with pytest.raises(ModuleNotFoundError, match=r'plotly.*pip install "raypool\[plots\]"'):
         made([1], [1]).report(tmp_path / "page.html")

@@ -20,8 +20,8 @@ from raypool.backends.ray.placement import Seating
 from raypool.backends.ray.telemetry import Usage
 from raypool.channel.records import Part, SliceResult
 from raypool.core.messages import ResizeRequested
+from raypool.errors import is_gpu_out_of_memory
 from raypool.gpus.sharing import CONTEXT_BYTES, MOST, Load, fitting, fraction_for, seats_for
-from raypool.reasons import is_gpu_out_of_memory
 from raypool.worker.gpu_turns import Sharing, Weight
 
 REMEMBERED = 32

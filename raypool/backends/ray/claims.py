@@ -30,7 +30,7 @@ from raypool.backends.ray.shortages import held_by, holders
 from raypool.errors import ResourceError
 from raypool.gpus.devices import GpuDevice, Inventory, index_of
 from raypool.gpus.sharing import CONTEXT_BYTES
-from raypool.labels import for_ray
+from raypool.profiles import for_ray
 
 POLL_S = 0.01
 

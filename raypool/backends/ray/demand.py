@@ -15,8 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raypool.backends.ray.calls import UNRECORDED
 from raypool.gpus.sharing import MOST
-from raypool.labels import has_labels
-from raypool.resources import WorkerResources
+from raypool.profiles import WorkerResources, has_labels
 
 ACCELERATOR = "accelerator_type:"
 """What a resource's name begins with by which Ray tells kinds of accelerators apart."""

@@ -21,8 +21,7 @@ from raypool.backends.ray.client import is_outside
 from raypool.backends.ray.demand import Demand, Need, Node, demand_of, growth, living_nodes
 from raypool.errors import PoolClosedError, RaypoolError, ResourceError
 from raypool.gpus.devices import usable_cores
-from raypool.profiles import Profile
-from raypool.resources import WorkerResources
+from raypool.profiles import Profile, WorkerResources
 
 _seatings: weakref.WeakSet[Seating] = weakref.WeakSet()
 

@@ -15,7 +15,7 @@ from raypool.backends.ray.demand import ACCELERATOR, Demand, Need, Node, living_
 from raypool.errors import ResourceError
 from raypool.gpus.devices import GpuDevice
 from raypool.gpus.sharing import CONTEXT_BYTES
-from raypool.labels import has_labels
+from raypool.profiles import has_labels
 
 if TYPE_CHECKING:
     from raypool.backends.ray.claims import Claim
