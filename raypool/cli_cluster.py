@@ -101,11 +101,15 @@ def init(context: click.Context, /, out: Path, job: str | None, is_forced: bool,
     if out.exists() and not is_forced:
         raise click.UsageError(f"{out} is there already. Say --force to write over it, or --out with another name.")
     try:
-        text = text_of(Draft(**wishes).plan(), _command(context, given), out.name, job)
+        text = text_of(Draft(**wishes).plan(), _command(context, given), out.name, job, warn=_warn)
         save(text, out, is_forced)
     except RaypoolError as error:
         raise click.UsageError(str(error)) from error
     echo(f"Wrote {out}. Its first lines say what comes next.")
+
+
+def _warn(text: str) -> None:
+    echo(f"warning: {text}", err=True)
 
 
 def _given(context: click.Context) -> list[click.Parameter]:
@@ -136,14 +140,17 @@ def validate(files: tuple[Path, ...]) -> None:
     """Check files of clusters and of training jobs, before money is spent.
 
     Each FILE may be one for Ray's launcher (Google Cloud, AWS, on premises), one for KubeRay, or the config.yaml of a training
-    job. Says all that is wrong, with lines (status 2). Nothing is asked of any provider, and nothing is made.
+    job. Says all that is wrong, with lines (status 2), and warns of what may be: machines that the catalogues here do not have,
+    which are of a day. No provider is asked. Of a file for KubeRay, the cluster that kubectl talks to is (a dry run on the
+    server). Nothing is made.
     """
     from raypool.cloud.checks import check_file
 
     problems = []
     for file in files:
         try:
-            check_file(file)
+            for warning in check_file(file):
+                _warn(warning)
         except RaypoolError as error:
             problems.append(str(error))
         else:
@@ -169,7 +176,8 @@ def up(file: Path, yes: bool) -> None:
     from raypool.cloud.checks import check_file
 
     try:
-        check_file(file)
+        for warning in check_file(file):
+            _warn(warning)
     except RaypoolError as error:
         raise click.UsageError(str(error)) from error
     with _failures():

@@ -25,9 +25,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from raypool.cloud import job_dir, zones
+from raypool.cloud import job_dir
 from raypool.cloud.documents import Document, Findings, Keys, nearest
-from raypool.cloud.machines import Catalogue, Machine, catalogue
+from raypool.cloud.machines import Catalogue, Machine, catalogue, why_no_zone
 from raypool.cloud.plan import NodeGroup
 from raypool.cloud.training import GROUPS, Training
 from raypool.errors import CloudError
@@ -80,13 +80,13 @@ def is_training(content: Any) -> bool:
     return isinstance(content, dict) and (INPUT in content or not KNOWN.isdisjoint(content))
 
 
-def check(document: Document) -> None:
-    """Make sure that a file describes a training job that can run.
+def check(document: Document) -> tuple[str, ...]:
+    """Make sure that a file describes a training job that can run, and return what is not used, and what may not be had.
 
     Raises:
         CloudError: It does not; says all that is wrong, where, and what would be right.
     """
-    read(document)
+    return read(document).notes
 
 
 def read(document: Document) -> Training:
@@ -106,8 +106,7 @@ def read(document: Document) -> Training:
     """
     findings = Findings(document)
     _check_outside(findings)
-    findings.refuse()  # what is not where it belongs says nothing
-    given = findings.at((INPUT,))
+    findings.finish()  # what is not where it belongs says nothing
     findings.check_keys((INPUT,), KNOWN)
     _check_unable(findings, (INPUT,), UNABLE)
     training = Training(
@@ -117,13 +116,12 @@ def read(document: Document) -> Training:
         job_dir=_text(findings, (INPUT, "jobDir")),
         module=_text(findings, (INPUT, "pythonModule")),
         args=_args(findings),
-        notes=tuple(
-            f"{document.place_of((INPUT, name))}: {name} is not used: {why}." for name, why in UNUSED.items() if name in given
-        ),
     )
     _check_places(findings, training)
-    findings.refuse()
-    return training
+    for name, why in UNUSED.items():
+        if name in findings.at((INPUT,)):
+            findings.doubt((INPUT, name), f"{name} is not used: {why}.")
+    return replace(training, notes=findings.finish())
 
 
 def _check_outside(findings: Findings) -> None:
@@ -149,11 +147,9 @@ def _check_unable(findings: Findings, keys: Keys, unable: dict[str, str]) -> Non
 
 
 def _check_places(findings: Findings, training: Training) -> None:
-    """Note where a job's machines, or its outputs, cannot be."""
-    try:
-        zones.check(training.kinds, training.region)
-    except CloudError as error:
-        findings.add((INPUT, "region") if training.region is not None else (INPUT,), str(error))
+    """Note where a job's machines may not be, or its outputs cannot."""
+    if (why := why_no_zone(training.kinds, training.region)) is not None:
+        findings.doubt((INPUT, "region") if training.region is not None else (INPUT,), why)
     if training.job_dir is not None and (wrong := job_dir.why_not(training.job_dir)) is not None:
         findings.add((INPUT, "jobDir"), wrong)
 

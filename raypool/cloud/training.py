@@ -63,7 +63,7 @@ class Training:
         Args:
             name: What to call the cluster.
             project: The project that pays; None: to be filled in.
-            zone: Where; see `raypool.cloud.zones.choose`.
+            zone: Where; see `raypool.cloud.machines.choose_zone`.
             spot: Whether the provider may take machines back; never the master's.
             packages: What is installed on every machine.
         """

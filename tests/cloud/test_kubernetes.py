@@ -19,11 +19,11 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
+from raypool.cloud.kubernetes_pods import amount
 
 from raypool.cloud import kubernetes, kubernetes_checks, kubernetes_schema
 from raypool.cloud.documents import Findings, documents_of
 from raypool.cloud.kubernetes import DRAIN, how_to_connect, write, write_job
-from raypool.cloud.kubernetes_pods import amount
 from raypool.cloud.nodes import default_packages
 from raypool.cloud.plan import ClusterPlan, NodeGroup
 from raypool.errors import CloudError

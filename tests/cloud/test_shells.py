@@ -6,7 +6,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-
 from raypool.cloud.shells import starts_in, starts_of_ray
 
 COMMANDS = [
