@@ -98,8 +98,8 @@ def check(findings: Findings) -> None:
         right = "letters, digits and - _ . only, and not more than 100 of them"
         findings.add(("cluster_name",), f"cluster_name is {name!r}; the names of machines begin with it, so it may have {right}.")
     region = findings.at(("provider", "region"))
-    if not isinstance(region, str):
-        findings.add(("provider",), "region is missing in provider, such as us-west-2.")
+    if not re.fullmatch(rf"[a-z]{{2}}(-[a-z]+)+-\d|{PLACEHOLDER}.*", str(region)):
+        findings.add(("provider", "region"), f"region is {region!r}; one is named like us-west-2.")
     for zone in (findings.at(("provider", "availability_zone")) or "").split(","):
         if zone and not str(region).startswith(PLACEHOLDER) and not zone.strip().startswith((str(region), PLACEHOLDER)):
             text = f"the zone {zone.strip()} is not in the region, which is {region}: its zones are {region}a and so on."

@@ -172,7 +172,7 @@ def _has_token(command: str) -> bool:
     """Say whether a command has Ray ask for a token: each is run by a shell of its own, what another one sets does not count."""
     before = command.partition(nodes.START)[0]
     modes = re.findall(r"\bRAY_AUTH_MODE=[\"']?(\w*)", before)
-    is_exported = re.search(r"\bexport\s[^;&|\n]*RAY_AUTH_MODE|\bRAY_AUTH_MODE=\S+\s+([A-Za-z_]\w*=\S*\s+)*$", before)
+    is_exported = re.search(r"\bexport\s[^;&|\n]*RAY_AUTH_MODE|\bRAY_AUTH_MODE=[^\s;&|]+\s+([A-Za-z_]\w*=[^\s;&|]*\s+)*$", before)
     return modes[-1:] == ["token"] and is_exported is not None and "unset" not in before
 
 

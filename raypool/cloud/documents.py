@@ -236,14 +236,14 @@ class Findings:
             CloudError: Something is wrong. It says all that is; `.problems` has each with its place (`keys`, `text`), and
                 `.warnings` is what may be wrong besides.
         """
-        warnings = self._told(self.doubts)
+        for found in (self.problems, self.doubts):
+            found.sort(key=lambda problem: self.document.line_of(problem.keys))
+        told, warnings = (
+            tuple(f"{self.document.place_of(each.keys)}: {each.text}" for each in found) for found in (self.problems, self.doubts)
+        )
         if self.problems:
-            raise CloudError("\n".join(self._told(self.problems)), problems=tuple(self.problems), warnings=warnings)
+            raise CloudError("\n".join(told), problems=tuple(self.problems), warnings=warnings)
         return warnings
-
-    def _told(self, problems: list[Problem]) -> tuple[str, ...]:
-        ordered = sorted(problems, key=lambda problem: self.document.line_of(problem.keys))
-        return tuple(f"{self.document.place_of(each.keys)}: {each.text}" for each in ordered)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -237,13 +237,13 @@ class Catalogue:
         Example:
             >>> catalogue("gce").check_place("us-west1-c", "T4")
             Traceback (most recent call last):
-            raypool.errors.CloudError: As of 2026-11-22, us-west1-c has no T4 GPUs. Near it are us-west1-a and us-west1-b.
+            raypool.errors.CloudError: As of 2026-11-22, us-west1-c has no T4 GPUs. Near it are us-west1-a, us-west1-b.
         """
         for kind in map(self.gpu, gpus):
             known = kind.regions if place in self._regions or not kind.zones else kind.zones
             if known and place not in known:
                 near = [each for each in known if each[:-2] == place[:-2]]
-                where = f"Near it are {' and '.join(near)}" if near else f"They are in {', '.join(known)}"
+                where = f"Near it are {', '.join(near)}" if near else f"They are in {', '.join(known)}"
                 raise CloudError(f"As of {self.date}, {place} has no {kind.name} GPUs. {where}.")
 
     @property
