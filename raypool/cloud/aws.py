@@ -111,7 +111,7 @@ def check(findings: Findings) -> None:
         )
         findings.add(("provider", "security_group"), text)
     if _validator() is None:
-        findings.doubt(("provider",), "boto3 is not installed here, so nobody has looked at the names of EC2's settings.")
+        findings.doubt(("provider",), "boto3 is not installed here, so the names of EC2's settings were not checked.")
     for name in findings.at(("available_node_types",)) or ():
         keys: Keys = ("available_node_types", name)
         _check_machine(findings, keys)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import yaml
-from jsonschema.exceptions import ValidationError
 from jsonschema.protocols import Validator
 
 from raypool.errors import CloudError
@@ -24,16 +23,6 @@ PLACEHOLDER = "<"
 
 OPEN = "is still to be filled in."
 """The end of what is said of it."""
-
-KINDS = {
-    "integer": "a whole number",
-    "number": "a number",
-    "string": "text",
-    "boolean": "true or false",
-    "object": "a mapping (`name: value`)",
-    "array": "a list (`- one` in each line)",
-}
-"""What a JSON schema calls kinds of values, in words."""
 
 
 @dataclass(frozen=True)
@@ -199,25 +188,15 @@ class Findings:
     def check_schema(self, schema: Validator, keys: Keys = ()) -> None:
         """Note what a JSON schema does not allow in the entry at `keys`."""
         for error in schema.iter_errors(self.at(keys)):
-            self._add_error(error, (*keys, *error.absolute_path))
-
-    def _add_error(self, error: ValidationError, keys: Keys) -> None:
-        name = next((key for key in reversed(keys) if isinstance(key, str)), "the file")
-        schema: Any = error.schema
-        wanted: Any = error.validator_value
-        if error.validator == "additionalProperties":
-            self.check_keys(keys, schema.get("properties", {}))
-        elif error.validator == "required":
-            missing = next(each for each in wanted if error.message.startswith(repr(each)))
-            self.add(keys, f"{missing} is missing in {name}.")
-        elif error.validator == "enum":
-            self.add(keys, f"{name} is {error.instance!r}{nearest(str(error.instance), map(str, wanted))}")
-        elif error.validator == "type":
-            kinds = [wanted] if isinstance(wanted, str) else wanted
-            shown = "empty" if error.instance is None else repr(error.instance)
-            self.add(keys, f"{name} is {shown}; it must be {' or '.join(KINDS.get(kind, kind) for kind in kinds)}.")
-        else:
-            self.add(keys, f"{name}: {error.message}.")
+            at = (*keys, *error.absolute_path)
+            name = next((key for key in reversed(at) if isinstance(key, str)), "the file")
+            allowed: Any = error.validator_value
+            if error.validator == "additionalProperties":
+                self.check_keys(at, cast("dict[str, Any]", error.schema).get("properties", {}))
+            elif error.validator == "enum":
+                self.add(at, f"{name} is {error.instance!r}{nearest(str(error.instance), map(str, allowed))}")
+            else:
+                self.add(at, f"{name}: {error.message}.")
 
     def at(self, keys: Keys) -> Any:
         """Return what stands there, None if nothing does."""

@@ -118,7 +118,7 @@ def check(findings: Findings) -> None:
         findings.add(("cluster_name",), f"cluster_name is {name!r}; the names of machines begin with it, so it may have {right}.")
     zone = _check_place(findings)
     if _schema() is None:
-        text = "google-api-python-client is not installed here, so nobody has looked at the names of Google's settings."
+        text = "google-api-python-client is not installed here, so the names of Google's settings were not checked."
         findings.doubt(("provider",), text)
     for name in findings.at(("available_node_types",)) or ():
         keys: Keys = ("available_node_types", name)

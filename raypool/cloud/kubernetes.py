@@ -236,13 +236,13 @@ def is_manifest(content: object) -> bool:
 
 def check(findings: Findings) -> None:
     """Note what surely cannot work in a manifest, and that nobody is asked for a token: Kubernetes itself knows the rest."""
-    kind, name = findings.at(("kind",)), findings.at(("metadata", "name"))
+    kind, name = findings.at(("kind",)), str(findings.at(("metadata", "name")))
     if kind in OTHERS:
         return
     if kind not in LONGEST_NAME:
         findings.add(("kind",), f"kind is {kind!r}{nearest(str(kind), (*LONGEST_NAME, *OTHERS))}")
         return
-    if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?|<.*", str(name or "")) or len(name) > LONGEST_NAME[kind]:
+    if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?|<.*", name) or len(name) > LONGEST_NAME[kind]:
         right = f"small letters, digits and -, a letter first and no - last, {LONGEST_NAME[kind]} at most"
         findings.add(("metadata", "name"), f"name is {name!r}; it must be {right}.")
     spec: Keys = ("spec",)
@@ -288,29 +288,25 @@ def _check_job(findings: Findings) -> None:
 
 
 def _check_gpus(findings: Findings, keys: Keys) -> None:
-    """Compare what Ray is told of GPUs with what the pod gets: with more, work waits for them for ever; with fewer, they idle.
+    """Note a group of pods whose Ray is told of more GPUs than a pod gets: work would wait for them for ever.
 
-    Ray is told by `rayStartParams` or `resources`; left out, it is told of the limits. A pool asks for whole GPUs.
+    Ray is told by `rayStartParams` or `resources`; left out, it is told of the limits.
     """
-    containers = findings.at((*keys, "template", "spec", "containers"))
+    pod: Keys = (*keys, "template", "spec", "containers")
+    containers = findings.at(pod)
     if findings.at(keys) is not None and not (isinstance(containers, list) and containers):
         findings.add((*keys, "template"), "containers are missing in its template: what Ray runs in.")
         return
-    limits: Keys = (*keys, "template", "spec", "containers", 0, "resources", "limits")
-    given = findings.at((*limits, GPU))
-    if given is not None and not str(given).isdecimal():
-        text = f"{GPU} is {given}; it must be a whole number. Workers share a GPU by workers_per_gpu of the pool's profile."
-        findings.add((*limits, GPU), text)
-        return
-    for at in ((*keys, "resources", "GPU"), (*keys, "rayStartParams", "num-gpus")):
-        told = findings.at(at)
-        if told is not None and str(told) != str(given or 0) and not _has_other_gpus(findings.at(limits)):
-            findings.add(at, f"Ray is told of {told} GPUs, and the pod has {given or 0} by its limits. Leave it out.")
-
-
-def _has_other_gpus(limits: Any) -> bool:
-    """Say whether a pod has GPUs by another name than NVIDIA's whole ones: parts of them, or another maker's."""
-    return any(re.search(r"gpu$|/mig-", str(name)) and name != GPU for name in limits or ())
+    limits = findings.at((*pod, 0, "resources", "limits"))
+    has = {str(name): str(count) for name, count in limits.items()} if isinstance(limits, dict) else {}
+    if not has.get(GPU, "0").isdecimal():
+        text = f"{GPU} is {has[GPU]}; it must be a whole number. Workers share a GPU by workers_per_gpu of the pool's profile."
+        findings.add((*pod, 0, "resources", "limits", GPU), text)
+    elif not any(re.search(r"gpu$|/mig-", name) for name in has if name != GPU):  # parts of GPUs, and those of other makers
+        for at in ((*keys, "resources", "GPU"), (*keys, "rayStartParams", "num-gpus")):
+            told = str(findings.at(at))
+            if told.isdecimal() and int(told) > int(has.get(GPU, 0)):
+                findings.add(at, f"Ray is told of {told} GPUs, and the pod has {has.get(GPU, 0)} by its limits. Leave it out.")
 
 
 def ask(path: str | Path) -> tuple[str, ...]:
@@ -322,7 +318,7 @@ def ask(path: str | Path) -> tuple[str, ...]:
     Raises:
         CloudError: It refuses the file; says why, in its words.
     """
-    unasked = f"{path}: Kubernetes was not asked, so settings that it does not know are not found"
+    unasked = f"{path}: Kubernetes did not check this file, so unknown settings are not found"
     if shutil.which("kubectl") is None:
         return (f"{unasked}: kubectl is not installed here.",)
     if (answer := _kubectl("version", "--request-timeout=10s")) is None or answer.returncode:

@@ -74,7 +74,7 @@ LAUNCHER = {
     "a misspelt name in a node type": ("min_workers", "min_worker", "min_worker:", "no setting 'min_worker'. Did you mean min_w"),
     "no provider": ("provider:\n", "providers:\n", "providers:", "no setting 'providers'. Did you mean provider"),
     "an unknown provider": ("type: gcp", "type: gpc", "type: gpc", "no provider 'gpc'. Did you mean gcp"),
-    "half a GPU": ("GPU: 4", "GPU: 0.5", "GPU: 0.5", "GPU is 0.5; it must be a whole number"),
+    "half a GPU": ("GPU: 4", "GPU: 0.5", "GPU: 0.5", "GPU: 0.5 is not of type 'integer'"),
     "GPUs below zero": ("GPU: 4", "GPU: -1", "GPU: -1", "GPU: -1 is less than the minimum of 0"),
     "more at least than at most": (
         "min_workers: 0\n    max_workers: 4",
@@ -121,7 +121,7 @@ LAUNCHER = {
         "worker_setup_commands: []",
         "worker_setup_commands: ls",
         "worker_setup_commands: ls",
-        "a list",
+        "'ls' is not of type 'array'",
     ),
     "no token": (EXPORT, "export RAY_health", "- ulimit", "without a token"),
     "no token on workers": ("export RAY_AUTH_MODE=token; ray", "ray", "- ulimit -n 65536; ray start", "without a token"),
@@ -180,7 +180,12 @@ ON_GCP = {
     ),
     "a GPU that is gone": ("nvidia-tesla-t4", "nvidia-tesla-k80", "nvidia-tesla-k80", "cannot be had any more since"),
     "a GPU by another name": ("acceleratorType: nvidia-tesla-t4", "acceleratorType: T4", "Type: T4", "calls it nvidia-tesla-t4"),
-    "no count": ("        acceleratorCount: 4\n", "", "- acceleratorType", "acceleratorCount is missing in guestAccelerators"),
+    "no count": (
+        "        acceleratorCount: 4\n",
+        "",
+        "- acceleratorType",
+        "guestAccelerators: 'acceleratorCount' is a required property",
+    ),
     "GPUs that Ray is not told of": (
         "GPU: 4",
         "GPU: 2",
@@ -195,7 +200,7 @@ ON_GCP = {
         "        onHostMaintenance: TERMINATE\n        automaticRestart: false\n",
         "scheduling:\n      - preemptible: true\n",
         "scheduling:",
-        "must be a mapping",
+        "is not of type 'object'",
     ),
     "no end at maintenance": ("        onHostMaintenance: TERMINATE\n", "", "scheduling:", "onHostMaintenance: TERMINATE"),
     "a spot machine that restarts": (
@@ -213,7 +218,7 @@ ON_GCP = {
         "diskType",
         "diskType is in us-central1-b, and the cluster is in us-central1-a",
     ),
-    "no machine": ("      machineType: n2-standard-4\n", "", "node_config:", "machineType is missing"),
+    "no machine": ("      machineType: n2-standard-4\n", "", "node_config:", "node_config: 'machineType' is a required property"),
 }
 
 
@@ -393,10 +398,10 @@ NO_CLUSTERS = [
     ("- a\n- b\n", "line 1: a mapping is wanted"),
     ("something: else\n", "what this is cannot be seen"),
     ("provider: {type: gcp}\n  auth: x\n", "this is not YAML"),
-    ("provider: [gcp]\ncluster_name: x\n", "line 1: provider is ['gcp']; it must be a mapping"),
-    ("provider:\ncluster_name: x\n", "line 1: provider is empty; it must be a mapping"),
-    ("cluster_name: x\n", "provider is missing"),
-    ("cluster_name: x\nprovider: {type: gcp}\navailable_node_types: {a: }\n", "line 3: a is empty"),
+    ("provider: [gcp]\ncluster_name: x\n", "line 1: provider: ['gcp'] is not of type 'object'"),
+    ("provider:\ncluster_name: x\n", "line 1: provider: None is not of type 'object'"),
+    ("cluster_name: x\n", "'provider' is a required property"),
+    ("cluster_name: x\nprovider: {type: gcp}\navailable_node_types: {a: }\n", "line 3: a: None is not of type 'object'"),
 ]
 
 
@@ -426,7 +431,7 @@ def test_the_command_says_which_file_and_ends_with_2(tmp_path: Path) -> None:
     done = CliRunner().invoke(main, ["cluster", "validate", str(good), str(bad)])
     assert done.exit_code == 2
     assert f"{good}: nothing is wrong with it." in done.stdout
-    assert "GPU is 0.5" in done.stderr
+    assert "GPU: 0.5 is not of type 'integer'" in done.stderr
     good.write_text(GCP.replace("us-central1", "us-east5"))
     done = CliRunner().invoke(main, ["cluster", "validate", str(good)])
     assert done.exit_code == 0

@@ -253,7 +253,7 @@ def test_a_kubernetes_that_cannot_be_asked_refuses_nothing(
 ) -> None:
     kubectl("echo 'The connection was refused' >&2; exit 1")
     [said] = checks.check_file(file)
-    assert "Kubernetes was not asked" in said
+    assert "Kubernetes did not check this file" in said
     assert said.endswith("kubectl reaches no cluster (The connection was refused).")
     monkeypatch.setenv("PATH", "")
     [said] = checks.check_file(file)
