@@ -87,13 +87,17 @@ def check(document: Document) -> tuple[str, ...]:
 
 def _check_launcher(findings: Findings) -> None:
     """Note what cannot work in a file for Ray's launcher."""
+    from ray.autoscaler._private.providers import _NODE_PROVIDERS  # whom the launcher rents from: nothing public says so
+
     findings.check_schema(_schema())
     if findings.problems:
         return  # what follows relies on entries being of the right kinds
     provider = findings.at(("provider", "type"))
-    if provider not in PROVIDERS:
-        findings.add(("provider", "type"), f"raypool knows no provider {provider!r}{nearest(str(provider), PROVIDERS)}")
+    if provider not in _NODE_PROVIDERS:
+        findings.add(("provider", "type"), f"Ray knows no provider {provider!r}{nearest(str(provider), PROVIDERS)}")
         return
+    if provider not in PROVIDERS:
+        findings.doubt(("provider", "type"), f"raypool has no rules for {provider}: its settings were checked by Ray only.")
     findings.check_filled_in()
     for name, entry in (findings.at(("available_node_types",)) or {}).items():
         least, most = entry.get("min_workers", 0), entry.get("max_workers")
@@ -107,7 +111,8 @@ def _check_launcher(findings: Findings) -> None:
             text = f"{away} is to be copied from {here}, and there is no such file or folder here."
             findings.add(("file_mounts", away), text)
     _check_commands(findings)
-    PROVIDERS[provider](findings)
+    if provider in PROVIDERS:
+        PROVIDERS[provider](findings)
     if not findings.problems:
         _ask_ray(findings)
 

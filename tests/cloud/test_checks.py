@@ -354,6 +354,7 @@ DATED = [
     ("gcp", "us-central1", "us-east5", "zone: us-east5-a", "As of 2026-11-22, us-east5-a has no T4 GPUs."),
     ("aws", "g4dn.xlarge", "g99.xlarge", "g99.xlarge", "There is no machine 'g99.xlarge' in the catalogue of 2026-"),
     ("aws", "us-west-2", "mx-central-1", "InstanceType: g4dn", "mx-central-1 has no T4 GPUs."),
+    ("gcp", "type: gcp", "type: azure", "type: azure", "raypool has no rules for azure"),
     (
         "training",
         "  scaleTier",
@@ -364,8 +365,8 @@ DATED = [
 ]
 
 
-def test_what_is_not_in_a_catalogue_is_warned_of_with_its_date_and_not_refused() -> None:
-    """A catalogue is of a day, and machines, GPUs and zones may be newer."""
+def test_what_raypool_does_not_know_is_warned_of_and_not_refused() -> None:
+    """A catalogue is of a day, which is said, and machines, GPUs and zones may be newer."""
     wrong = {}
     for kind, old, new, part, said in DATED:
         text = TEXTS[kind].replace(old, new)
