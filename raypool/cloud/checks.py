@@ -178,7 +178,7 @@ def _has_token(command: str) -> bool:
     before = command.partition(nodes.START)[0]
     modes = re.findall(r"\bRAY_AUTH_MODE=[\"']?(\w*)", before)
     is_exported = re.search(r"\bexport\s[^;&|\n]*RAY_AUTH_MODE|\bRAY_AUTH_MODE=[^\s;&|]+\s+([A-Za-z_]\w*=[^\s;&|]*\s+)*$", before)
-    return modes[-1:] == ["token"] and is_exported is not None and "unset" not in before
+    return modes[-1:] == ["token"] and is_exported is not None and not re.search(r"\bunset\b[^;&|]*\bRAY_AUTH", before)
 
 
 def _ask_ray(findings: Findings) -> None:

@@ -86,10 +86,10 @@ def text_of(
     try:
         warnings = checks.check(document)
     except CloudError as error:
-        # Nobody has seen the file's lines yet, so they are not said.
-        if wrong := [problem.text for problem in getattr(error, "problems", ()) if not problem.is_open]:
-            raise CloudError("\n".join(wrong)) from error
-        warnings = getattr(error, "warnings", ())
+        found = vars(error)
+        if wrong := [problem.text for problem in found["problems"] if not problem.is_open]:
+            raise CloudError("\n".join(wrong)) from error  # without lines: nobody has seen them yet
+        warnings = found["warnings"]
     for warning in warnings:
         warn(warning)
     return text

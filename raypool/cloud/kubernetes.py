@@ -236,7 +236,7 @@ def is_manifest(content: object) -> bool:
 
 def check(findings: Findings) -> None:
     """Note what surely cannot work in a manifest, and that nobody is asked for a token: Kubernetes itself knows the rest."""
-    kind, name = findings.at(("kind",)), str(findings.at(("metadata", "name")))
+    kind, name = findings.at(("kind",)), str(findings.at(("metadata", "name")) or "")
     if kind in OTHERS:
         return
     if kind not in LONGEST_NAME:
