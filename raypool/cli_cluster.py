@@ -144,13 +144,10 @@ def validate(files: tuple[Path, ...]) -> None:
     which are of a day. No provider is asked. Of a file for KubeRay, the cluster that kubectl talks to is (a dry run on the
     server). Nothing is made.
     """
-    from raypool.cloud.checks import check_file
-
     problems = []
     for file in files:
         try:
-            for warning in check_file(file):
-                _warn(warning)
+            _check(file)
         except RaypoolError as error:
             problems.append(str(error))
         else:
@@ -158,6 +155,21 @@ def validate(files: tuple[Path, ...]) -> None:
     if problems:
         echo("\n".join(problems), err=True)
         raise SystemExit(2)
+
+
+def _check(file: Path) -> None:
+    """Check a file, and tell what may not work."""
+    from raypool.cloud.checks import check_file
+
+    warnings: tuple[str, ...] = ()
+    try:
+        warnings = check_file(file)
+    except RaypoolError as error:
+        warnings = getattr(error, "warnings", ())
+        raise
+    finally:
+        for warning in warnings:
+            _warn(warning)
 
 
 FILE = click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path), default="cluster.yaml")
@@ -173,11 +185,9 @@ def up(file: Path, yes: bool) -> None:
     Machines of a cloud cost money from now on, until `raypool cluster down`.
     """
     from raypool.cloud import launcher
-    from raypool.cloud.checks import check_file
 
     try:
-        for warning in check_file(file):
-            _warn(warning)
+        _check(file)
     except RaypoolError as error:
         raise click.UsageError(str(error)) from error
     with _failures():

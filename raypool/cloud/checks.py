@@ -41,6 +41,7 @@ def check_file(path: str | Path) -> tuple[str, ...]:
 
     Raises:
         CloudError: It cannot be read, there is nothing in it, or something is wrong with it; says what, with its line.
+            `.warnings`, if it has that, is what may not work besides.
     """
     documents = [document for document in read_documents(path) if document.content is not None]
     if not documents:
@@ -57,8 +58,9 @@ def check_file(path: str | Path) -> tuple[str, ...]:
             warnings += check(document)
         except CloudError as error:
             problems.append(str(error))
+            warnings += vars(error)["warnings"]
     if problems:
-        raise CloudError("\n".join(problems))
+        raise CloudError("\n".join(problems), warnings=tuple(warnings))
     return (*warnings, *(kubernetes.ask(path) if is_for_kubernetes else ()))
 
 

@@ -166,7 +166,8 @@ class Findings:
 
     def add(self, keys: Keys, text: str) -> None:
         """Note what is wrong with an entry, and what would be right."""
-        self.problems.append(Problem(keys, text))
+        if (problem := Problem(keys, text)) not in self.problems:  # two schemas may say the same
+            self.problems.append(problem)
 
     def doubt(self, keys: Keys, text: str) -> None:
         """Note what may be wrong with an entry."""

@@ -158,11 +158,10 @@ def why_no_project(project: str) -> str | None:
 
 
 def _check_type(findings: Findings, keys: Keys, zone: str | None) -> None:
-    """Look at a type of node: first at the names and kinds of its settings, which the rest relies on."""
+    """Look at a type of node: first at the names and kinds of its settings."""
     config = (*keys, "node_config")
-    found = len(findings.problems)
     findings.check_schema(_schema() or SHAPE, config)
-    if len(findings.problems) > found:
+    if not SHAPE.is_valid(findings.at(config)):
         return
     for at, text in texts(findings.at(config)):
         place = re.match(r"(?:https?://.*/)?(?:projects/[^/]+/)?zones/([^/]+)/", text)

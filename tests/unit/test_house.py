@@ -13,7 +13,7 @@ CYCLES = [
 ]
 
 CLASSES_NAMED_TWICE = """
-    Answers Call Course Crew Driver Entry Failure Gathering Home Job Keeper Kept Lane Outcome Part Piece Place Plan Seat Segment
+    Answers Call Course Crew Driver Entry Failure Gathering Home Job Keeper Kept Lane Outcome Piece Place Plan Seat Segment
     Sent Share Source Training Watch Watcher Work
 """
 
@@ -22,7 +22,7 @@ FILES_NAMED_TWICE = """
 """
 
 PRIVATE_NAMES_OF_RAY = """
-    cloud.begin cloud.connect cloud.dashboard cloud.launcher_checks cloud.preemption cloud.sealed cloud.shipping
+    cloud.begin cloud.checks cloud.connect cloud.dashboard cloud.preemption cloud.sealed cloud.shipping
     engine.growth engine.machine engine.outside engine.own_memory engine.ray_helpers engine.ray_nodes engine.ray_session
     engine.shortages train.managed train.managed_ranks train.session
 """
