@@ -140,9 +140,9 @@ def validate(files: tuple[Path, ...]) -> None:
     """Check files of clusters and of training jobs, before money is spent.
 
     Each FILE may be one for Ray's launcher (Google Cloud, AWS, on premises), one for KubeRay, or the config.yaml of a training
-    job. Says all that is wrong, with lines (status 2), and warns of what may be: machines that the catalogues here do not have,
-    which are of a day. No provider is asked. Of a file for KubeRay, the cluster that kubectl talks to is (a dry run on the
-    server). Nothing is made.
+    job. Reports every mistake with its line (status 2), and warns of machines, GPUs and zones that the catalogues here do not
+    have: each catalogue is of a day, and yours may be newer. The Kubernetes that kubectl reaches checks files for KubeRay
+    (kubectl apply --dry-run=server). No cloud is asked, and nothing is made.
     """
     problems = []
     for file in files:

@@ -21,6 +21,8 @@ Keys = tuple[str | int, ...]
 PLACEHOLDER = "<"
 """What begins so is still to be filled in: "<your project>"."""
 
+DEEPEST = 100
+
 OPEN = "is still to be filled in."
 """The end of what is said of it."""
 
@@ -115,6 +117,8 @@ def _check_keys(node: yaml.Node, name: str, above: set[int]) -> None:
     def refuse(at: yaml.Node, text: str) -> None:
         raise CloudError(f"{name}, line {at.start_mark.line + 1}: {text}")
 
+    if len(above) > DEEPEST:
+        refuse(node, f"entries are nested too deep: more than {DEEPEST} in each other.")
     if id(node) in above:
         refuse(node, "what stands here is a part of itself, by an alias. Write it out.")
     entries = node.value if isinstance(node, yaml.MappingNode) else ()
