@@ -34,6 +34,7 @@ STORAGE = "https://www.googleapis.com/auth/devstorage.read_write"
 NAME_LIMIT = 35  # Compute Engine takes 63 letters; Ray makes "ray-NAME-worker-12345678-compute" of the name
 
 _ACCELERATOR = {
+    "type": "object",
     "required": ["acceleratorType", "acceleratorCount"],
     "properties": {"acceleratorType": {"type": "string"}, "acceleratorCount": {"type": "integer", "minimum": 1}},
 }

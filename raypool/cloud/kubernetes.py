@@ -235,12 +235,12 @@ def is_manifest(content: object) -> bool:
 
 
 def check(findings: Findings) -> None:
-    """Note what surely cannot work in a manifest, and that nobody is asked for a token: Kubernetes itself knows the rest."""
-    kind, name = findings.at(("kind",)), str(findings.at(("metadata", "name")) or "")
+    """Note what surely cannot work in a manifest, and what lets strangers in: Kubernetes itself knows the rest."""
+    kind, name = (str(findings.at(keys) or "") for keys in (("kind",), ("metadata", "name")))
     if kind in OTHERS:
         return
     if kind not in LONGEST_NAME:
-        findings.add(("kind",), f"kind is {kind!r}{nearest(str(kind), (*LONGEST_NAME, *OTHERS))}")
+        findings.add(("kind",), f"kind is {kind!r}{nearest(kind, (*LONGEST_NAME, *OTHERS))}")
         return
     if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?|<.*", name) or len(name) > LONGEST_NAME[kind]:
         right = f"small letters, digits and -, a letter first and no - last, {LONGEST_NAME[kind]} at most"
@@ -260,6 +260,10 @@ def _check_cluster(findings: Findings, spec: Keys) -> None:
     if findings.at((*spec, "authOptions", "mode")) != "token":
         text = "nobody is asked for a token: whoever reaches Ray can run code. `authOptions: {mode: token}` makes one."
         findings.doubt((*spec, "authOptions", "mode"), text)
+    for at in (("serviceType",), ("headService", "spec", "type")):
+        if (service := findings.at((*spec, "headGroupSpec", *at))) in ("LoadBalancer", "NodePort"):
+            text = f"{service} opens Ray's ports, unencrypted, to whoever reaches the nodes; `kubectl port-forward` does without."
+            findings.doubt((*spec, "headGroupSpec", *at), text)
     groups = findings.at((*spec, "workerGroupSpecs")) or []
     if not isinstance(groups, list):
         findings.add((*spec, "workerGroupSpecs"), f"workerGroupSpecs is {groups!r}; it must be a list of groups.")

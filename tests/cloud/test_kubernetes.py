@@ -265,11 +265,13 @@ def test_a_kubernetes_that_cannot_be_asked_refuses_nothing(
         checks.check_file(file)
 
 
-def test_a_cluster_that_asks_for_no_token_is_warned_of() -> None:
+def test_a_cluster_that_lets_strangers_in_is_warned_of() -> None:
     manifest = write(plan(T4))
     del manifest["spec"]["authOptions"]
-    [said] = warnings_about(manifest)
-    assert "nobody is asked for a token" in said
+    manifest["spec"]["headGroupSpec"]["serviceType"] = "LoadBalancer"
+    door, token = sorted(warnings_about(manifest))
+    assert "LoadBalancer opens Ray's ports" in door
+    assert "nobody is asked for a token" in token
 
 
 def test_gpus_by_other_names_are_left_to_kubernetes() -> None:
