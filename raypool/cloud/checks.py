@@ -89,16 +89,16 @@ def check(document: Document) -> tuple[str, ...]:
 
 def _check_launcher(findings: Findings) -> None:
     """Note what cannot work in a file for Ray's launcher."""
-    from ray.autoscaler._private.providers import _NODE_PROVIDERS  # whom the launcher rents from: nothing public says so
-
     findings.check_schema(_schema())
     if findings.problems:
         return  # what follows relies on entries being of the right kinds
     provider = findings.at(("provider", "type"))
-    if provider not in _NODE_PROVIDERS:
-        findings.add(("provider", "type"), f"Ray knows no provider {provider!r}{nearest(str(provider), PROVIDERS)}")
-        return
     if provider not in PROVIDERS:
+        from ray.autoscaler._private.providers import _NODE_PROVIDERS  # whom the launcher rents from: nothing public says so
+
+        if provider not in _NODE_PROVIDERS:
+            findings.add(("provider", "type"), f"Ray knows no provider {provider!r}{nearest(str(provider), PROVIDERS)}")
+            return
         findings.doubt(("provider", "type"), f"raypool has no rules for {provider}: its settings were checked by Ray only.")
     findings.check_filled_in()
     for name, entry in (findings.at(("available_node_types",)) or {}).items():
