@@ -8,10 +8,13 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.measuring import ROOT, Line, fresh_process, in_turns, timed
-from raypool.cloud.checks import check_file
+from raypool.cloud.checks import check
+from raypool.cloud.documents import read_documents
 from raypool.errors import CloudError
 
 TARGET_US = 100_000
+FIRST_US = 500_000
+FIRST_NOTE = "imports apart; loads boto3's description of EC2"
 HELP_US = 300_000
 
 CONFIG = """\
@@ -53,7 +56,7 @@ def run():
             Line("cloud", f"check {file.name}", "100 ms", "us", checks[file], target=TARGET_US, note=sizes[file])
             for file in files
         ),
-        Line("cloud", "the slowest of these as a process's first", "100 ms", "us", first, target=TARGET_US, note="imports apart"),
+        Line("cloud", "the slowest of these as a process's first", "500 ms", "us", first, target=FIRST_US, note=FIRST_NOTE),
         Line("cloud", "raypool --help", "300 ms", "us", took["help"], target=HELP_US, note="a new process"),
         Line("cloud", "raypool submit --help", "300 ms", "us", took["submit"], target=HELP_US, note="a new process"),
         Line("cloud", "raypool cluster validate cluster.yaml", "to be known", "us", took["validate"], note="a new process"),
@@ -61,9 +64,10 @@ def run():
 
 
 def is_right(file):
-    """Check a file; what is still to be filled in is found, too, and is no other work."""
+    """Check a file, without asking Kubernetes; what is still to be filled in is found, too, and is no other work."""
     try:
-        check_file(file)
+        for document in read_documents(file):
+            check(document)
     except CloudError:
         return False
     return True

@@ -100,11 +100,15 @@ def init(context: click.Context, /, out: Path, job: str | None, is_forced: bool,
     if out.exists() and not is_forced:
         raise click.UsageError(f"{out} is there already. Say --force to write over it, or --out with another name.")
     try:
-        text = text_of(Draft(**wishes).plan(), _command(context, given), out.name, job)
+        text = text_of(Draft(**wishes).plan(), _command(context, given), out.name, job, warn=_warn)
         save(text, out, is_forced)
     except RaypoolError as error:
         raise click.UsageError(str(error)) from error
     echo(f"Wrote {out}. Its first lines say what comes next.")
+
+
+def _warn(text: str) -> None:
+    echo(f"warning: {text}", err=True)
 
 
 def _given(context: click.Context) -> list[click.Parameter]:
@@ -135,14 +139,14 @@ def validate(files: tuple[Path, ...]) -> None:
     """Check files of clusters and of training jobs, before money is spent.
 
     Each FILE may be one for Ray's launcher (Google Cloud, AWS, on premises), one for KubeRay, or the config.yaml of a training
-    job. Says all that is wrong, with lines (status 2). Nothing is asked of any provider, and nothing is made.
+    job. Reports every mistake with its line (status 2), and warns of machines, GPUs and zones that the catalogues here do not
+    have: each catalogue is of a day, and yours may be newer. The Kubernetes that kubectl reaches checks files for KubeRay
+    (kubectl apply --dry-run=server). No cloud is asked, and nothing is made.
     """
-    from raypool.cloud.checks import check_file
-
     problems = []
     for file in files:
         try:
-            check_file(file)
+            _check(file)
         except RaypoolError as error:
             problems.append(str(error))
         else:
@@ -150,6 +154,21 @@ def validate(files: tuple[Path, ...]) -> None:
     if problems:
         echo("\n".join(problems), err=True)
         raise SystemExit(2)
+
+
+def _check(file: Path) -> None:
+    """Check a file, and tell what may not work."""
+    from raypool.cloud.checks import check_file
+
+    warnings: tuple[str, ...] = ()
+    try:
+        warnings = check_file(file)
+    except RaypoolError as error:
+        warnings = getattr(error, "warnings", ())
+        raise
+    finally:
+        for warning in warnings:
+            _warn(warning)
 
 
 FILE = click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path), default="cluster.yaml")
@@ -165,10 +184,9 @@ def up(file: Path, yes: bool) -> None:
     Machines of a cloud cost money from now on, until `raypool cluster down`.
     """
     from raypool.cloud import launcher
-    from raypool.cloud.checks import check_file
 
     try:
-        check_file(file)
+        _check(file)
     except RaypoolError as error:
         raise click.UsageError(str(error)) from error
     with _failures():

@@ -193,9 +193,9 @@ def _check_for_real(given: dict[str, Any], training: Training) -> None:
 
 def _text(context: click.Context, given: dict[str, Any], training: Training, name: str, file: str) -> str:
     """Return the file of the cluster that a job wants, which has been checked."""
-    from raypool.cloud import zones
     from raypool.cloud.files import text_of, write
-    from raypool.cloud.gcp_checks import why_no_project
+    from raypool.cloud.gcp import why_no_project
+    from raypool.cloud.machines import choose_zone
     from raypool.cloud.submit import packages_with
 
     if given["project"] is not None and (wrong := why_no_project(given["project"])) is not None:
@@ -203,7 +203,7 @@ def _text(context: click.Context, given: dict[str, Any], training: Training, nam
     plan = training.plan(
         name=name,
         project=given["project"],
-        zone=zones.choose(training.kinds, training.region, given["zone"]),
+        zone=choose_zone(training.kinds, training.region, given["zone"]),
         spot=given["is_spot"],
         packages=packages_with(given["packages"]),
     )
@@ -213,4 +213,5 @@ def _text(context: click.Context, given: dict[str, Any], training: Training, nam
         role = "worker" if len(training.groups) > 1 else "master"
         words = f"--scale-tier custom --{role}-machine-type n1-standard-8 --{role}-accelerator count=1,type=nvidia-tesla-t4"
         raise CloudError(f"{error} Options win over the file: {words}") from error
-    return text_of(plan, shlex.join(["raypool", "submit", *context.meta[WORDS]]), file)
+    command = shlex.join(["raypool", "submit", *context.meta[WORDS]])
+    return text_of(plan, command, file, warn=lambda text: echo(f"warning: {text}", err=True))

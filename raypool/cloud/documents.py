@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import yaml
+from jsonschema.protocols import Validator
 
 from raypool.errors import CloudError
 
@@ -20,7 +21,6 @@ Keys = tuple[str | int, ...]
 PLACEHOLDER = "<"
 """What begins so is still to be filled in: "<your project>"."""
 
-MOST_ENTRIES = 100_000
 DEEPEST = 100
 
 OPEN = "is still to be filled in."
@@ -45,26 +45,20 @@ class Document:
         """Return the line, from 1, of the entry at `keys`, or of what is nearest above it."""
         node, line = self.node, self.node.start_mark.line
         for key in keys:
-            entry = _entry(node, key)
+            if isinstance(node, yaml.MappingNode):
+                entry = next(((name, value) for name, value in node.value if name.value == str(key)), None)
+            elif isinstance(node, yaml.SequenceNode) and isinstance(key, int) and key < len(node.value):
+                entry = node.value[key], node.value[key]
+            else:
+                entry = None
             if entry is None:
                 break
-            line, node = entry
+            line, node = entry[0].start_mark.line, entry[1]
         return line + 1
 
     def place_of(self, keys: Keys) -> str:
         """Return where the entry at `keys` stands, for an error to begin with: "cluster.yaml, line 3"."""
         return f"{self.name}, line {self.line_of(keys)}"
-
-
-def _entry(node: yaml.Node, key: str | int) -> tuple[int, yaml.Node] | None:
-    """Return the line, from 0, and the node of an entry, None if there is none."""
-    if isinstance(node, yaml.MappingNode):
-        for name, value in node.value:
-            if isinstance(name, yaml.ScalarNode) and name.value == str(key):
-                return name.start_mark.line, value
-    elif isinstance(node, yaml.SequenceNode) and isinstance(key, int) and key < len(node.value):
-        return node.value[key].start_mark.line, node.value[key]
-    return None
 
 
 def read_documents(path: str | Path) -> list[Document]:
@@ -90,8 +84,8 @@ def documents_of(text: str, name: str) -> list[Document]:
         name: What to call it in errors.
 
     Raises:
-        CloudError: It is not YAML; a mapping has a key twice, of which YAML would take the last; an entry is part of itself; or
-            there are more entries than anybody writes.
+        CloudError: It is not YAML; a mapping has a key twice, of which YAML would take the last, or one that is no text; or an
+            entry is part of itself.
 
     Example:
         >>> [document] = documents_of("a:\n  b: 1\n", "some.yaml")
@@ -103,7 +97,7 @@ def documents_of(text: str, name: str) -> list[Document]:
     try:
         while loader.check_node():
             node = cast("yaml.Node", loader.get_node())
-            _check_nodes(node, name)
+            _check_keys(node, name, set())
             documents.append(Document(name, loader.construct_document(node), node))
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark is not None else ""
@@ -117,40 +111,28 @@ def documents_of(text: str, name: str) -> list[Document]:
     return documents
 
 
-def _check_nodes(root: yaml.Node, name: str) -> None:
-    """Refuse what YAML takes, and what cannot be meant: an alias may stand for an entry that is above it, or for very many."""
-    waiting: list[tuple[yaml.Node, tuple[int, ...]]] = [(root, ())]
-    count = 0
-    while waiting:
-        node, above = waiting.pop()
-        line = node.start_mark.line + 1
-        if id(node) in above:
-            raise CloudError(f"{name}, line {line}: what stands here is a part of itself, by an alias. Write it out.")
-        if len(above) > DEEPEST:
-            raise CloudError(f"{name}, line {line}: entries are nested too deep: {DEEPEST} in each other.")
-        count += 1
-        if count > MOST_ENTRIES:
-            raise CloudError(f"{name} has more than {MOST_ENTRIES} entries, aliases written out. No cluster needs so many.")
-        if isinstance(node, yaml.MappingNode):
-            _refuse_twice(node, name)
-        waiting += [(child, (*above, id(node))) for child in _children(node)]
+def _check_keys(node: yaml.Node, name: str, above: set[int]) -> None:
+    """Refuse keys that YAML takes and nobody means, and an alias of what it stands in."""
 
+    def refuse(at: yaml.Node, text: str) -> None:
+        raise CloudError(f"{name}, line {at.start_mark.line + 1}: {text}")
 
-def _children(node: yaml.Node) -> list[yaml.Node]:
-    if isinstance(node, yaml.MappingNode):
-        return [value for _, value in node.value]
-    return list(node.value) if isinstance(node, yaml.SequenceNode) else []
-
-
-def _refuse_twice(node: yaml.MappingNode, name: str) -> None:
-    lines: dict[str, int] = {}
-    for key, _ in node.value:
-        if isinstance(key, yaml.ScalarNode) and key.value != "<<":
-            if key.value in lines:
-                first = lines[key.value] + 1
-                text = f"{key.value!r} stands here for the second time (the first is in line {first}). Keep one of them."
-                raise CloudError(f"{name}, line {key.start_mark.line + 1}: {text}")
-            lines[key.value] = key.start_mark.line
+    if len(above) > DEEPEST:
+        refuse(node, f"entries are nested too deep: more than {DEEPEST} in each other.")
+    if id(node) in above:
+        refuse(node, "what stands here is a part of itself, by an alias. Write it out.")
+    entries = node.value if isinstance(node, yaml.MappingNode) else ()
+    lines: dict[Any, int] = {}
+    for key, _ in entries:
+        if key.tag not in ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"):
+            refuse(key, f"YAML reads the name {key.value!r} as no text. Put it in quotes.")
+        if key.value in lines and key.value != "<<":
+            first = lines[key.value]
+            refuse(key, f"{key.value!r} stands here for the second time (the first is in line {first}). Keep one of them.")
+        lines[key.value] = key.start_mark.line + 1
+    children = [value for _, value in entries] or (node.value if isinstance(node, yaml.SequenceNode) else ())
+    for child in children:
+        _check_keys(child, name, above | {id(node)})
 
 
 @dataclass(frozen=True)
@@ -167,27 +149,33 @@ class Problem:
 
 
 class Findings:
-    """What is found to be wrong with a document; all of it is told at once.
+    """What is found in a document: what cannot work, and what may not.
+
+    All that cannot work is told at once. What may not work is told, and refused by nobody: a catalogue of machines is of a day,
+    and a machine may be newer.
 
     Example:
         >>> [document] = documents_of("workers: -1", "some.yaml")
         >>> findings = Findings(document)
         >>> findings.add(("workers",), "workers is -1; 0 or more would do.")
-        >>> findings.refuse()
+        >>> findings.finish()
         Traceback (most recent call last):
         raypool.errors.CloudError: some.yaml, line 1: workers is -1; 0 or more would do.
     """
 
     def __init__(self, document: Document) -> None:
-        self._document = document
-        self._problems: list[Problem] = []
-
-    def __iter__(self) -> Iterator[Problem]:
-        return iter(self._problems)
+        self.document = document
+        self.problems: list[Problem] = []
+        self.doubts: list[Problem] = []
 
     def add(self, keys: Keys, text: str) -> None:
         """Note what is wrong with an entry, and what would be right."""
-        self._problems.append(Problem(keys, text))
+        if (problem := Problem(keys, text)) not in self.problems:  # two schemas may say the same
+            self.problems.append(problem)
+
+    def doubt(self, keys: Keys, text: str) -> None:
+        """Note what may be wrong with an entry."""
+        self.doubts.append(Problem(keys, text))
 
     def check_keys(self, keys: Keys, known: Iterable[str]) -> None:
         """Note each entry of the mapping at `keys` whose name is not known."""
@@ -198,13 +186,26 @@ class Findings:
 
     def check_filled_in(self) -> None:
         """Note each entry that is still to be filled in."""
-        for keys, text in texts(self._document.content):
+        for keys, text in texts(self.document.content):
             if text.startswith(PLACEHOLDER):
                 self.add(keys, f"{text} {OPEN}")
 
+    def check_schema(self, schema: Validator, keys: Keys = ()) -> None:
+        """Note what a JSON schema does not allow in the entry at `keys`."""
+        for error in schema.iter_errors(self.at(keys)):
+            at = (*keys, *error.absolute_path)
+            name = next((key for key in reversed(at) if isinstance(key, str)), "the file")
+            allowed: Any = error.validator_value
+            if error.validator == "additionalProperties":
+                self.check_keys(at, cast("dict[str, Any]", error.schema).get("properties", {}))
+            elif error.validator == "enum":
+                self.add(at, f"{name} is {error.instance!r}{nearest(str(error.instance), map(str, allowed))}")
+            else:
+                self.add(at, f"{name}: {error.message}.")
+
     def at(self, keys: Keys) -> Any:
         """Return what stands there, None if nothing does."""
-        content = self._document.content
+        content = self.document.content
         for key in keys:
             try:
                 content = content[key]
@@ -212,17 +213,21 @@ class Findings:
                 return None
         return content
 
-    def refuse(self) -> None:
-        """Raise, if anything is wrong.
+    def finish(self) -> tuple[str, ...]:
+        """Return what may be wrong, in the order of lines.
 
         Raises:
-            CloudError: It says all that is; `.problems` has each with its place (`keys`, `text`).
+            CloudError: Something is wrong. It says all that is; `.problems` has each with its place (`keys`, `text`), and
+                `.warnings` is what may be wrong besides.
         """
-        if not self._problems:
-            return
-        ordered = sorted(self._problems, key=lambda problem: self._document.line_of(problem.keys))
-        lines = [f"{self._document.place_of(each.keys)}: {each.text}" for each in ordered]
-        raise CloudError("\n".join(lines), problems=tuple(ordered))
+        for found in (self.problems, self.doubts):
+            found.sort(key=lambda problem: self.document.line_of(problem.keys))
+        told, warnings = (
+            tuple(f"{self.document.place_of(each.keys)}: {each.text}" for each in found) for found in (self.problems, self.doubts)
+        )
+        if self.problems:
+            raise CloudError("\n".join(told), problems=tuple(self.problems), warnings=warnings)
+        return warnings
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

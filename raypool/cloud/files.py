@@ -49,7 +49,9 @@ WRITERS: dict[Provider, Callable[[ClusterPlan], dict[str, Any]]] = {
 WIDTH = 128
 
 
-def text_of(plan: ClusterPlan, command: str, file: str, job: str | None = None) -> str:
+def text_of(
+    plan: ClusterPlan, command: str, file: str, job: str | None = None, warn: Callable[[str], object] = lambda text: None
+) -> str:
     """Return the file of a cluster.
 
     Args:
@@ -57,6 +59,7 @@ def text_of(plan: ClusterPlan, command: str, file: str, job: str | None = None) 
         command: What made it.
         file: What it is going to be called.
         job: On Kubernetes, a command: the cluster is made for it, and taken down after it.
+        warn: Is told what may not be had: the catalogues here are of a day.
 
     Raises:
         CloudError: The plan cannot be carried out there, or something is wrong with the file, but for what is to be filled in.
@@ -79,21 +82,17 @@ def text_of(plan: ClusterPlan, command: str, file: str, job: str | None = None) 
     else:
         end = [] if job else kubernetes.how_to_connect(plan.name)
         text = render([content], [*header, f"    kubectl apply -f {shlex.quote(file)}", *end])
-    _check(text, file)
-    return text
-
-
-def _check(text: str, file: str) -> None:
-    """Make sure that a file is right, but for what is to be filled in; nobody has seen its lines yet, so they are not said."""
     [document] = documents_of(text, file)
     try:
-        checks.check(document)
+        warnings = checks.check(document)
     except CloudError as error:
-        problems = getattr(error, "problems", None)
-        if problems is None:
-            raise
-        if wrong := [problem.text for problem in problems if not problem.is_open]:
-            raise CloudError("\n".join(wrong)) from error
+        found = vars(error)
+        if wrong := [problem.text for problem in found["problems"] if not problem.is_open]:
+            raise CloudError("\n".join(wrong)) from error  # without lines: nobody has seen them yet
+        warnings = found["warnings"]
+    for warning in warnings:
+        warn(warning)
+    return text
 
 
 def save(text: str, file: Path, is_forced: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Files for Kubernetes: KubeRay's RayCluster and RayJob.
+"""Files for Kubernetes: KubeRay's RayCluster and RayJob, and what surely cannot work in one.
 
 What Ray's launcher does elsewhere, the operator does here: it makes pods, starts Ray in them, and grows and shrinks the groups.
 No watcher is needed beside the workers: where a machine is taken back, Kubernetes tells its pods to end first, and Ray, whose
@@ -11,13 +11,20 @@ adds to a pod); Ray 2.60, `_private/node.py` (what it does at SIGTERM) and `auto
 
 from __future__ import annotations
 
+import contextlib
+import re
 import shlex
+import shutil
+import subprocess
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
+from raypool.cloud.documents import OPEN, Findings, Keys, nearest
 from raypool.cloud.machines import catalogue
 from raypool.cloud.nodes import ACCELERATOR, CLIENT_PORT, DASHBOARD_PORT, HEALTH_CHECKS, PORT, ROLE
 from raypool.cloud.plan import ClusterPlan, NodeGroup
+from raypool.errors import CloudError
 
 API = "ray.io/v1"
 GPU = "nvidia.com/gpu"  # what NVIDIA's device plugin calls the GPUs of a node
@@ -28,6 +35,13 @@ CODE = "<address of a zip of your code: https://...>"
 
 GRACE_S, SPOT_GRACE_S = 60, 15  # from SIGTERM to SIGKILL; GKE gives pods on spot machines 15 s, whatever they ask for
 END_S = 5  # of that, what Ray needs to end after draining
+
+LONGEST_NAME = {"RayCluster": 53, "RayJob": 47}  # the operator puts more behind it, and 63 is what Kubernetes allows
+OTHERS = ("RayService", "RayCronJob")
+"""KubeRay's other kinds, which only Kubernetes looks at."""
+
+PATIENCE_S = 60
+"""How long a cluster may take to answer `kubectl` [s]."""
 
 CPUS, MEMORY_GB = 3, 12
 """What a pod asks for, and for each GPU if it has several, unless a plan says otherwise: it fits where a machine has 4 vCPUs and
@@ -210,3 +224,123 @@ def _machines(group: NodeGroup) -> tuple[dict[str, str], list[dict[str, str]]]:
         selector["cloud.google.com/gke-spot"] = "true"
         tolerations.append({"key": "cloud.google.com/gke-spot", "operator": "Equal", "value": "true", "effect": "NoSchedule"})
     return selector, tolerations
+
+
+# --- files of others ----------------------------------------------------------------------------------------------------
+
+
+def is_manifest(content: object) -> bool:
+    """Say whether it is for KubeRay's operator."""
+    return isinstance(content, dict) and str(content.get("apiVersion")).startswith("ray.io/")
+
+
+def check(findings: Findings) -> None:
+    """Note what surely cannot work in a manifest, and what lets strangers in: Kubernetes itself knows the rest."""
+    kind, name = (str(findings.at(keys) or "") for keys in (("kind",), ("metadata", "name")))
+    if kind in OTHERS:
+        return
+    if kind not in LONGEST_NAME:
+        findings.add(("kind",), f"kind is {kind!r}{nearest(kind, (*LONGEST_NAME, *OTHERS))}")
+        return
+    if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?|<.*", name) or len(name) > LONGEST_NAME[kind]:
+        right = f"small letters, digits and -, a letter first and no - last, {LONGEST_NAME[kind]} at most"
+        findings.add(("metadata", "name"), f"name is {name!r}; it must be {right}.")
+    spec: Keys = ("spec",)
+    if kind == "RayJob":
+        _check_job(findings)
+        spec = ("spec", "rayClusterSpec")
+        if findings.at(spec) is None and findings.at(("spec", "clusterSelector")):
+            return
+    _check_cluster(findings, spec)
+
+
+def _check_cluster(findings: Findings, spec: Keys) -> None:
+    if not isinstance(findings.at((*spec, "headGroupSpec")), dict):
+        findings.add(spec, "headGroupSpec is missing: the pod that the others join.")
+    if findings.at((*spec, "authOptions", "mode")) != "token":
+        text = "nobody is asked for a token: whoever reaches Ray can run code. `authOptions: {mode: token}` makes one."
+        findings.doubt((*spec, "authOptions", "mode"), text)
+    for at in (("serviceType",), ("headService", "spec", "type")):
+        if (service := findings.at((*spec, "headGroupSpec", *at))) in ("LoadBalancer", "NodePort"):
+            text = f"{service} opens Ray's ports, unencrypted, to whoever reaches the nodes; `kubectl port-forward` does without."
+            findings.doubt((*spec, "headGroupSpec", *at), text)
+    groups = findings.at((*spec, "workerGroupSpecs")) or []
+    if not isinstance(groups, list):
+        findings.add((*spec, "workerGroupSpecs"), f"workerGroupSpecs is {groups!r}; it must be a list of groups.")
+        return
+    _check_gpus(findings, (*spec, "headGroupSpec"))
+    for number in range(len(groups)):
+        keys: Keys = (*spec, "workerGroupSpecs", number)
+        least, most = (findings.at((*keys, name)) for name in ("minReplicas", "maxReplicas"))
+        if isinstance(least, int) and isinstance(most, int) and least > most:
+            findings.add((*keys, "maxReplicas"), f"minReplicas is {least} and maxReplicas {most}; it must be {least} or more.")
+        _check_gpus(findings, keys)
+
+
+def _check_job(findings: Findings) -> None:
+    """Look at what a RayJob runs."""
+    entrypoint, mode = (findings.at(("spec", name)) for name in ("entrypoint", "submissionMode"))
+    if not entrypoint and mode != "InteractiveMode":
+        findings.add(("spec",), "entrypoint is missing: the command to run, such as python train.py.")
+    environment = str(findings.at(("spec", "runtimeEnvYAML")))
+    folder = re.search(r"^\s*working_dir:\s*[\"']?([^\"'\n]+)", environment, re.MULTILINE)
+    if CODE in environment:
+        findings.add(("spec", "runtimeEnvYAML"), f"{CODE} {OPEN}")
+    elif folder and not re.match(r"\w+://|/", folder[1]):
+        text = f"working_dir is {folder[1]!r}, which pods do not have; it must be the address of a zip, or a folder of the image."
+        findings.add(("spec", "runtimeEnvYAML"), text)
+
+
+def _check_gpus(findings: Findings, keys: Keys) -> None:
+    """Note a group of pods whose Ray is told of more GPUs than a pod gets: work would wait for them for ever.
+
+    Ray is told by `rayStartParams` or `resources`; left out, it is told of the limits.
+    """
+    pod: Keys = (*keys, "template", "spec", "containers")
+    containers = findings.at(pod)
+    if findings.at(keys) is not None and not (isinstance(containers, list) and containers):
+        findings.add((*keys, "template"), "containers are missing in its template: what Ray runs in.")
+        return
+    limits = findings.at((*pod, 0, "resources", "limits"))
+    has = {str(name): str(count) for name, count in limits.items()} if isinstance(limits, dict) else {}
+    if not has.get(GPU, "0").isdecimal():
+        text = f"{GPU} is {has[GPU]}; it must be a whole number. Workers share a GPU by workers_per_gpu of the pool's profile."
+        findings.add((*pod, 0, "resources", "limits", GPU), text)
+    elif not any(re.search(r"gpu$|/mig-", name) for name in has if name != GPU):  # parts of GPUs, and those of other makers
+        for at in ((*keys, "resources", "GPU"), (*keys, "rayStartParams", "num-gpus")):
+            told = str(findings.at(at))
+            if told.isdecimal() and int(told) > int(has.get(GPU, 0)):
+                findings.add(at, f"Ray is told of {told} GPUs, and the pod has {has.get(GPU, 0)} by its limits. Leave it out.")
+
+
+def ask(path: str | Path) -> tuple[str, ...]:
+    """Have the cluster that `kubectl` talks to look at a file, which makes nothing of it.
+
+    Returns:
+        Its warnings, or that it could not be asked.
+
+    Raises:
+        CloudError: It refuses the file; says why, in its words.
+    """
+    unasked = f"{path}: Kubernetes did not check this file, so unknown settings are not found"
+    if shutil.which("kubectl") is None:
+        return (f"{unasked}: kubectl is not installed here.",)
+    if (answer := _kubectl("version", "--request-timeout=10s")) is None or answer.returncode:
+        why = answer.stderr.strip().splitlines()[-1:] if answer else []
+        return (f"{unasked}: kubectl reaches no cluster{''.join(f' ({line})' for line in why)}.",)
+    answer = _kubectl("apply", "--dry-run=server", "-f", str(path))
+    if answer is None:
+        return (f"{unasked}: it did not answer within {PATIENCE_S} s.",)
+    told = tuple(f"{path}: Kubernetes: {line}" for line in answer.stderr.splitlines() if line.strip())
+    if answer.returncode:
+        raise CloudError("\n".join(told) or f"{path}: Kubernetes refuses it, and does not say why.")
+    return told
+
+
+def _kubectl(*words: str) -> subprocess.CompletedProcess[str] | None:
+    """Run kubectl, which may ask for no password; None if it does not end in time."""
+    with contextlib.suppress(subprocess.TimeoutExpired, OSError):
+        return subprocess.run(
+            ["kubectl", *words], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+        )
+    return None

@@ -27,6 +27,9 @@ from raypool.errors import CloudError
 NAMES = ("ai-platform-2021", "gce", "aws")
 """The catalogues there are."""
 
+WITH_ZONES = ("gce", "ai-platform-2021")
+"""Where zones are looked up: what either has is believed, since no list is ever complete, and today's go first."""
+
 OF_PROVIDERS = {"gcp": "gce", "aws": "aws"}
 """Which catalogue has the machines of a provider today."""
 
@@ -114,7 +117,7 @@ class Catalogue:
             CloudError: There is none.
         """
         if name not in self.machines:
-            raise CloudError(f"There is no machine {name!r}{_meant(name, self.machines)}")
+            raise CloudError(f"There is no machine {name!r} in the catalogue of {self.date}{_meant(name, self.machines)}")
         return self.machines[name]
 
     def gpu(self, name: str) -> Gpu:
@@ -137,7 +140,7 @@ class Catalogue:
                         f"{gpu.name} GPUs cannot be had any more since {gpu.retired}. There are: {', '.join(there)}."
                     )
                 return gpu
-        raise CloudError(f"There is no GPU {name!r}{nearest(name, there)}")
+        raise CloudError(f"There is no GPU {name!r} in the catalogue of {self.date}{nearest(name, there)}")
 
     def allowed(self, machine: str, gpu: str) -> tuple[int, ...]:
         """Return how many GPUs of that kind the machine may have, or has; none: it cannot have them.
@@ -234,14 +237,14 @@ class Catalogue:
         Example:
             >>> catalogue("gce").check_place("us-west1-c", "T4")
             Traceback (most recent call last):
-            raypool.errors.CloudError: us-west1-c has no T4 GPUs. Those near it are in us-west1-a and us-west1-b.
+            raypool.errors.CloudError: As of 2026-11-22, us-west1-c has no T4 GPUs. Near it are us-west1-a, us-west1-b.
         """
         for kind in map(self.gpu, gpus):
             known = kind.regions if place in self._regions or not kind.zones else kind.zones
             if known and place not in known:
                 near = [each for each in known if each[:-2] == place[:-2]]
-                where = f"Those near it are in {' and '.join(near)}" if near else f"They are in {', '.join(known)}"
-                raise CloudError(f"{place} has no {kind.name} GPUs. {where}.")
+                where = f"Near it are {', '.join(near)}" if near else f"They are in {', '.join(known)}"
+                raise CloudError(f"As of {self.date}, {place} has no {kind.name} GPUs. {where}.")
 
     @property
     def _regions(self) -> set[str]:
@@ -307,3 +310,79 @@ def _gpu(name: str, entry: dict[str, Any]) -> Gpu:
         regions=tuple(entry.get("regions", entry.get("zones", ()))),
         retired=entry.get("retired"),
     )
+
+
+# --- zones: all of a cluster's machines stand in one --------------------------------------------------------------------
+
+
+def zones_with(kinds: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the zones of Google's that are known to have GPUs of all these kinds, by Ray's names; none: of any kind.
+
+    Example:
+        >>> "us-central1-a" in zones_with(("T4", "V100")), zones_with(("K80", "H100"))
+        (True, ())
+    """
+    zones: dict[str, None] = {}
+    for known in map(catalogue, WITH_ZONES):
+        if not kinds:
+            zones |= dict.fromkeys(sorted({zone for gpu in known.gpus.values() for zone in gpu.zones}))
+        elif all(kind in known.gpus and known.gpus[kind].retired is None for kind in kinds):
+            zones |= dict.fromkeys(known.zones(*kinds))
+    return tuple(zones)
+
+
+def region_of(zone: str) -> str:
+    """Return the region that a zone lies in: "us-central1" for "us-central1-a"."""
+    return zone.rpartition("-")[0]
+
+
+def why_no_zone(kinds: tuple[str, ...], region: str | None) -> str | None:
+    """Return why no zone is known for machines with all these kinds of GPUs, None if one is.
+
+    Args:
+        kinds: Kinds of GPUs.
+        region: The region; None: any.
+
+    Example:
+        >>> why_no_zone(("P4", "K80"), None)
+        >>> why_no_zone(("K80", "H100"), None)
+        'the catalogues of 2026-11-22 and 2021-03-18 have no zone with K80 and H100. No region has one.'
+    """
+    having = sorted({region_of(zone) for zone in zones_with(kinds)})
+    if having and region in (None, *having):
+        return None
+    dates = " and ".join(str(catalogue(name).date) for name in WITH_ZONES)
+    where = f" of {region}" if region else ""
+    regions = f"These regions have one: {', '.join(having)}" if having else "No region has one"
+    return f"the catalogues of {dates} have no zone{where} with {' and '.join(kinds) or 'GPUs'}. {regions}."
+
+
+def choose_zone(kinds: tuple[str, ...], region: str | None, zone: str | None) -> str:
+    """Return the zone for machines with these kinds of GPUs.
+
+    Args:
+        kinds: Kinds of GPUs.
+        region: The region that was asked for; None: none was.
+        zone: The zone that was asked for, which is taken; None: the first one of the region that is known to have all kinds.
+
+    Raises:
+        CloudError: The zone is not of the region; or none was said, and none can be chosen.
+
+    Example:
+        >>> choose_zone(("T4",), "us-central1", None)
+        'us-central1-a'
+        >>> choose_zone(("T4",), "us-east1", "us-central1-a")
+        Traceback (most recent call last):
+        raypool.errors.CloudError: us-central1-a is no zone of us-east1, which was asked for, too. Leave one of them out.
+    """
+    if zone is not None:
+        if region is not None and region_of(zone) != region:
+            raise CloudError(f"{zone} is no zone of {region}, which was asked for, too. Leave one of them out.")
+        return zone
+    having = zones_with(kinds)
+    if region is None:
+        regions = sorted({region_of(each) for each in having})
+        raise CloudError(f"Neither region nor zone is said. Give --region; these have all: {', '.join(regions) or 'none'}.")
+    if (why := why_no_zone(kinds, region)) is not None:
+        raise CloudError(f"No zone can be chosen: {why} If you know one, give --zone.")
+    return next(each for each in having if region_of(each) == region)

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import version
 from typing import Any
 
-from raypool.cloud.machines import OF_PROVIDERS, catalogue
+from raypool.cloud.documents import Findings, Keys
+from raypool.cloud.machines import OF_PROVIDERS, Machine, catalogue
 from raypool.cloud.plan import ClusterPlan, NodeGroup
 from raypool.errors import CloudError
 
@@ -22,6 +23,8 @@ TOKEN = "~/.ray/auth_token"  # where Ray looks for it, on every machine
 PORT = 6379  # of the head, which the workers join
 CLIENT_PORT = 10001  # of the head, for Ray Client; Ray's own choice
 DASHBOARD_PORT = 8265  # of the head, on its loopback only: jobs, through a tunnel
+
+START = "ray start"  # what a command that starts Ray has in it
 
 ENVIRONMENT = "~/raypool-venv"
 """Where everything is installed on a machine: apart from what its image brings, which may be of another Python."""
@@ -189,3 +192,33 @@ def watcher(cloud: str) -> str:
         cloud: "gcp" or "aws".
     """
     return f"setsid nohup python -m raypool.cloud.preemption --cloud {cloud} </dev/null >~/raypool-preemption.log 2>&1 &"
+
+
+def check_resources(
+    findings: Findings, keys: Keys, shape: Machine | None, gpu: str | None, gpus: int, is_filled_in: bool = False
+) -> None:
+    """Note where a file for Ray's launcher tells Ray of a machine other than what it has.
+
+    Ray believes what is written there: with too many GPUs, work waits for ever for the last ones; with too few, they idle.
+
+    Args:
+        findings: The file.
+        keys: Where the type of node stands.
+        shape: Its machine; None: made to measure.
+        gpu: The kind of its GPUs by Ray's name, None if it has none.
+        gpus: How many it has.
+        is_filled_in: Whether Ray asks the provider for what is not said, and so need not be told.
+    """
+    resources = findings.at((*keys, "resources")) or {}
+    told = resources.get("GPU", gpus if is_filled_in else 0)
+    if told != gpus:
+        at = (*keys, "resources", "GPU") if "GPU" in resources else (*keys, "resources")
+        has = f"{gpus} {gpu}" if gpus else "none"
+        findings.add(at, f"Ray is told of {told} GPUs, and the machine has {has}: it must be `GPU: {gpus}`.")
+    if shape and resources.get("CPU", 0) > shape.vcpus:
+        text = f"Ray is told of {resources['CPU']} CPUs, and {shape.name} has {shape.vcpus} vCPUs; that many at most."
+        findings.add((*keys, "resources", "CPU"), text)
+    label = findings.at((*keys, "labels", ACCELERATOR))
+    if label is not None and label != gpu:
+        right = f"it must be {gpu}" if gpu else "the machine has no GPU"
+        findings.add((*keys, "labels", ACCELERATOR), f"the label is {label!r}; {right}.")

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from raypool.cloud import nodes, shells
+from raypool.cloud import nodes
 from raypool.cloud.documents import PLACEHOLDER, Findings
 from raypool.cloud.plan import ClusterPlan
 
@@ -65,8 +65,8 @@ def check(findings: Findings) -> None:
     _check_name(findings)
     _check_hosts(findings)
     _check_counts(findings)
-    name, _, value = OLD_AUTOSCALER.partition("=")
-    if any(start.get(name) != value for start in shells.starts_in(findings.at(("head_start_ray_commands",)) or ())):
+    starts = [text for text in findings.at(("head_start_ray_commands",)) or () if nodes.START in text]
+    if any(OLD_AUTOSCALER not in text.partition(nodes.START)[0] for text in starts):
         text = f"Ray would leave out one of the workers. Put `export {OLD_AUTOSCALER};` before `ray start`."
         findings.add(("head_start_ray_commands",), text)
 

@@ -26,9 +26,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from raypool.cloud import zones
 from raypool.cloud.documents import Document, Findings, Keys, nearest
-from raypool.cloud.machines import Catalogue, Machine, catalogue
+from raypool.cloud.machines import Catalogue, Machine, catalogue, why_no_zone
 from raypool.cloud.plan import ClusterPlan, NodeGroup
 from raypool.errors import CloudError
 
@@ -135,7 +134,7 @@ class Training:
         Args:
             name: What to call the cluster.
             project: The project that pays; None: to be filled in.
-            zone: Where; see `raypool.cloud.zones.choose`.
+            zone: Where; see `raypool.cloud.machines.choose_zone`.
             spot: Whether the provider may take machines back; never the master's.
             packages: What is installed on every machine.
         """
@@ -161,13 +160,13 @@ def is_training(content: Any) -> bool:
     return isinstance(content, dict) and (INPUT in content or not KNOWN.isdisjoint(content))
 
 
-def check(document: Document) -> None:
-    """Make sure that a file describes a training job that can run.
+def check(document: Document) -> tuple[str, ...]:
+    """Make sure that a file describes a training job that can run, and return what is not used, and what may not be had.
 
     Raises:
         CloudError: It does not; says all that is wrong, where, and what would be right.
     """
-    read(document)
+    return read(document).notes
 
 
 def read(document: Document) -> Training:
@@ -187,8 +186,7 @@ def read(document: Document) -> Training:
     """
     findings = Findings(document)
     _check_outside(findings)
-    findings.refuse()  # what is not where it belongs says nothing
-    given = findings.at((INPUT,))
+    findings.finish()  # what is not where it belongs says nothing
     findings.check_keys((INPUT,), KNOWN)
     _check_unable(findings, (INPUT,), UNABLE)
     training = Training(
@@ -198,13 +196,12 @@ def read(document: Document) -> Training:
         job_dir=_text(findings, (INPUT, "jobDir")),
         module=_text(findings, (INPUT, "pythonModule")),
         args=_args(findings),
-        notes=tuple(
-            f"{document.place_of((INPUT, name))}: {name} is not used: {why}." for name, why in UNUSED.items() if name in given
-        ),
     )
     _check_places(findings, training)
-    findings.refuse()
-    return training
+    for name, why in UNUSED.items():
+        if name in findings.at((INPUT,)):
+            findings.doubt((INPUT, name), f"{name} is not used: {why}.")
+    return replace(training, notes=findings.finish())
 
 
 def _check_outside(findings: Findings) -> None:
@@ -230,11 +227,9 @@ def _check_unable(findings: Findings, keys: Keys, unable: dict[str, str]) -> Non
 
 
 def _check_places(findings: Findings, training: Training) -> None:
-    """Note where a job's machines, or its outputs, cannot be."""
-    try:
-        zones.check(training.kinds, training.region)
-    except CloudError as error:
-        findings.add((INPUT, "region") if training.region is not None else (INPUT,), str(error))
+    """Note where a job's machines may not be, or its outputs cannot."""
+    if (why := why_no_zone(training.kinds, training.region)) is not None:
+        findings.doubt((INPUT, "region") if training.region is not None else (INPUT,), why)
     if training.job_dir is not None and (wrong := _why_no_job_dir(training.job_dir)) is not None:
         findings.add((INPUT, "jobDir"), wrong)
 

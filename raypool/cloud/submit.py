@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from raypool.cloud import launcher
-from raypool.cloud.gcp_checks import NAME_LIMIT
+from raypool.cloud.gcp import NAME_LIMIT
 from raypool.cloud.jobs import Jobs
 from raypool.cloud.nodes import default_packages
 from raypool.cloud.spec import Training

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 import pytest
@@ -79,3 +80,17 @@ def providers() -> Iterator[None]:
     _clear_provider_cache()
     yield
     _clear_provider_cache()
+
+
+@pytest.fixture(autouse=True)
+def kubectl(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], None]:
+    """Have no test ask a real Kubernetes; give what says how `kubectl` answers, as a shell's commands."""
+    script = tmp_path_factory.mktemp("bin") / "kubectl"
+    monkeypatch.setenv("PATH", f"{script.parent}:{os.environ['PATH']}")
+
+    def answers(commands: str) -> None:
+        script.write_text(f"#!/bin/sh\n{commands}\n")
+        script.chmod(0o755)
+
+    answers("exit 1")
+    return answers

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from raypool.cloud import aws, launcher_checks
+from raypool.cloud import aws, checks
 from raypool.cloud.documents import documents_of
 from raypool.cloud.machines import catalogue
 from raypool.cloud.plan import NodeGroup
 from raypool.errors import CloudError
-from tests.cloud.aws_files import a_plan, filled_in, with_a_role
+from tests.cloud.aws_files import GROUP, a_plan, filled_in, with_a_role
 from tests.cloud.ray_provider import Cluster
 
 REGION = "us-west-2"
@@ -116,7 +117,7 @@ def test_ray_makes_the_cluster_that_was_planned(
 
     content = filled_in(aws.write(a_plan()), security_group.id, an_image(ec2))
     path = write(content, tmp_path)
-    launcher_checks.check(documents_of(path.read_text(), str(path))[0])
+    checks.check(documents_of(path.read_text(), str(path))[0])
     cluster = Cluster(content)
 
     cluster.up(path, shell)
@@ -228,7 +229,7 @@ def test_what_is_to_be_filled_in_is_named_and_told_how() -> None:
     assert all(name in header for name in names)
     assert "--region us-west-2 " in header
     with pytest.raises(CloudError) as caught:
-        launcher_checks.check(documents_of(text, "aws.yaml")[0])
+        checks.check(documents_of(text, "aws.yaml")[0])
     said = str(caught.value).splitlines()
     assert len(said) == 6, "a group and an image for each of three kinds"
     assert all(line.endswith("is still to be filled in.") for line in said)
@@ -240,3 +241,29 @@ def test_a_plan_that_cannot_be_is_refused() -> None:
     worker = NodeGroup(name="worker", machine="g5.12xlarge", gpu="A10G", gpus=3, most=1)
     with pytest.raises(CloudError, match=r"worker: g5.12xlarge cannot have 3 A10G: it always comes with 4 A10G\."):
         aws.write(a_plan(workers=(worker,)))
+
+
+# --- what is taken -------------------------------------------------------------------------------------------------------
+
+
+def test_each_machine_with_gpus_passes_in_a_region_that_has_them() -> None:
+    wrong = {}
+    for shape in catalogue("aws").machines.values():
+        if shape.gpu:
+            zone = f"{catalogue('aws').regions(shape.gpu)[0]}a"
+            worker = NodeGroup(name="worker", machine=shape.name, gpu=shape.gpu, gpus=shape.gpus, most=1, spot=True)
+            content = filled_in(aws.write(a_plan(zone=zone, head=replace(worker, name="head", most=0), workers=(worker,))))
+            wrong[shape.name] = checks.check(documents_of(yaml.safe_dump(content), "aws.yaml")[0])
+    assert len(wrong) > 50
+    assert not any(wrong.values()), wrong
+
+
+def test_what_is_unusual_and_right_passes() -> None:
+    content = filled_in(aws.write(a_plan()))
+    worker, big = (content["available_node_types"][name] for name in ("worker", "big"))
+    worker["resources"] = {}  # Ray finds them out
+    del worker["node_config"]["SecurityGroupIds"]
+    worker["node_config"]["NetworkInterfaces"] = [{"SubnetId": "subnet-0123456789abcdef0", "Groups": [GROUP]}]
+    template = {"LaunchTemplateName": "mine", "Version": "1"}  # lies with Amazon, and may say the rest
+    big["node_config"] = {"LaunchTemplate": template, "InstanceType": "p4d.24xlarge"}
+    assert not checks.check(documents_of(yaml.safe_dump(content), "aws.yaml")[0])

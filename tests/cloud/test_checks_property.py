@@ -60,8 +60,8 @@ def test_whatever_stands_in_a_file(kind: str, data: st.DataObject) -> None:
     for _ in range(data.draw(st.integers(1, 2))):
         where = data.draw(st.sampled_from(places(content)[1:] or [()]))
         content = spoilt(content, where, data.draw(VALUES), data.draw(st.booleans()))
-    [document] = documents_of(yaml.safe_dump(content, sort_keys=False), "file.yaml")
     try:
+        [document] = documents_of(yaml.safe_dump(content, sort_keys=False), "file.yaml")
         checks.check(document)
     except CloudError as error:
         for line in str(error).splitlines():

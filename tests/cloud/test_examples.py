@@ -124,7 +124,6 @@ IMPOSSIBLE = [
     ("--provider kubernetes --name 'a b; rm -rf /'", "name is 'a b; rm -rf /'"),
     ("--provider gcp --project 'p\nq: r'", r"project_id is 'p\nq: r'"),
     ("--provider gcp --zone moon", "'moon' is no zone"),
-    ("--provider gcp --zone us-central1-d", "us-central1-d has no T4"),
     ("--provider aws --zone moon", "moon"),
     ("--provider on-prem --host '10.0.0.1 -oProxyCommand=x'", "is neither an address"),
     ("--provider on-prem --host -oProxyCommand=x", "is neither an address"),
@@ -142,6 +141,16 @@ def test_what_cannot_be_had_is_refused_and_nothing_is_written(tmp_path: Path, mo
         if done.exit_code != 2 or said not in done.stderr or list(tmp_path.iterdir()):
             wrong[words] = done.stderr
     assert not wrong
+
+
+def test_what_may_not_be_had_is_written_with_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(main, ["cluster", "init", "--provider", "gcp", "--zone", "us-central1-d"])
+    assert done.exit_code == 0
+    assert done.stderr.startswith(
+        "warning: cluster.yaml, line 16: As of 2026-11-22, us-central1-d has no T4 GPUs. Near it are us-"
+    )
+    assert Path("cluster.yaml").exists()
 
 
 SMALLEST = [

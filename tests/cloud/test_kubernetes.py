@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 import subprocess
-import sys
 import tomllib
 from collections.abc import Callable
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
-from raypool.cloud import kubernetes, kubernetes_checks, kubernetes_schema
-from raypool.cloud.documents import Findings, documents_of
+from raypool.cloud import checks, kubernetes
+from raypool.cloud.documents import documents_of
 from raypool.cloud.kubernetes import DRAIN, how_to_connect, write, write_job
-from raypool.cloud.kubernetes_pods import amount
 from raypool.cloud.nodes import default_packages
 from raypool.cloud.plan import ClusterPlan, NodeGroup
 from raypool.errors import CloudError
@@ -55,20 +51,10 @@ def job(plan: ClusterPlan, entrypoint: str = "python train.py") -> dict[str, Any
     return manifest
 
 
-def problems(text: str) -> list[str]:
-    """Return what is found to be wrong, line by line."""
-    [document] = documents_of(text, "lab.yaml")
-    findings = Findings(document)
-    kubernetes_checks.check(findings)
-    try:
-        findings.refuse()
-    except CloudError as error:
-        return str(error).splitlines()
-    return []
-
-
-def dump(manifest: dict[str, Any]) -> str:
-    return yaml.safe_dump(manifest, sort_keys=False, width=1000)
+def warnings_about(manifest: dict[str, Any]) -> tuple[str, ...]:
+    """Return what is said of a manifest that is not refused."""
+    [document] = documents_of(yaml.safe_dump(manifest, sort_keys=False), "lab.yaml")
+    return checks.check(document)
 
 
 def groups(manifest: dict[str, Any]) -> list[dict[str, Any]]:
@@ -97,8 +83,8 @@ def test_kubernetes_takes_the_pods() -> None:
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
 def test_what_is_written_is_found_to_be_right(plan: ClusterPlan) -> None:
-    assert problems(dump(write(plan))) == []
-    assert problems(dump(job(plan))) == []
+    assert not warnings_about(write(plan))
+    assert not warnings_about(job(plan))
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
@@ -180,36 +166,10 @@ def plans(draw: Callable[..., Any]) -> ClusterPlan:
 @settings(max_examples=20)
 def test_any_plan_gives_manifests_that_are_right(plan: ClusterPlan) -> None:
     for manifest in write(plan), job(plan):
-        assert problems(dump(manifest)) == []
+        assert not warnings_about(manifest)
 
 
-# --- what is known of Kubernetes, KubeRay and Ray ---------------------------------------------------------------------
-
-
-def api(kind: str) -> set[str]:
-    """Return the names of the settings that Kubernetes knows for a kind."""
-    folder = f"kubernetes-json-schema/v{kubernetes_validate.latest_version()}-local-strict"
-    text = resources.files(kubernetes_validate).joinpath(f"{folder}/_definitions.json").read_text()
-    return set(json.loads(text)["$defs"][f"io.k8s.api.core.v1.{kind}"]["properties"])
-
-
-def test_the_settings_of_pods_are_those_of_kubernetes() -> None:
-    schemas = {
-        "PodSpec": kubernetes_schema.POD,
-        "Container": kubernetes_schema.CONTAINER,
-        "EnvVar": kubernetes_schema.VARIABLE,
-        "Toleration": kubernetes_schema.TOLERATION,
-        "PodTemplateSpec": kubernetes_schema.TEMPLATE,
-    }
-    for kind, schema in schemas.items():
-        assert set(schema["properties"]) == api(kind), kind
-
-
-def test_the_parameters_of_ray_are_those_of_ray() -> None:
-    code = "from ray.scripts.scripts import start; print(*(name for each in start.params for name in each.opts))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    known = {name.removeprefix("--") for name in done.stdout.split() if name.startswith("--")}
-    assert known == set(kubernetes_schema.RAY_START.split())
+# --- what KubeRay takes -----------------------------------------------------------------------------------------------
 
 
 KUBERAY_CRD = os.environ.get("RAYPOOL_KUBERAY_CRD", "")
@@ -263,27 +223,60 @@ def test_kuberay_takes_the_manifests() -> None:
     assert list(Draft202012Validator(loose("RayJob")).iter_errors(manifest))
 
 
-SETTINGS = [
-    ("RayCluster", (), kubernetes_schema.CLUSTER),
-    ("RayCluster", ("headGroupSpec",), kubernetes_schema.HEAD),
-    ("RayCluster", ("workerGroupSpecs", "items"), kubernetes_schema.WORKERS),
-    ("RayCluster", ("autoscalerOptions",), kubernetes_schema.AUTOSCALER),
-    ("RayCluster", ("networkPolicy",), kubernetes_schema.NETWORK_POLICY),
-    ("RayJob", (), kubernetes_schema.JOB),
-]
+# --- files of others --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.long
-@with_kuberay
-def test_the_settings_of_manifests_are_those_of_kuberay() -> None:
-    for kind, way, schema in SETTINGS:
-        there = definition(kind)["properties"]["spec"]
-        for step in way:
-            there = there[step] if step == "items" else there["properties"][step]
-        assert set(schema["properties"]) == set(there["properties"]), (kind, way)
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "lab.yaml"
+    path.write_text(yaml.safe_dump(write(plan(T4))))
+    return path
 
 
-def test_amounts_are_read_as_kubernetes_does() -> None:
-    amounts = {"4": 4, "500m": 0.5, "16Gi": 2**34, "16G": 16e9, "1.5": 1.5, "2e3": 2000, "1E": 1e18}
-    assert {text: float(amount(text) or 0) for text in amounts} == amounts
-    assert amount("16GB") is amount("") is None
+REFUSAL = 'Error from server (BadRequest): strict decoding error: unknown field "spec.maxReplica"'
+
+
+def test_kubernetes_is_asked_and_its_words_are_told(file: Path, kubectl: Callable[[str], None], tmp_path: Path) -> None:
+    """`kubectl` is the test's: it notes how it was called, and answers for a cluster that refuses."""
+    kubectl(f"""echo "$@" >> {tmp_path}/calls; if [ "$1" = apply ]; then echo '{REFUSAL}' >&2; exit 1; fi""")
+    with pytest.raises(CloudError) as caught:
+        checks.check_file(file)
+    assert str(caught.value) == f"{file}: Kubernetes: {REFUSAL}"
+    assert (tmp_path / "calls").read_text().splitlines()[-1] == f"apply --dry-run=server -f {file}"
+
+    kubectl("if [ $1 = apply ]; then echo 'Warning: it is old' >&2; echo raycluster.ray.io/lab created; fi")
+    assert checks.check_file(file) == (f"{file}: Kubernetes: Warning: it is old",)
+
+
+def test_a_kubernetes_that_cannot_be_asked_refuses_nothing(
+    file: Path, kubectl: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kubectl("echo 'The connection was refused' >&2; exit 1")
+    [said] = checks.check_file(file)
+    assert "Kubernetes did not check this file" in said
+    assert said.endswith("kubectl reaches no cluster (The connection was refused).")
+    monkeypatch.setenv("PATH", "")
+    [said] = checks.check_file(file)
+    assert said.endswith("kubectl is not installed here.")
+    manifest = yaml.safe_load(file.read_text())
+    del manifest["spec"]["headGroupSpec"]
+    file.write_text(yaml.safe_dump(manifest))
+    with pytest.raises(CloudError, match="headGroupSpec is missing"):
+        checks.check_file(file)
+
+
+def test_a_cluster_that_lets_strangers_in_is_warned_of() -> None:
+    manifest = write(plan(T4))
+    del manifest["spec"]["authOptions"]
+    manifest["spec"]["headGroupSpec"]["serviceType"] = "LoadBalancer"
+    door, token = sorted(warnings_about(manifest))
+    assert "LoadBalancer opens Ray's ports" in door
+    assert "nobody is asked for a token" in token
+
+
+def test_gpus_by_other_names_are_left_to_kubernetes() -> None:
+    manifest = write(plan(T4))
+    [worker] = manifest["spec"]["workerGroupSpecs"]
+    worker["rayStartParams"] = {"num-gpus": "2"}
+    worker["template"]["spec"]["containers"][0]["resources"]["limits"] = {"cpu": "4", "amd.com/gpu": 2}
+    assert not warnings_about(manifest)

@@ -261,8 +261,13 @@ IMPOSSIBLE = [
         "n1-standard-8 cannot have 1 A100. 1 A100 comes with a2-highgpu-1g. n1-standard-8 may have K80, P4, P100, T4 or V100.",
     ),
     ("standard", "T4", 1, "standard cannot have 1 T4. 1 T4 goes with up to 24 vCPUs and 156 GB."),
-    ("n1-standard-8", "T5", 1, "There is no GPU 'T5'. There are: K80, P4, P100, T4, V100, A100."),
-    ("n1-standart-8", "T4", 1, "There is no machine 'n1-standart-8'. Did you mean n1-standard-8 or n1-standard-4?"),
+    ("n1-standard-8", "T5", 1, "There is no GPU 'T5' in the catalogue of 2021-03-18. There are: K80, P4, P100, T4, V100, A100."),
+    (
+        "n1-standart-8",
+        "T4",
+        1,
+        "There is no machine 'n1-standart-8' in the catalogue of 2021-03-18. Did you mean n1-standard-8 or n1-standard-4?",
+    ),
 ]
 
 
@@ -293,10 +298,10 @@ def test_k80s_are_gone() -> None:
 
 
 ELSEWHERE = [
-    (GCE, "us-central1-c", ("T4", "B200"), "us-central1-c has no B200 GPUs. Those near it are in us-central1-b."),
-    (GCE, "africa-south1-a", ("V100",), "africa-south1-a has no V100 GPUs. They are in asia-east1-c,"),
-    (GCE, "us-west2", ("H100",), "us-west2 has no H100 GPUs."),
-    (AWS, "eu-west-3", ("A100",), "eu-west-3 has no A100 GPUs."),
+    (GCE, "us-central1-c", ("T4", "B200"), "As of 2026-11-22, us-central1-c has no B200 GPUs. Near it are us-central1-b."),
+    (GCE, "africa-south1-a", ("V100",), "As of 2026-11-22, africa-south1-a has no V100 GPUs. They are in asia-east1-c,"),
+    (GCE, "us-west2", ("H100",), "As of 2026-11-22, us-west2 has no H100 GPUs."),
+    (AWS, "eu-west-3", ("A100",), f"As of {AWS.date}, eu-west-3 has no A100 GPUs."),
 ]
 
 
@@ -352,4 +357,4 @@ def test_cli_gives_json() -> None:
 def test_cli_refuses_a_gpu_that_is_not_there() -> None:
     result = CliRunner().invoke(main, ["cluster", "machines", "--gpu", "T5"])
     assert result.exit_code == 2
-    assert "There is no GPU 'T5'. There are: T4, P4, " in result.output
+    assert "There is no GPU 'T5' in the catalogue of 2026-11-22. There are: T4, P4, " in result.output

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raypool.cloud import begin, spec, zones
+from raypool.cloud import begin, spec
 from raypool.cloud.documents import documents_of
-from raypool.cloud.machines import catalogue
+from raypool.cloud.machines import catalogue, choose_zone, region_of, why_no_zone, zones_with
 from raypool.cloud.overrides import overridden
 from raypool.cloud.plan import NodeGroup
 from raypool.cloud.spec import Training
@@ -253,12 +253,6 @@ REFUSED = {
         1,
         "hyperparameters is nothing that raypool can keep. Let the",
     ),
-    "unknown region": (
-        DOCUMENTED + "  region: us-central9\n",
-        16,
-        "There is no region 'us-central9' with GPUs. Did you mean us-central1",
-    ),
-    "a region without the GPU": (DOCUMENTED + "  region: us-east5\n", 16, "us-east5 has no T4. These regions have: "),
     "a region that is a number": (DOCUMENTED + "  region: 7\n", 16, "region is 7, not a text"),
     "a folder that is none": (
         DOCUMENTED + "  jobDir: bucket/run\n",
@@ -300,44 +294,37 @@ def test_all_that_is_wrong_is_told_at_once_by_line() -> None:
 def test_two_kinds_of_gpu_need_a_zone_that_has_both() -> None:
     both = {"workerCount": 1, "workerType": "n1-standard-8"}
     k80 = custom(masterConfig=gpus(1, "NVIDIA_TESLA_K80"), workerConfig=gpus(1, "NVIDIA_TESLA_P4"), **both)
-    assert zones.choose(read(k80).kinds, "us-central1", None) in catalogue("ai-platform-2021").zones("K80", "P4")
-    with pytest.raises(CloudError, match=r"line 1: us-west1 has no P4. These regions have: us-central1, us-east1\."):
-        read(k80.replace('{"scaleTier"', '{"region": "us-west1", "scaleTier"'))
-
-
-def test_a_region_that_has_both_kinds_but_in_different_zones_is_refused() -> None:
-    region, kinds = next(
-        (region, (one, other))
-        for one in catalogue("gce").gpus
-        for other in catalogue("gce").gpus
-        for region in set(zones.regions((one,))) & set(zones.regions((other,))) - set(zones.regions((one, other)))
-        if zones.regions((one, other))
+    assert choose_zone(read(k80).kinds, "us-central1", None) in catalogue("ai-platform-2021").zones("K80", "P4")
+    [note] = read(k80.replace('{"scaleTier"', '{"region": "us-west1", "scaleTier"')).notes
+    assert note == (
+        "config.yaml, line 1: the catalogues of 2026-11-22 and 2021-03-18 have no zone of us-west1 with K80 and P4. "
+        "These regions have one: us-central1, us-east1."
     )
-    with pytest.raises(CloudError, match=f"{region} has {' and '.join(kinds)}, but none of its zones has all of them"):
-        zones.check(kinds, region)
 
 
-def test_a_zone_has_to_have_all_kinds() -> None:
-    with pytest.raises(CloudError, match=r"us-east4-b has no V100. These zones have T4 and V100: .*us-central1-a"):
-        zones.choose(("T4", "V100"), None, "us-east4-b")
+def test_a_zone_that_is_said_is_taken_and_one_that_cannot_be_chosen_is_to_be_said() -> None:
+    assert choose_zone(("T4", "V100"), None, "us-east4-z") == "us-east4-z"
     with pytest.raises(CloudError, match="us-central1-a is no zone of us-east1"):
-        zones.choose(("T4",), "us-east1", "us-central1-a")
-    with pytest.raises(CloudError, match=r"There is no zone 'us-central1-z' with GPUs\. These zones of us-central1 have T4: "):
-        zones.choose(("T4",), "us-central1", "us-central1-z")
+        choose_zone(("T4",), "us-east1", "us-central1-a")
+    with pytest.raises(CloudError, match=r"no zone of us-east5 with T4\. These regions have one: .* give --zone"):
+        choose_zone(("T4",), "us-east5", None)
     with pytest.raises(CloudError, match="Neither region nor zone is said"):
-        zones.choose(("T4",), None, None)
+        choose_zone(("T4",), None, None)
 
 
 @settings(deadline=None)
-@given(st.lists(st.sampled_from(sorted(catalogue("gce").gpus)), max_size=3, unique=True), st.sampled_from(zones.regions(())))
+@given(
+    st.lists(st.sampled_from(sorted(catalogue("gce").gpus)), max_size=3, unique=True),
+    st.sampled_from(sorted({region_of(zone) for zone in zones_with(())})),
+)
 def test_a_zone_that_is_chosen_has_all_kinds_and_is_in_its_region(kinds: list[str], region: str) -> None:
     try:
-        zone = zones.choose(tuple(kinds), region, None)
+        zone = choose_zone(tuple(kinds), region, None)
     except CloudError:
-        assert region not in zones.regions(tuple(kinds))
+        assert why_no_zone(tuple(kinds), region) is not None
     else:
         assert zone.startswith(f"{region}-")
-        assert all(zone in zones.zones((kind,)) for kind in kinds)
+        assert all(zone in zones_with((kind,)) for kind in kinds)
 
 
 # --- options that win ---------------------------------------------------------------------------------------------------

@@ -160,7 +160,7 @@ CANNOT_WORK: list[tuple[tuple[str, ...], str]] = [
     ((*FILE, *HERE, "--job-dir", "bucket/run", "train.py"), "--job-dir: 'bucket/run' is neither gs://BUCKET/..."),
     ((*FILE, *HERE, "--job-dir", "/mnt/run", "train.py"), "/mnt/run is on a disk of the cluster, which goes with it"),
     ((*FILE, *HERE, "--scale-tier", "basic-gpu", "train.py"), "workerCount goes with scaleTier CUSTOM only"),
-    ((*FILE, "--region", "us-central9", "train.py"), "--region: There is no region 'us-central9'"),
+    ((*FILE, *HERE, "--region", "us-central9", "train.py"), "no zone of us-central9 with T4"),
     ((*FILE, *HERE, "--zone", "us-east1-c", "train.py"), "us-east1-c is no zone of us-central1"),
     ((*FILE, *HERE, "--project", "p", "train.py"), "--project is 'p'; an ID has 6 to 30 lower-case letters"),
     ((*FILE, *HERE, "--project", "p\nq: r", "train.py"), r"--project is 'p\nq: r'; an ID has"),

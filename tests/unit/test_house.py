@@ -10,7 +10,7 @@ MODULES = house.modules(PACKAGE)
 CYCLES: list[list[str]] = []
 
 CLASSES_NAMED_TWICE = """
-    Call Driver Part Sent
+    Call Driver Sent
 """
 
 FILES_NAMED_TWICE = """
@@ -19,8 +19,8 @@ FILES_NAMED_TWICE = """
 
 PRIVATE_NAMES_OF_RAY = """
     backends.ray.client backends.ray.demand backends.ray.nodes backends.ray.packing backends.ray.session
-    backends.ray.shortages cloud.begin cloud.connect cloud.jobs cloud.launcher_checks cloud.preemption cloud.shipping
-    gpus.table train.managed train.managed_ranks train.session
+    backends.ray.shortages cloud.begin cloud.checks cloud.connect cloud.jobs cloud.preemption cloud.shipping gpus.table
+    train.managed train.managed_ranks train.session
 """
 
 
