@@ -8,8 +8,8 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.measuring import ROOT, Line, fresh_process, in_turns, timed
-from raypool.cloud.checks import check
-from raypool.cloud.documents import read_documents
+from raypool.cluster.checks import check
+from raypool.cluster.documents import read_documents
 from raypool.errors import CloudError
 
 TARGET_US = 100_000
@@ -74,7 +74,7 @@ def is_right(file):
 
 
 def command(*words):
-    code = "import sys; from raypool.cli import main; main(sys.argv[1:], prog_name='raypool', standalone_mode=False)"
+    code = "import sys; from raypool.cli.main import main; main(sys.argv[1:], prog_name='raypool', standalone_mode=False)"
     subprocess.run(
         [sys.executable, "-c", code, *words], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False
     )

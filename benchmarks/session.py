@@ -13,7 +13,7 @@ from benchmarks.own_ray import own_ray
 from benchmarks.tasks import Bare, nothing
 from raypool import ParallelPool, parpool
 from raypool.backends.ray.session import ENVIRONMENT
-from raypool.cloud.tokens import make_token
+from raypool.cluster.connect import make_token
 
 WORKERS = 2
 

@@ -50,9 +50,9 @@ if typing.TYPE_CHECKING:
     from raypool.spmd.composite import Composite
     from raypool.spmd.context import SpmdContext
     from raypool.task import CurrentTask, MetricBuffer, current_task, load_checkpoint, report, save_checkpoint
-    from raypool.train.options import TrainingOptions
     from raypool.train.runs import RunOptions, TrainingResult, TrainingRun
     from raypool.train.scaling import ScalingReport, scaling_report
+    from raypool.train.training_options import TrainingOptions
 
 __version__ = "0.1.0"
 
@@ -169,7 +169,7 @@ _HOMES = {
     "TaskTimeoutError": "raypool.errors",
     "Tls": "raypool.profiles",
     "TrainingError": "raypool.errors",
-    "TrainingOptions": "raypool.train.options",
+    "TrainingOptions": "raypool.train.training_options",
     "TrainingResult": "raypool.train.runs",
     "TrainingRun": "raypool.train.runs",
     "ValueStore": "raypool.channel.store",

@@ -1,5 +1,5 @@
 """`python -m raypool` is the command `raypool`."""
 
-from raypool.cli import main
+from raypool.cli.main import main
 
 main(prog_name="raypool")

@@ -45,7 +45,7 @@ from raypool.profiles import Profile
 from raypool.views.words import one_line
 
 if TYPE_CHECKING:
-    from raypool.cloud.jobs import JobInfo, Jobs
+    from raypool.cluster.jobs import JobInfo, Jobs
 
 MOST_BYTES = 512 * 2**20
 """So much can be handed in with a job at most: Ray takes no larger package."""
@@ -118,7 +118,7 @@ def batch(
         [0.71, 0.93, 0.95]
     """
     from raypool.backends.ray.packing import snapshot
-    from raypool.cloud.jobs import KEY, Jobs, PackedCall, new_id
+    from raypool.cluster.jobs import KEY, Jobs, PackedCall, new_id
 
     if not callable(fn):
         raise InvalidTypeError(f"{fn!r} is not a function, so that it cannot be called. Give it first: batch(fn, *args).")
@@ -160,7 +160,7 @@ def find_job(job_id: str, *, profile: str | Profile = "local") -> Job:
     Source:
         MATLAB R2025b, findJob.
     """
-    from raypool.cloud.jobs import Jobs
+    from raypool.cluster.jobs import Jobs
 
     jobs = Jobs(_checked_profile(profile))
     return Job(jobs, jobs.look(job_id))
@@ -280,7 +280,7 @@ class Job:
     @property
     def outputs_at(self) -> str:
         """Where its outputs lie, or will: the folder or URL that was given, else where on its node."""
-        from raypool.cloud.jobs import OUTPUTS_FOLDER
+        from raypool.cluster.jobs import OUTPUTS_FOLDER
 
         self._key()  # who has none, has no outputs
         place = self._info.metadata.get(OUTPUTS)
@@ -334,7 +334,7 @@ class Job:
         return self._info
 
     def _key(self) -> str:
-        from raypool.cloud.jobs import KEY
+        from raypool.cluster.jobs import KEY
 
         key = self._info.metadata.get(KEY)
         if key is None:
@@ -525,7 +525,7 @@ def _try_out(place: str, job_id: str) -> None:
 
 def _leave(data: bytes, job_id: str, place: str | None) -> None:
     """Leave something where whoever wants it looks for it, at the latest on the disk of this node."""
-    from raypool.cloud.jobs import make_outputs_folder
+    from raypool.cluster.jobs import make_outputs_folder
 
     if place is not None:
         try:
@@ -556,6 +556,4 @@ def _put(data: bytes, name: str, place: str) -> tuple[Any, str]:
 
 
 if __name__ == "__main__":
-    from raypool import batches  # what is pickled here is to be of that module, not of __main__
-
-    raise SystemExit(batches.run())
+    raise SystemExit(run())

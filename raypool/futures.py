@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, ParamSpec, Pr
 from raypool.channel.feed import Feed
 from raypool.channel.queues import check_timeout
 from raypool.channel.records import Missing, Values
-from raypool.counts import whole_number
-from raypool.errors import CANCELLED, InvalidTypeError, InvalidValueError, TaskCancelled, reason_of
+from raypool.errors import CANCELLED, InvalidTypeError, InvalidValueError, TaskCancelled, reason_of, whole_number
 from raypool.worker.running import in_task
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ from types import FunctionType
 from typing import Any
 
 from raypool.core.policy import LONGEST_RETRY_DELAY_S
-from raypool.counts import checked_count, optional_count, whole_number
-from raypool.errors import InvalidTypeError, InvalidValueError
+from raypool.errors import InvalidTypeError, InvalidValueError, checked_count, optional_count, whole_number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from raypool.channel.records import Function, Missing
 from raypool.core.messages import CancelRequested, ItemsAdded
 from raypool.core.model import TaskSpec, TaskState
-from raypool.counts import optional_count, whole_number
 from raypool.engine.engine import Engine, serial_engine
 from raypool.engine.loop import LoopOptions, LoopWork, Lost, Segment
-from raypool.errors import InvalidTypeError, InvalidValueError
+from raypool.errors import InvalidTypeError, InvalidValueError, optional_count, whole_number
 from raypool.options import Options, check_callable, check_name
 from raypool.results import Results, Row
 from raypool.worker.running import in_task

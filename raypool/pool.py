@@ -20,11 +20,10 @@ from raypool.channel.records import WorkerInfo, function_name
 from raypool.channel.store import ValueStore
 from raypool.channel.traffic import TransferBytes
 from raypool.core.messages import CancelRequested
-from raypool.counts import checked_count, optional_count
-from raypool.engine.call import Work
 from raypool.engine.engine import Engine, Where, open_engine, serial_engine, submit_call, submit_function
 from raypool.engine.overview import device_table, running
-from raypool.errors import InvalidTypeError, InvalidValueError, PoolClosedError, ResourceError
+from raypool.engine.work import Work
+from raypool.errors import InvalidTypeError, InvalidValueError, PoolClosedError, ResourceError, checked_count, optional_count
 from raypool.futures import Future, MapResults, cancel_each, checked_buffersize, gather, unless_interrupted
 from raypool.options import Options, check_callable, worker_numbers
 from raypool.parfor import LoopVerbs, is_serial
@@ -38,8 +37,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from raypool.spmd.composite import Composite
-    from raypool.train.options import TrainingOptions
     from raypool.train.runs import TrainingRun
+    from raypool.train.training_options import TrainingOptions
 
 T = TypeVar("T")
 

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any, Literal
 
-from raypool.counts import checked_count, whole_number
-from raypool.errors import InvalidTypeError, InvalidValueError
+from raypool.errors import InvalidTypeError, InvalidValueError, checked_count, whole_number
 from raypool.gpus.devices import FAST_LINKS, Inventory
 from raypool.gpus.nvml import NvmlInventory
 

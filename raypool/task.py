@@ -15,8 +15,7 @@ from time import time
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
-from raypool.counts import whole_number
-from raypool.errors import InvalidTypeError, InvalidValueError
+from raypool.errors import InvalidTypeError, InvalidValueError, whole_number
 from raypool.folders import sync_folder
 from raypool.worker.running import Running, in_task, item_seed, note_here, notes_here, unbroken
 

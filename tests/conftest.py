@@ -26,7 +26,7 @@ from hypothesis import HealthCheck, settings
 
 from raypool import ParallelPool
 from raypool.backends.ray.session import ENVIRONMENT, without_helpers
-from raypool.cloud.tokens import make_token
+from raypool.cluster.connect import make_token
 from tests.leaks import GRACE_S, MARK, no_process_or_file_is_left, nothing_is_left, poll  # noqa: F401 - fixtures
 from tests.shared_pool import shared
 from tests.time_limits import pytest_exception_interact, pytest_timeout_set_timer  # noqa: F401 - hooks

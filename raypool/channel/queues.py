@@ -24,7 +24,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
-from raypool.counts import whole_number
 from raypool.errors import (
     InvalidTypeError,
     InvalidValueError,
@@ -32,6 +31,7 @@ from raypool.errors import (
     QueueClosedError,
     SerializationError,
     WorkerLostError,
+    whole_number,
 )
 from raypool.worker.running import Link, Way, in_task, link
 

@@ -35,11 +35,11 @@ from raypool.core.messages import SetTimer, TimerFired
 from raypool.core.model import PoolState, Report, Slice, TaskSpec, TaskState, Worker, WorkerState
 from raypool.core.scheduler import Scheduler
 from raypool.engine import explanations
-from raypool.engine.call import GangWork, Work
 from raypool.engine.explanations import Tell
 from raypool.engine.in_flight import Call, InFlight, Sent
 from raypool.engine.inbox import Inbox, Message
 from raypool.engine.trace import TraceWriter
+from raypool.engine.work import GangWork, Work
 from raypool.errors import LossReason, PoolBrokenError, PoolClosedError, WorkerLostError
 from raypool.futures import Future
 

@@ -27,7 +27,7 @@ from raypool.errors import InternalError, JournalError, TaskError
 from raypool.journal.files import Damaged, make_folder
 from raypool.journal.journal import Journal
 from raypool.journal.keys import FunctionSource
-from raypool.journal.records import Outcome, Stored, row_of
+from raypool.journal.rows import Outcome, Stored, row_of
 
 UNCHANGEABLE = frozenset({int, float, bool, str, bytes, type(None)})
 """Types whose values stay what they are."""

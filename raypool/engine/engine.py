@@ -28,11 +28,11 @@ from raypool.core.messages import ResizeRequested, ShutdownRequested
 from raypool.core.model import PoolState, TaskSpec
 from raypool.core.scheduler import Scheduler
 from raypool.engine import explanations
-from raypool.engine.call import CallWork
 from raypool.engine.driver import Driver
 from raypool.engine.explanations import Tell
 from raypool.engine.inbox import Inbox, InlineInbox, ThreadInbox
 from raypool.engine.trace import TraceWriter
+from raypool.engine.work import CallWork
 from raypool.errors import InvalidValueError, PoolBrokenError, PoolClosedError, SerializationError, StartupError
 from raypool.futures import Future
 from raypool.gpus.nvml import NvmlInventory

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, cast
 from raypool.channel.feed import Feed, LoopFeed
 from raypool.channel.records import Function, Part, SliceResult, WorkerInfo, named
 from raypool.core.model import Slice, TaskState
-from raypool.engine.call import Pack, described
 from raypool.engine.in_flight import Call
+from raypool.engine.work import Pack, described
 from raypool.errors import TaskError
 from raypool.results import Miss, Row, Span, told
 

@@ -7,8 +7,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, MutableMapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from raypool.counts import whole_number
-from raypool.errors import InvalidTypeError, InvalidValueError
+from raypool.errors import InvalidTypeError, InvalidValueError, whole_number
 
 if TYPE_CHECKING:
     import torch

@@ -19,9 +19,8 @@ from typing import Any, NoReturn, TypeVar
 
 from raypool.channel.constants import call_once
 from raypool.channel.records import WorkerInfo, function_name
-from raypool.counts import checked_count, optional_count, whole_number
 from raypool.engine.engine import Engine, submit_function
-from raypool.errors import InvalidTypeError, InvalidValueError, SerializationError
+from raypool.errors import InvalidTypeError, InvalidValueError, SerializationError, checked_count, optional_count, whole_number
 from raypool.futures import Future, cancel_each, unless_interrupted
 from raypool.interop.async_results import AsyncResult, Callback, CallGroup, Collector, Drawing, IMapIterator, joined, only
 from raypool.options import check_callable

@@ -19,7 +19,7 @@ from raypool.journal.files import Damaged, check_run, make_folder, write_file
 from raypool.journal.keys import FunctionSource
 from raypool.journal.lock import Identity, RunLock, closed, identity, opening
 from raypool.journal.opening import Contents, cannot_write, connect, lost_with_log, open_database
-from raypool.journal.records import DATABASE, NOWHERE, Outcome, Stored, StoredAt, error_of, get_back, logger, put_away, to_row
+from raypool.journal.rows import DATABASE, NOWHERE, Outcome, Stored, StoredAt, error_of, get_back, logger, put_away, to_row
 from raypool.journal.schema import MAX_TEXT_BYTES, SCHEMA, Row, insert, numbers_of, order_rows
 
 __all__ = ["Damaged", "Journal", "Outcome", "Stored"]

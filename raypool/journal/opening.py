@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 from raypool.errors import JournalError
 from raypool.journal.files import sync_folder
-from raypool.journal.records import DATABASE
+from raypool.journal.rows import DATABASE
 from raypool.journal.salvage import carve
 from raypool.journal.schema import (
     APPLICATION_ID,

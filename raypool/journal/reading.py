@@ -36,7 +36,7 @@ from raypool.journal.opening import (
     what_is_left,
 )
 from raypool.journal.plain import decode
-from raypool.journal.records import DATABASE, Stored, StoredAt, error_of, get_back, logger, row_of, words_of
+from raypool.journal.rows import DATABASE, Stored, StoredAt, error_of, get_back, logger, row_of, words_of
 from raypool.journal.salvage import carve
 from raypool.journal.schema import checksum, numbers_of
 from raypool.results import Miss, Results, Row

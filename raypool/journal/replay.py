@@ -23,7 +23,7 @@ from raypool.journal.files import Damaged, check_owner, check_run, load, read_fi
 from raypool.journal.keys import FunctionSource, found
 from raypool.journal.opening import Contents
 from raypool.journal.reading import ItemRecord, entries_of, newest_run, positions_of, read_contents
-from raypool.journal.records import get_back
+from raypool.journal.rows import get_back
 from raypool.worker.runner import seed_everything
 from raypool.worker.running import Running, item_seed, running
 

@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from raypool.channel.records import NOBODY, Function, Part, SliceResult, WorkerInfo
 from raypool.core.model import Slice, TaskSpec, TaskState
-from raypool.counts import checked_count, whole_number
-from raypool.engine.call import Pack, described
 from raypool.engine.driver import Driver
 from raypool.engine.engine import Engine
 from raypool.engine.in_flight import Call
-from raypool.errors import InvalidValueError, ResourceError, TaskError, TaskTimeoutError
+from raypool.engine.work import Pack, described
+from raypool.errors import InvalidValueError, ResourceError, TaskError, TaskTimeoutError, checked_count, whole_number
 from raypool.futures import Future
 from raypool.options import Options, worker_numbers
 from raypool.spmd.composite import Composite, PartInfo, check_located, forget_on, marked

@@ -15,8 +15,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from raypool.counts import whole_number
-from raypool.errors import CollectiveError, InvalidTypeError, InvalidValueError, SerializationError
+from raypool.errors import CollectiveError, InvalidTypeError, InvalidValueError, SerializationError, whole_number
 from raypool.worker.running import Way
 
 SLOT_BYTES = 1024

@@ -20,9 +20,9 @@ from raypool.channel.records import WorkerInfo
 from raypool.errors import InvalidTypeError, InvalidValueError, ResourceError
 from raypool.train.data import Samples, is_shuffled, loader_of, take_samples
 from raypool.train.fit_loop import LOST, FitJob, check_module, fit, own_random_state
-from raypool.train.options import TrainingOptions
 from raypool.train.runs import TrainingResult
 from raypool.train.shares import Division, LearningRates, default_warmup, divide, split_batch
+from raypool.train.training_options import TrainingOptions
 
 logger = logging.getLogger("raypool")
 

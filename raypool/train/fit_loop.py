@@ -30,8 +30,8 @@ from torch.nn.parallel import DistributedDataParallel
 from raypool.errors import InvalidTypeError, InvalidValueError
 from raypool.task import current_task
 from raypool.train.data import Batch, Samples, call_model, mixed_seed, order_of
-from raypool.train.options import TrainingOptions
 from raypool.train.shares import Division, LearningRates, Share, share_of
+from raypool.train.training_options import TrainingOptions
 from raypool.worker.running import note_here
 
 LOOK_S = 1.0

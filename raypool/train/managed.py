@@ -47,8 +47,8 @@ from raypool.channel.records import NOBODY, WorkerInfo, function_name, where
 from raypool.core.messages import PlaceLost
 from raypool.core.model import Slice
 from raypool.engine import explanations
-from raypool.engine.call import described
 from raypool.engine.engine import Engine
+from raypool.engine.work import described
 from raypool.errors import (
     InternalError,
     InvalidTypeError,

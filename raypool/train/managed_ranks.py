@@ -34,7 +34,7 @@ from raypool.errors import CollectiveError
 from raypool.spmd.failures import is_disconnect
 from raypool.spmd.wire import ordinal
 from raypool.train.checkpoints import TrainingAttempt, forget_deleted, next_index, note_down
-from raypool.train.session import checked
+from raypool.train.ray_train import checked
 from raypool.worker.running import Running, let_notes_travel, mark_worker_process, note_in_process, running
 
 TASK = 0

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from raypool.channel.feed import Feed
-from raypool.counts import optional_count
-from raypool.errors import InvalidTypeError, InvalidValueError, JournalError
+from raypool.errors import InvalidTypeError, InvalidValueError, JournalError, optional_count
 from raypool.futures import Future
 from raypool.journal.lock import RunLock
 

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from raypool.counts import checked_count
 from raypool.engine.engine import Engine
-from raypool.errors import InvalidTypeError, InvalidValueError
+from raypool.errors import InvalidTypeError, InvalidValueError, checked_count
 from raypool.options import Options
 from raypool.train.checkpoints import RankEnd, TrainingAttempt
 from raypool.train.fit_loop import Measure

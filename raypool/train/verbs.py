@@ -16,8 +16,8 @@ from raypool.options import Options, check_callable
 
 if TYPE_CHECKING:
     from raypool.train.controller import Finish, RankPlaces, TrainingBackend
-    from raypool.train.options import TrainingOptions
     from raypool.train.runs import RunOptions, TrainingRun
+    from raypool.train.training_options import TrainingOptions
 
 
 Workers = int | Iterable[int | WorkerInfo] | None
@@ -175,9 +175,9 @@ class TrainingVerbs:
             3
         """
         from raypool.train.fit import prepare_fit
-        from raypool.train.options import TrainingOptions
         from raypool.train.runs import RunOptions
         from raypool.train.scaling import Recipe
+        from raypool.train.training_options import TrainingOptions
 
         options = TrainingOptions() if options is None else options
         if not isinstance(options, TrainingOptions):

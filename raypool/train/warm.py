@@ -23,7 +23,7 @@ class WarmLoop:
 
     def __call__(self, context: Any, config: Any, plan: TrainingAttempt) -> RankEnd:
         """Run it, as Ray Train would."""
-        from raypool.train.session import run_loop
+        from raypool.train.ray_train import run_loop
 
         return run_loop(context, self.func, config, plan)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 from rich.text import Text
 
-from raypool.cloud.machines import Catalogue, Gpu, one_of
+from raypool.cluster.machines import Catalogue, Gpu, one_of
 from raypool.views.console import SafeConsole
 from raypool.views.drawing import number_column
 from raypool.views.words import describe_item, one_line

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from raypool.cloud.drafts import Draft
-from raypool.cloud.files import text_of
+from raypool.cluster.cluster_file import text_of
+from raypool.cluster.drafts import Draft
 
 ROOT = Path(__file__).parents[2]
 INIT = "raypool cluster init --provider"

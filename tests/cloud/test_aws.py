@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import yaml
 
-from raypool.cloud import aws, checks
-from raypool.cloud.documents import documents_of
-from raypool.cloud.machines import catalogue
-from raypool.cloud.plan import NodeGroup
+from raypool.cluster import aws, checks
+from raypool.cluster.documents import documents_of
+from raypool.cluster.machines import catalogue
+from raypool.cluster.plan import NodeGroup
 from raypool.errors import CloudError
 from tests.cloud.aws_files import GROUP, a_plan, filled_in, with_a_role
 from tests.cloud.ray_provider import Cluster
@@ -216,7 +216,7 @@ def test_ray_would_not_take_a_key_whose_file_it_is_not_told(ec2: Any, security_g
 
 def test_beside_each_worker_runs_the_watcher_for_amazons_notices() -> None:
     content = aws.write(a_plan())
-    assert "raypool.cloud.preemption --cloud aws " in content["worker_start_ray_commands"][-1]
+    assert "raypool.cluster.preemption --cloud aws " in content["worker_start_ray_commands"][-1]
     assert not any("preemption" in command for command in content["head_start_ray_commands"])
 
 

@@ -7,19 +7,19 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from raypool.cli import main
-from raypool.cloud import aws, checks, files, gcp, kubernetes, nodes
-from raypool.cloud.documents import documents_of
-from raypool.cloud.drafts import Draft
+from raypool.cli.main import main
+from raypool.cluster import aws, checks, cluster_file, gcp, kubernetes, launcher_file
+from raypool.cluster.documents import documents_of
+from raypool.cluster.drafts import Draft
 from raypool.errors import CloudError
 
-GCP = files.text_of(Draft(provider="gcp", project="my-project", gpu="T4", gpus=4).plan(), "raypool", "gcp.yaml")
-AWS = files.text_of(Draft(provider="aws", gpu="T4").plan(), "raypool", "aws.yaml")
+GCP = cluster_file.text_of(Draft(provider="gcp", project="my-project", gpu="T4", gpus=4).plan(), "raypool", "gcp.yaml")
+AWS = cluster_file.text_of(Draft(provider="aws", gpu="T4").plan(), "raypool", "aws.yaml")
 AWS = AWS.replace("<your image>", "ami-0123456789abcdef0").replace("<your security group>", "sg-0123456789abcdef0")
 HOSTS = ("10.0.0.1", "10.0.0.2", "10.0.0.3")
-LOCAL = files.text_of(Draft(provider="on-prem", hosts=HOSTS).plan(), "raypool", "on_prem.yaml")
-KUBERNETES = files.text_of(Draft(provider="kubernetes", gpu="T4").plan(), "raypool", "kubernetes.yaml")
-JOB = files.text_of(Draft(provider="kubernetes", gpu="T4").plan(), "raypool", "job.yaml", "python train.py")
+LOCAL = cluster_file.text_of(Draft(provider="on-prem", hosts=HOSTS).plan(), "raypool", "on_prem.yaml")
+KUBERNETES = cluster_file.text_of(Draft(provider="kubernetes", gpu="T4").plan(), "raypool", "kubernetes.yaml")
+JOB = cluster_file.text_of(Draft(provider="kubernetes", gpu="T4").plan(), "raypool", "job.yaml", "python train.py")
 JOB = JOB.replace(kubernetes.CODE, "https://example.org/code.zip")
 TRAINING = """\
 trainingInput:
@@ -59,7 +59,7 @@ def test_what_is_right_is_taken() -> None:
 
 
 TOKEN_MOUNT = "file_mounts:\n  ~/.ray/auth_token: ~/.ray/auth_token\n"
-HEAD_START = "- " + nodes.head_commands()[1].replace("=3; ", "=3;\n  ")
+HEAD_START = "- " + launcher_file.head_commands()[1].replace("=3; ", "=3;\n  ")
 OPEN_START = "- ray stop; ray start --head --port=6379 --dashboard-host=0.0.0.0 --autoscaling-config=x"
 EXPORT = "export RAY_AUTH_MODE=token RAY_health"
 

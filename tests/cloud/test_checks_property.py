@@ -11,8 +11,8 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raypool.cloud import checks
-from raypool.cloud.documents import documents_of
+from raypool.cluster import checks
+from raypool.cluster.documents import documents_of
 from raypool.errors import CloudError
 from tests.cloud.test_checks import TEXTS
 

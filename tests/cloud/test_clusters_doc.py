@@ -10,9 +10,9 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from raypool.cli import main
-from raypool.cloud import checks
-from raypool.cloud.documents import documents_of
+from raypool.cli.main import main
+from raypool.cluster import checks
+from raypool.cluster.documents import documents_of
 from raypool.profile_files import resolve_profile
 from tests.documents import blocks_of, commands_of
 

@@ -12,8 +12,8 @@ from unittest import mock
 import pytest
 
 from raypool import CloudError, Profile, StartupError, Tls
-from raypool.cloud import connect
-from raypool.cloud.jobs import Dashboard
+from raypool.cluster import connect
+from raypool.cluster.jobs import Dashboard
 
 TOKEN = "0123456789abcdef"
 

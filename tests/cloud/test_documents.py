@@ -9,7 +9,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raypool.cloud.documents import Findings, documents_of, nearest, read_documents
+from raypool.cluster.documents import Findings, documents_of, nearest, read_documents
 from raypool.errors import CloudError
 
 TEXT = """\

@@ -10,10 +10,10 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from raypool.cli import main
-from raypool.cloud import checks
-from raypool.cloud.documents import documents_of, texts
-from raypool.cloud.files import render
+from raypool.cli.main import main
+from raypool.cluster import checks
+from raypool.cluster.cluster_file import render
+from raypool.cluster.documents import documents_of, texts
 from raypool.errors import CloudError
 from tests.cloud import examples
 
@@ -83,7 +83,7 @@ def test_cluster_yaml_is_what_it_is_said_to_be() -> None:
     assert "RAY_AUTH_MODE=token" in worker_start
     assert "--dashboard-host=127.0.0.1" in head_start
     assert "RAY_health_check_period_ms=1000" in head_start
-    assert "python -m raypool.cloud.preemption --cloud gcp" in worker_start
+    assert "python -m raypool.cluster.preemption --cloud gcp" in worker_start
     assert content["file_mounts"] == {"~/.ray/auth_token": "~/.ray/auth_token"}
 
 

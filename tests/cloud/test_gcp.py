@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-from raypool.cloud import checks, gcp, nodes
-from raypool.cloud.documents import documents_of
-from raypool.cloud.plan import ClusterPlan, NodeGroup
+from raypool.cluster import checks, gcp, launcher_file
+from raypool.cluster.documents import documents_of
+from raypool.cluster.plan import ClusterPlan, NodeGroup
 from raypool.errors import CloudError
 from tests.cloud import fake_gce
 from tests.cloud.fake_gce import FakeGce
@@ -27,7 +27,7 @@ PLAN = ClusterPlan(
     zone="us-central1-a",
     head=HEAD,
     workers=(WORKER,),
-    packages=nodes.default_packages(),
+    packages=launcher_file.default_packages(),
 )
 
 
@@ -50,7 +50,7 @@ def test_ray_makes_the_head_and_starts_it_with_a_token(gce: FakeGce, shell: Any,
     assert "RAY_AUTH_MODE=token" in start
     assert "--dashboard-host=127.0.0.1" in start
     assert any("rsync" in line and "auth_token" in line for line in shell.commands)
-    assert any(nodes.default_packages()[1] in line for line in shell.commands)
+    assert any(launcher_file.default_packages()[1] in line for line in shell.commands)
 
 
 def test_the_autoscaler_makes_workers_loses_one_and_gives_the_rest_back(gce: FakeGce) -> None:

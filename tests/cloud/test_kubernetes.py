@@ -17,11 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
-from raypool.cloud import checks, kubernetes
-from raypool.cloud.documents import documents_of
-from raypool.cloud.kubernetes import DRAIN, how_to_connect, write, write_job
-from raypool.cloud.nodes import default_packages
-from raypool.cloud.plan import ClusterPlan, NodeGroup
+from raypool.cluster import checks, kubernetes
+from raypool.cluster.documents import documents_of
+from raypool.cluster.kubernetes import DRAIN, how_to_connect, write, write_job
+from raypool.cluster.launcher_file import default_packages
+from raypool.cluster.plan import ClusterPlan, NodeGroup
 from raypool.errors import CloudError
 from raypool.profile_files import named_profile
 

@@ -14,10 +14,10 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from raypool.cli import main
-from raypool.cloud import files, kubernetes, launcher
-from raypool.cloud.drafts import Draft
-from raypool.cloud.tokens import make_token, token_path
+from raypool.cli.main import main
+from raypool.cluster import cluster_file, kubernetes, launcher
+from raypool.cluster.connect import make_token, token_path
+from raypool.cluster.drafts import Draft
 from raypool.errors import CloudError
 from tests.cloud import fake_gce
 from tests.cloud.ray_provider import Cluster
@@ -37,7 +37,9 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def file(tmp_path: Path) -> Path:
     """Write the file of a cluster on machines that nobody has."""
     path = tmp_path / "cluster.yaml"
-    path.write_text(files.text_of(Draft(provider="on-prem", hosts=("192.0.2.1", "192.0.2.2")).plan(), "raypool", path.name))
+    path.write_text(
+        cluster_file.text_of(Draft(provider="on-prem", hosts=("192.0.2.1", "192.0.2.2")).plan(), "raypool", path.name)
+    )
     return path
 
 
@@ -111,7 +113,7 @@ def test_a_cluster_in_a_cloud_is_there_when_its_head_is(
     gce = fake_gce.install(monkeypatch, home)
     file = home / "cluster.yaml"
     plan = Draft(provider="gcp", project=fake_gce.PROJECT, zone="us-central1-a", gpu="T4").plan()
-    file.write_text(files.text_of(plan, "raypool", file.name))
+    file.write_text(cluster_file.text_of(plan, "raypool", file.name))
     assert not launcher.is_running(file)
     with pytest.raises(CloudError, match=f"`raypool cluster up {file}` starts it"):
         launcher.status(file)
@@ -202,7 +204,7 @@ def test_a_stranger_at_the_port_is_not_taken_for_the_tunnel(file: Path, monkeypa
 
 def test_files_that_are_not_for_the_launcher(tmp_path: Path) -> None:
     path = tmp_path / "pods.yaml"
-    path.write_text(files.render([kubernetes.write(Draft(provider="kubernetes", gpu="T4").plan())], []))
+    path.write_text(cluster_file.render([kubernetes.write(Draft(provider="kubernetes", gpu="T4").plan())], []))
     for function in (launcher.up, launcher.down, launcher.status):
         with pytest.raises(CloudError, match=r"is no file for Ray's launcher.*A cluster on Kubernetes is made by"):
             function(path)

@@ -14,8 +14,8 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raypool.cli import main
-from raypool.cloud.machines import NAMES, Catalogue, Machine, catalogue
+from raypool.cli.main import main
+from raypool.cluster.machines import NAMES, Catalogue, Machine, catalogue
 from raypool.errors import CloudError
 
 AI_PLATFORM, GCE, AWS = (catalogue(name) for name in ("ai-platform-2021", "gce", "aws"))

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from raypool.cloud import nodes
-from raypool.cloud.plan import ClusterPlan, NodeGroup
+from raypool.cluster import launcher_file
+from raypool.cluster.plan import ClusterPlan, NodeGroup
 
 HEAD = NodeGroup(name="head", machine="n2-standard-4")
 PLAN = ClusterPlan(
@@ -38,26 +38,26 @@ def home(tmp_path: Path) -> Path:
 
 
 def test_packages_reach_the_installer_as_they_are_whatever_is_in_them(home: Path) -> None:
-    said = [in_a_shell(command, home) for command in nodes.setup_commands(PLAN)]
+    said = [in_a_shell(command, home) for command in launcher_file.setup_commands(PLAN)]
     assert f"--python\n{PLAN.python}\n{home}/raypool-venv\n" in said[1]
     assert said[2].endswith("".join(f"{package}\n" for package in PLAN.packages))
 
 
 def test_the_environment_comes_first_on_the_path_also_when_set_up_twice(home: Path) -> None:
-    for command in nodes.setup_commands(PLAN) * 2:
+    for command in launcher_file.setup_commands(PLAN) * 2:
         in_a_shell(command, home)
     assert (home / ".bashrc").read_text().count("raypool-venv") == 1
     assert in_a_shell("echo $PATH", home).startswith(f"{home}/raypool-venv/bin:")
 
 
 def test_nothing_is_installed_where_all_is_there() -> None:
-    commands = nodes.commands(replace(PLAN, packages=()))
+    commands = launcher_file.commands(replace(PLAN, packages=()))
     assert [commands[name] for name in ("setup_commands", "head_setup_commands")] == [[], []]
 
 
 def test_the_head_gets_what_it_asks_the_provider_with() -> None:
     install = {
-        provider: nodes.commands(replace(PLAN, provider=provider))["head_setup_commands"]
+        provider: launcher_file.commands(replace(PLAN, provider=provider))["head_setup_commands"]
         for provider in ("gcp", "aws", "on-prem")
     }
     assert "google-api-python-client" in install["gcp"][0]
@@ -66,9 +66,9 @@ def test_the_head_gets_what_it_asks_the_provider_with() -> None:
 
 
 def test_the_watcher_outlives_the_shell_where_machines_are_taken_back(home: Path) -> None:
-    *_, last = nodes.worker_commands(replace(PLAN, provider="on-prem"))
+    *_, last = launcher_file.worker_commands(replace(PLAN, provider="on-prem"))
     assert "ray start" in last
-    *_, last = nodes.worker_commands(replace(PLAN, provider="gcp"))
+    *_, last = launcher_file.worker_commands(replace(PLAN, provider="gcp"))
     script = '#!/bin/sh\necho "$@"\nwhile [ ! -e ~/end ]; do sleep 0.05; done\n'
     (home / "raypool-venv/bin").mkdir(parents=True)
     (home / "raypool-venv/bin/python").write_text(script)
@@ -78,7 +78,7 @@ def test_the_watcher_outlives_the_shell_where_machines_are_taken_back(home: Path
         assert path == "", "the shell has ended, and the watcher has none of its output"
         log = home / "raypool-preemption.log"
         subprocess.run(["bash", "-c", f"until grep -q cloud {log}; do sleep 0.05; done"], check=True)
-        assert log.read_text() == "-m raypool.cloud.preemption --cloud gcp\n"
+        assert log.read_text() == "-m raypool.cluster.preemption --cloud gcp\n"
     finally:
         (home / "end").touch()
 
@@ -88,7 +88,7 @@ def test_ray_knows_all_options_that_it_is_started_with() -> None:
     from ray.scripts.scripts import start
 
     known = {option for parameter in start.params for option in (*parameter.opts, *parameter.secondary_opts)}
-    for command in (nodes.head_commands()[-1], nodes.worker_commands(replace(PLAN, provider="on-prem"))[-1]):
+    for command in (launcher_file.head_commands()[-1], launcher_file.worker_commands(replace(PLAN, provider="on-prem"))[-1]):
         used = set(re.findall(r"--[a-z-]+", command))
         assert len(used) > 1
         assert used <= known

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from raypool.cloud import files, on_prem
-from raypool.cloud.plan import ClusterPlan, NodeGroup
+from raypool.cluster import cluster_file, on_prem
+from raypool.cluster.plan import ClusterPlan, NodeGroup
 from tests.cloud.lab import Lab
 
 SSHD = shutil.which("sshd", path="/usr/sbin:/usr/bin")
@@ -87,7 +87,7 @@ def file(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ssh_user=getpass.getuser(),
         ssh_key=key,
     )
-    path.write_text(files.render([on_prem.write(plan, FLAGS)], ["Made by a test."]))
+    path.write_text(cluster_file.render([on_prem.write(plan, FLAGS)], ["Made by a test."]))
     return path
 
 

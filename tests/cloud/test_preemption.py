@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from raypool.cloud import preemption
-from raypool.cloud.preemption import Ec2, Gce, Notice, find_ray, main, watch
+from raypool.cluster import preemption
+from raypool.cluster.preemption import Ec2, Gce, Notice, find_ray, main, watch
 from raypool.errors import CloudError
 from tests.cloud.fake_metadata import FakeMetadata, in_iso, in_mail, serving
 

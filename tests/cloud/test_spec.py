@@ -13,12 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raypool.cloud import begin, spec
-from raypool.cloud.documents import documents_of
-from raypool.cloud.machines import catalogue, choose_zone, region_of, why_no_zone, zones_with
-from raypool.cloud.overrides import overridden
-from raypool.cloud.plan import NodeGroup
-from raypool.cloud.spec import Training
+from raypool.cluster import begin, job_files
+from raypool.cluster.documents import documents_of
+from raypool.cluster.job_files import Training, overridden
+from raypool.cluster.machines import catalogue, choose_zone, region_of, why_no_zone, zones_with
+from raypool.cluster.plan import NodeGroup
 from raypool.errors import CloudError
 
 DOCUMENTED = """\
@@ -43,7 +42,7 @@ trainingInput:
 
 def read(text: str) -> Training:
     [document] = documents_of(text, "config.yaml")
-    return spec.read(document)
+    return job_files.read(document)
 
 
 def custom(**settings: Any) -> str:
@@ -80,10 +79,10 @@ def test_the_documented_job_is_thirteen_machines_with_forty_gpus() -> None:
 
 
 def test_the_settings_that_we_know_are_googles_and_none_is_missing() -> None:
-    assert set(api()["TrainingInput"]) == spec.KNOWN
-    assert {"acceleratorConfig", "diskConfig", *spec.UNABLE_OF_ROLES} == set(api()["ReplicaConfig"])
-    assert set(spec.OUTSIDE) <= set(api()["Job"])
-    assert {"CUSTOM", *spec.TIERS} < set(api()["TrainingInput"]["scaleTier"]["enum"])
+    assert set(api()["TrainingInput"]) == job_files.KNOWN
+    assert {"acceleratorConfig", "diskConfig", *job_files.UNABLE_OF_ROLES} == set(api()["ReplicaConfig"])
+    assert set(job_files.OUTSIDE) <= set(api()["Job"])
+    assert {"CUSTOM", *job_files.TIERS} < set(api()["TrainingInput"]["scaleTier"]["enum"])
 
 
 def test_every_gpu_of_the_api_is_known_in_both_spellings() -> None:
@@ -335,20 +334,20 @@ def test_options_win_over_the_file_entry_by_entry() -> None:
         "--worker-count": (("trainingInput", "workerCount"), 2),
         "--worker-accelerator": (("trainingInput", "workerConfig", "acceleratorConfig"), {"count": 1, "type": "nvidia-tesla-t4"}),
     }
-    training = spec.read(overridden(documents_of(DOCUMENTED, "config.yaml")[0], options))
+    training = job_files.read(overridden(documents_of(DOCUMENTED, "config.yaml")[0], options))
     assert [(group.gpus, group.most) for group in training.groups] == [(4, 0), (1, 2), (0, 3)]
 
 
 def test_what_an_option_says_wrongly_is_told_of_the_option() -> None:
     options = {"--worker-accelerator": (("trainingInput", "workerConfig", "acceleratorConfig"), {"count": 3, "type": "T4"})}
     with pytest.raises(CloudError, match=r"^--worker-accelerator: n1-highcpu-16 cannot have 3 T4, but 1, 2 or 4"):
-        spec.read(overridden(documents_of(DOCUMENTED, "config.yaml")[0], options))
+        job_files.read(overridden(documents_of(DOCUMENTED, "config.yaml")[0], options))
 
 
 def test_an_option_cannot_hide_a_file_that_is_none() -> None:
     options = {"--worker-count": (("trainingInput", "workerCount"), 2)}
     with pytest.raises(CloudError, match=r"^config.yaml, line 1: trainingInput is 5"):
-        spec.read(overridden(documents_of("trainingInput: 5", "config.yaml")[0], options))
+        job_files.read(overridden(documents_of("trainingInput: 5", "config.yaml")[0], options))
 
 
 def test_options_do_not_change_the_document_that_they_are_laid_over() -> None:

@@ -15,11 +15,11 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 
-from raypool.cli import main
-from raypool.cloud import begin, launcher
-from raypool.cloud.checks import check_file
-from raypool.cloud.spec import Training
-from raypool.cloud.submit import Submission, find_script, run_on_own
+from raypool.cli.main import main
+from raypool.cluster import begin, launcher
+from raypool.cluster.checks import check_file
+from raypool.cluster.job_files import Training
+from raypool.cluster.submit import Submission, find_script, run_on_own
 from raypool.errors import CloudError
 from raypool.profiles import Profile
 from tests.cloud import fake_gce
@@ -287,7 +287,7 @@ ODD = ["--x", "a b", "--", "$HOME", "'", "", "ü", "-h", "{}"]
 
 def run(*words: str, first: str = "") -> subprocess.CompletedProcess[str]:
     """Run the command in a process of its own, after some code of ours."""
-    code = f"from raypool.cli import main\n{textwrap.dedent(first)}\nmain(prog_name='raypool')"
+    code = f"from raypool.cli.main import main\n{textwrap.dedent(first)}\nmain(prog_name='raypool')"
     return subprocess.run([sys.executable, "-c", code, "submit", *words], capture_output=True, text=True, check=False)
 
 
@@ -342,7 +342,7 @@ def log() -> Log:
 
 LAUNCHER = """
     import contextlib
-    from raypool.cloud import launcher
+    from raypool.cluster import launcher
     from raypool.profiles import Profile
 
     launcher.up = lambda file: print("up", file, flush=True)
@@ -427,7 +427,7 @@ def test_a_connection_that_is_lost_is_made_again_and_nothing_is_shown_twice(
 ) -> None:
     log.stand_in(monkeypatch, Profile())
     stop_at("nowhere", CloudError("no"), monkeypatch)
-    monkeypatch.setattr("raypool.cloud.submit.RETRY_S", 0.0)
+    monkeypatch.setattr("raypool.cluster.submit.RETRY_S", 0.0)
     asked_from = []
 
     def follow(submission: Submission, jobs: object, job_id: str, seen: int) -> int:

@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import raypool
 from raypool import ParallelPool, parpool
 from raypool.errors import InvalidTypeError, InvalidValueError, ResourceError, TrainingError
-from raypool.train.options import TrainingOptions
 from raypool.train.runs import RunOptions
+from raypool.train.training_options import TrainingOptions
 
 pytestmark = pytest.mark.semantics
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import click
 
-from raypool.cli import main
+from raypool.cli.main import main
 
 FILE = Path(__file__).parent / "public_api.txt"
 

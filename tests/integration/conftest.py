@@ -24,8 +24,8 @@ import pytest
 
 from raypool import CloudError, ParallelPool, Profile
 from raypool.backends.ray.session import LOOPBACK_ONLY
-from raypool.cloud.connect import host_and_port
-from raypool.cloud.jobs import Dashboard
+from raypool.cluster.connect import host_and_port
+from raypool.cluster.jobs import Dashboard
 from tests.leaks import MARK, SHARED
 from tests.shared_pool import shared
 

@@ -36,7 +36,7 @@ def test_the_code_runs(block: Block, tmp_path: Path) -> None:
 def raypool(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run what a line of the document calls, without what it is piped to."""
     words = shlex.split(line.partition(" | ")[0], comments=True)[1:]
-    return run("-c", "from raypool.cli import main; main()", *words, folder=folder)
+    return run("-c", "from raypool.cli.main import main; main()", *words, folder=folder)
 
 
 def test_the_prompt(tmp_path: Path) -> None:

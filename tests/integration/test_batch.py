@@ -36,7 +36,7 @@ from raypool import (
     TaskError,
     WorkerResources,
 )
-from raypool.cli import main
+from raypool.cli.main import main
 from tests.integration import test_growth as growth
 
 Poll = Callable[..., bool]
@@ -158,7 +158,7 @@ def test_a_pool_that_could_never_open_is_refused_at_once(
         handed_in.append(args)
         raise HandedInError
 
-    monkeypatch.setattr("raypool.cloud.jobs.Jobs.submit", hand_in)
+    monkeypatch.setattr("raypool.cluster.jobs.Jobs.submit", hand_in)
     profile = Profile(jobs_address=head.url, token_file=head.token_file, **changes)
     if said is None:
         with pytest.raises(HandedInError):
@@ -368,7 +368,7 @@ def test_modules_travel_with_the_working_dir(head: Any, tmp_path: Path, run_pyth
 
 
 def test_a_job_that_was_made_otherwise_has_no_outputs(head: Any) -> None:
-    from raypool.cloud.jobs import Jobs
+    from raypool.cluster.jobs import Jobs
 
     job = raypool.find_job(Jobs(head.profile).submit(["echo", "hello"]), profile=head.profile)
     with pytest.raises(CloudError, match="it was not handed in by"):

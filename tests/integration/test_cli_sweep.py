@@ -30,7 +30,7 @@ def train(config):
 COMMAND = """
 import os, sys
 os.chdir({folder!r})
-from raypool.cli import main
+from raypool.cli.main import main
 main({arguments!r})
 """
 

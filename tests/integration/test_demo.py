@@ -14,8 +14,8 @@ import torch
 from click.testing import CliRunner
 from matplotlib.image import imread
 
-from raypool import demo
-from raypool.cli import main
+from raypool.cli import demo
+from raypool.cli.main import main
 
 COLUMNS = ["index", "network", "width", "lr", "accuracy", "loss", "parameters", "seconds", "status", "duration_s"]
 COLUMNS += ["started_at", "worker", "gpu", "attempts", "peak_memory_bytes", "reason", "error"]
@@ -74,7 +74,7 @@ def test_trains_all_networks_in_threads(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.long
 def test_trains_all_networks_on_ray(tmp_path: Path) -> None:
-    code = "import sys; from pathlib import Path; from raypool.demo import run; run(2, out=Path(sys.argv[1]))"
+    code = "import sys; from pathlib import Path; from raypool.cli.demo import run; run(2, out=Path(sys.argv[1]))"
     done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, check=False, timeout=170)
     assert done.returncode == 0, done.stderr
     assert all(line.startswith("raypool: training: ") for line in done.stderr.splitlines()), (

@@ -20,8 +20,8 @@ from raypool.errors import InvalidValueError, TrainingError
 from raypool.train.data import order_of
 from raypool.train.fit import prepare_fit
 from raypool.train.fit_loop import Measure, measure_loop
-from raypool.train.options import TrainingOptions
 from raypool.train.runs import RunOptions
+from raypool.train.training_options import TrainingOptions
 
 WAIT_S = 100.0
 """The first training in a worker imports torch and Ray Train, which takes long where much else runs."""

@@ -20,8 +20,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from raypool import CloudError, Profile
-from raypool.cli import main
-from raypool.cloud.jobs import TIMEOUTS_S, Jobs
+from raypool.cli.main import main
+from raypool.cluster.jobs import TIMEOUTS_S, Jobs
 
 Poll = Callable[..., bool]
 

@@ -27,7 +27,7 @@ from raypool import save_checkpoint, load_checkpoint
 def take_back(node):
     "Let the cloud say that it takes the machine of a node back, and the watcher there tell Ray."
     clean = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
-    words = [sys.executable, "-m", "raypool.cloud.preemption", "--cloud", "gcp", "--metadata", URL, "--node", node.node_id]
+    words = [sys.executable, "-m", "raypool.cluster.preemption", "--cloud", "gcp", "--metadata", URL, "--node", node.node_id]
     watcher = subprocess.Popen(words, env=clean, stderr=subprocess.PIPE, text=True)
     mark("taken back")
     return watcher

@@ -56,7 +56,7 @@ def test_the_sweep_that_survives(
     rows = re.findall(r"^(\d) +(\d+) +(0\.\d+) +finished$", printed, re.MULTILINE)
     assert [(int(index), int(width)) for index, width, _ in rows] == list(enumerate((4, 8, 16, 32, 64, 128)))
     assert len(re.findall(r"^\d +0\.\d+$", printed, re.MULTILINE)) == 6, "the best of each"
-    again = run("-c", "from raypool.cli import main; main()", "replay", "runs/widths", "3", cwd=tmp_path)
+    again = run("-c", "from raypool.cli.main import main; main()", "replay", "runs/widths", "3", cwd=tmp_path)
     assert float(ast.literal_eval(again.strip())["loss"]) == pytest.approx(float(rows[3][2]), abs=1e-6)
 
 

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from raypool import load_results, parpool
-from raypool.cli import main
+from raypool.cli.main import main
 
 SWEEP = """
 import random
@@ -94,7 +94,7 @@ def test_a_folder_without_a_run_is_an_error(tmp_path):
 
 
 def test_the_debugger_stops_at_the_function_and_where_it_raises(swept):
-    command = [sys.executable, "-c", "from raypool.cli import main; main()", "replay", str(swept), "3", "--debug"]
+    command = [sys.executable, "-c", "from raypool.cli.main import main; main()", "replay", str(swept), "3", "--debug"]
     typed = "p config.lr\ncontinue\np config.lr + 1\nquit\n"
     done = subprocess.run(command, input=typed, capture_output=True, text=True, timeout=100)
     assert done.returncode == 1

@@ -198,14 +198,14 @@ def test_threads_and_native_threads_of_the_loop_belong_to_it(pool: Any) -> None:
 
 @pytest.mark.quick
 def test_what_is_private_of_ray_is_there() -> None:
-    """The warm lane stands on these names; with a Ray that has others it has to be changed (raypool/train/session.py)."""
+    """The warm lane stands on these names; with a Ray that has others it has to be changed (raypool/train/ray_train.py)."""
     from ray.train import ScalingConfig
     from ray.train.torch import TorchTrainer
     from ray.train.v2._internal.execution import train_fn_utils
     from ray.train.v2.api.context import LocalTrainContext
 
     asked = train_fn_utils.TrainFnUtils.__abstractmethods__
-    from raypool.train.session import Session, _Storage, _Trainer
+    from raypool.train.ray_train import Session, _Storage, _Trainer
 
     assert asked == {
         "report",
@@ -381,9 +381,9 @@ def test_a_beginning_that_not_all_machines_see(pool: Any, tmp_path: Path) -> Non
     def blind(_: Any, is_blind: bool) -> None:
         from types import SimpleNamespace
 
-        from raypool.train import session
+        from raypool.train import ray_train
 
-        session.os = SimpleNamespace(path=SimpleNamespace(isdir=lambda path: not is_blind))  # type: ignore[assignment]
+        ray_train.os = SimpleNamespace(path=SimpleNamespace(isdir=lambda path: not is_blind))  # type: ignore[assignment]
 
     pool.spmd(blind, True, workers=[1])
     try:

@@ -21,7 +21,7 @@ from raypool import load_results
 from raypool.journal.journal import Journal
 from raypool.journal.keys import content_key
 from raypool.journal.plain import decode, encode
-from raypool.journal.records import Outcome
+from raypool.journal.rows import Outcome
 
 FILES = ("journal.sqlite", "journal.sqlite-wal")
 

@@ -23,7 +23,7 @@ def start() -> None:
     if not is_on_ray():
         return
     from raypool.backends.ray.session import ENVIRONMENT
-    from raypool.cloud.tokens import make_token
+    from raypool.cluster.connect import make_token
 
     os.environ.update(ENVIRONMENT)
     make_token()

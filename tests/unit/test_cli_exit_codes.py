@@ -8,9 +8,10 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from raypool import InvalidTypeError, InvalidValueError, JournalError, PoolBrokenError, ResourceError, Results, StartupError, demo
-from raypool.cli import main
-from raypool.cli_errors import errors_said
+from raypool import InvalidTypeError, InvalidValueError, JournalError, PoolBrokenError, ResourceError, Results, StartupError
+from raypool.cli import demo
+from raypool.cli.failures import errors_said
+from raypool.cli.main import main
 
 ENDS = [
     (InvalidValueError("no"), 2),

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from raypool import gpu_device_table
-from raypool.cli import main
+from raypool.cli.main import main
 from raypool.gpus.devices import GpuDevice
 from raypool.gpus.simulated import SimulatedGpus
 

@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from raypool import Results, load_results
-from raypool.cli import main
+from raypool.cli.main import main
 from raypool.journal.lock import is_in_use
 from raypool.views.words import CONTROLS
 
@@ -104,7 +104,7 @@ def test_nothing_that_users_have_named_gives_the_terminal_orders(folder: Path, m
     (folder / "evil.jsonl").write_text(json.dumps({EVIL: EVIL, "width": 36}))
     (folder / "module_of_sweep.py").write_text(f"class Error(Exception): ...\nError.__name__ = {EVIL!r}\n{RAISING}")
     info = SimpleNamespace(id="j1", name=EVIL, state="failed", message=EVIL, exit_code=1, submitted_at=None)
-    monkeypatch.setattr("raypool.cli_jobs._jobs", lambda *_, **__: SimpleNamespace(look=lambda _: info))
+    monkeypatch.setattr("raypool.cli.job._jobs", lambda *_, **__: SimpleNamespace(look=lambda _: info))
     commands = [
         "sweep module_of_sweep:fail evil.jsonl --run-dir run --profile inline",
         "replay run 0",
@@ -276,9 +276,8 @@ def test_a_report_that_cannot_be_made_says_why(folder: Path, monkeypatch: pytest
 
 
 def test_what_it_needs_is_imported_when_it_is_needed() -> None:
-    code = (
-        "import sys, raypool.cli; print(sorted({'ray', 'torch', 'pandas', 'numpy', 'rich', 'yaml', 'psutil'} & set(sys.modules)))"
-    )
+    heavy = {"ray", "torch", "pandas", "numpy", "rich", "yaml", "psutil"}
+    code = f"import sys, raypool.cli.main; print(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"
 
@@ -297,7 +296,7 @@ SWEEP = "sweep module_of_sweep:train good.csv --run-dir run --profile inline"
     ],
 )
 def test_a_reader_that_goes_changes_nothing_of_how_a_command_ends(folder: Path, arguments: str, status: int) -> None:
-    done = piped(f"from raypool.cli import main; main()' {arguments}", folder)
+    done = piped(f"from raypool.cli.main import main; main()' {arguments}", folder)
     assert (done.returncode, "Traceback" in done.stderr, "BrokenPipe" in done.stderr) == (status, False, False)
     assert "sweep" not in arguments or len(load_results("run")) in (2, 3)
 
@@ -305,8 +304,8 @@ def test_a_reader_that_goes_changes_nothing_of_how_a_command_ends(folder: Path, 
 def test_a_job_whose_reader_has_gone_is_followed_no_longer(folder: Path) -> None:
     code = """
 import itertools, types
-from raypool.cli_jobs import _follow_to_end
-from raypool.cli_pipes import readers_may_go
+from raypool.cli.job import _follow_to_end
+from raypool.cli.failures import readers_may_go
 with readers_may_go():
     _follow_to_end(types.SimpleNamespace(follow=lambda job: itertools.repeat("epoch\\n")), "job")
 """

@@ -12,7 +12,7 @@ import click
 import pytest
 
 import raypool
-from raypool.cli import main
+from raypool.cli.main import main
 from raypool.core import messages, model
 from raypool.errors import InvalidTypeError
 from raypool.interop.multiprocessing import Pool

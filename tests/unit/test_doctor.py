@@ -18,8 +18,8 @@ import pynvml
 import pytest
 from click.testing import CliRunner, Result
 
-from raypool import doctor
-from raypool.cli import main
+from raypool.cli import doctor
+from raypool.cli.main import main
 from raypool.gpus.devices import GpuDevice, GpuProcess
 
 GIB = 2**30
@@ -132,7 +132,7 @@ class Ill:
                 raise answer
             return answer
 
-        self.patch.setattr(f"raypool.doctor.{name}", call)
+        self.patch.setattr(f"raypool.cli.doctor.{name}", call)
 
 
 class Nvml:

@@ -24,7 +24,7 @@ from raypool.errors import InvalidTypeError, InvalidValueError, ResourceError
 from raypool.train.data import ArraySamples, DatasetSamples, order_of, take_samples
 from raypool.train.fit import FitCall, gradient_bytes, prepare_fit
 from raypool.train.fit_loop import FitJob
-from raypool.train.options import TrainingOptions
+from raypool.train.training_options import TrainingOptions
 
 MSE = torch.nn.functional.mse_loss
 

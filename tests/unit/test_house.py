@@ -14,13 +14,13 @@ CLASSES_NAMED_TWICE = """
 """
 
 FILES_NAMED_TWICE = """
-    call files nodes options records session
+    failures submit
 """
 
 PRIVATE_NAMES_OF_RAY = """
     backends.ray.client backends.ray.demand backends.ray.nodes backends.ray.packing backends.ray.session
-    backends.ray.shortages cloud.begin cloud.checks cloud.connect cloud.jobs cloud.preemption cloud.shipping gpus.table
-    train.managed train.managed_ranks train.session
+    backends.ray.shortages cluster.begin cluster.checks cluster.connect cluster.jobs cluster.preemption gpus.table
+    train.managed train.managed_ranks train.ray_train
 """
 
 

@@ -26,8 +26,8 @@ from raypool.journal.files import Damaged, dump, load
 from raypool.journal.journal import Journal
 from raypool.journal.keys import FunctionSource
 from raypool.journal.opening import connect
-from raypool.journal.records import MAX_PICKLE_BYTES, Outcome, to_row
 from raypool.journal.replay import replaying
+from raypool.journal.rows import MAX_PICKLE_BYTES, Outcome, to_row
 
 
 def open_one(folder: Path, function: str = "sweeps.train", seed: int | None = None) -> Journal:

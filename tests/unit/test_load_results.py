@@ -14,10 +14,10 @@ import pytest
 from click.testing import CliRunner
 
 from raypool import load_results, parpool
-from raypool.cli import main
+from raypool.cli.main import main
 from raypool.errors import JournalError
 from raypool.journal.journal import Journal
-from raypool.journal.records import Outcome
+from raypool.journal.rows import Outcome
 
 
 def run(folder: Path, items: list[tuple[str, object]], *outcomes: Outcome) -> None:

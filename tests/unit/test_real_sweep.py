@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from raypool import demo
+from raypool.cli import demo
 
 pytestmark = pytest.mark.long
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from raypool import InvalidValueError
-from raypool.sweep_files import read_configs
+from raypool.cli.inputs import read_configs
 
 Write = Callable[[str, str | bytes], Path]
 

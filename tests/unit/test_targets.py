@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from raypool import InvalidTypeError, InvalidValueError
-from raypool.targets import check_takes_whole, find_function
+from raypool.cli.inputs import check_takes_whole, find_function
 
 SWEEP = """
 import helpers_of_targets

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from raypool.errors import InvalidTypeError, InvalidValueError
-from raypool.train.options import TrainingOptions
 from raypool.train.shares import LearningRates, default_warmup
+from raypool.train.training_options import TrainingOptions
 
 WRONG_VALUES: list[tuple[dict[str, Any], str]] = [
     ({"optimizer": "rmsprop"}, "'sgdm', 'adam', 'adamw', or a function"),

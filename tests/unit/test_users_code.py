@@ -15,7 +15,7 @@ import pytest
 from raypool.channel.records import Failure, WorkerInfo
 from raypool.channel.users_code import PATCHERS, Project
 from raypool.core.model import Slice
-from raypool.engine.call import described
+from raypool.engine.work import described
 
 NAME = "lab_of_users_code"
 

@@ -20,7 +20,7 @@ from ray._private import state
 
 from raypool.backends.base import Post
 from raypool.backends.ray.client import ask_inside
-from raypool.cloud.connect import host_and_port
+from raypool.cluster.connect import host_and_port
 from raypool.core.messages import PlaceLeaving, PlaceLost, ResizeRequested, WorkerLost
 from raypool.errors import LossReason, RaypoolError
 

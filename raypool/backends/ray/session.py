@@ -21,8 +21,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from raypool.cloud import connect, shipping
-from raypool.cloud.tokens import make_token, token_path
+from raypool.cluster import connect
+from raypool.cluster import connect as shipping
+from raypool.cluster.connect import make_token, token_path
 from raypool.errors import StartupError
 from raypool.folders import LOCK, hold, make_private, remove_unheld, run_aside
 from raypool.gpus.devices import Inventory, usable_cpus, visible_gpus

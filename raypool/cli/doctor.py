@@ -1,0 +1,520 @@
+"""What may keep pools from running well on this machine: a table of checks, for `raypool doctor`.
+
+Nothing is started but two short Python processes, which import Ray and torch: a library that crashes harms nobody here. No CUDA
+context is made, and nothing is left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import click
+import psutil
+from packaging.requirements import Requirement
+
+from raypool.backends.ray.session import folder_of_ray
+from raypool.cli.failures import echo
+from raypool.cluster.connect import token_path
+from raypool.errors import RaypoolError
+from raypool.gpus.devices import GpuDevice, Inventory, usable_cpus
+from raypool.gpus.nvml import load_pynvml
+from raypool.gpus.table import NVIDIAS, gpus_here
+from raypool.profile_files import nearest_file
+from raypool.profiles import PINNING
+
+if TYPE_CHECKING:
+    from raypool.gpus.devices import Inventory
+
+
+IMPORT_TIMEOUT_S = 120.0
+"""On a busy machine with a slow disk torch takes a minute [s]."""
+
+RAY = """
+import json, ray
+told = dict(version=ray.__version__)
+try:
+    from ray._private import utils
+    from ray._common.utils import get_system_memory
+    total, free = get_system_memory(), utils.estimate_available_memory()
+    told.update(total=total, free=free, store=utils.resolve_object_store_memory(free))
+except Exception:
+    pass
+print(json.dumps(told))
+"""
+"""Ray's own reckoning of this machine, with what a cgroup leaves of it. Private names, checked on Ray 2.60; ours does without."""
+
+TORCH = """
+import json, torch
+from torch import cuda
+told = dict(version=torch.__version__, cuda=torch.version.cuda, available=cuda.is_available(), archs=cuda.get_arch_list())
+print(json.dumps(told))
+"""
+
+NVML_ADVICE = {
+    4: "Give this user the right to use /dev/nvidia*.",  # no permission
+    9: "Load it: sudo modprobe nvidia; if that fails, sudo dmesg says why.",  # driver not loaded
+    12: "Install the driver; a container gets it from its machine: docker run --gpus all.",  # no library
+    18: "The driver was updated while it was in use. Restart this machine.",  # library and kernel differ
+}
+"""By the number of NVML's error."""
+
+PCI = Path("/sys/bus/pci/devices")
+"""The devices on the bus: the files vendor (0x10de: NVIDIA) and class (0x03...: a display) of each are there without a driver."""
+
+KERNEL_DRIVER = Path("/proc/driver/nvidia/version")
+
+SOCKET = "/12345678/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"
+"""A name as long as those of the sockets of a Ray below its folder."""
+
+MOST_SOCKET_LETTERS = 107
+"""The name of a socket may be so long (Linux, unix(7))."""
+
+MOST_FILES, FEWEST_FILES = 65536, 4096
+"""Ray raises the limit of open files to the first by itself, as far as it may; below the second it warns."""
+
+FEWEST_PORTS = 1000
+
+HEAD_PORTS = (6379, 8265, 10001)
+"""Of `ray start --head`: its store of states, the dashboard, and the server for other machines."""
+
+State = Literal["ok", "warning", "problem"]
+
+Judgment = tuple[State, str] | tuple[State, str, str]
+"""A state, the fact, and what to do about it unless the state is "ok"."""
+
+
+class Finding(NamedTuple):
+    """What was found out about something, and what to do about it.
+
+    Attributes:
+        check: What was looked at.
+        state: "ok"; "warning": pools work, but not as well as they could; "problem": they, or part of them, do not.
+        fact: What is so.
+        advice: What to do, None if there is nothing.
+    """
+
+    check: str
+    state: State
+    fact: str
+    advice: str | None = None
+
+
+class Driver(NamedTuple):
+    """NVIDIA's driver: its version, and the newest CUDA that it runs; or the number and text of NVML's error."""
+
+    version: str = ""
+    cuda: tuple[int, int] = (0, 0)
+    code: int | None = None
+    error: str = ""
+
+
+class Import(NamedTuple):
+    """What a library tells of itself, or why it cannot be imported; and the last warning that comes with it."""
+
+    told: dict[str, Any]
+    error: str = ""
+    warning: str = ""
+
+
+def imported(code: str) -> Import:
+    """Run code that imports a library, in a process of its own, and return what it tells as JSON in its last line."""
+    arguments, limit_s = [sys.executable, "-c", code], IMPORT_TIMEOUT_S
+    try:
+        done = subprocess.run(arguments, capture_output=True, text=True, timeout=limit_s, stdin=subprocess.DEVNULL, check=False)
+    except subprocess.TimeoutExpired:
+        return Import({}, f"it took longer than {limit_s:.0f} s")
+    said = done.stderr.strip().splitlines()
+    if done.returncode != 0:
+        return Import({}, said[-1] if said else f"the process ended with status {done.returncode}")
+    warnings = [line.partition("Warning: ")[2] for line in said if "Warning:" in line]
+    try:
+        return Import(json.loads(done.stdout.splitlines()[-1]), warning=warnings[-1] if warnings else "")
+    except (ValueError, IndexError):
+        return Import({}, "it does not say what it is")
+
+
+class Measured:
+    """What several checks look at, each measured once."""
+
+    def __init__(self, inventory: Inventory) -> None:
+        self.inventory = inventory
+
+    @cached_property
+    def ray(self) -> Import:
+        """Ray, as it is installed here."""
+        return imported(RAY)
+
+    @cached_property
+    def torch(self) -> Import:
+        """Torch, as it is installed here."""
+        return imported(TORCH)
+
+    @cached_property
+    def driver(self) -> Driver:
+        """NVIDIA's driver, by its library."""
+        library = load_pynvml()
+        try:
+            library.nvmlInit()
+            try:
+                version = library.nvmlSystemGetDriverVersion()
+                number = int(library.nvmlSystemGetCudaDriverVersion_v2())  # 12040 is 12.4
+            finally:
+                with contextlib.suppress(library.NVMLError):
+                    library.nvmlShutdown()
+        except library.NVMLError as error:
+            return Driver(code=error.value, error=str(error))
+        return Driver(version.decode() if isinstance(version, bytes) else version, (number // 1000, number % 1000 // 10))
+
+    @cached_property
+    def gpus(self) -> tuple[list[GpuDevice], Sequence[int | None]]:
+        """All that there are, and the indices of those that a process started here sees, None for one that may be any."""
+        return gpus_here(self.inventory)
+
+
+CHECKS: dict[str, Callable[[Measured], Iterator[Judgment]]] = {}
+"""Each looks at one thing, and yields nothing if there is nothing to say."""
+
+
+def check(name: str) -> Callable[[Callable[[Measured], Iterator[Judgment]]], None]:
+    """Add a function to the checks."""
+    return partial(CHECKS.__setitem__, name)
+
+
+def examine(inventory: Inventory | None = None) -> Iterator[Finding]:
+    """Look at this machine, and yield what is found, in the order in which it is to be read.
+
+    Args:
+        inventory: Who knows the GPUs. None: this machine.
+
+    Example:
+        >>> next(examine()).check
+        'Python'
+    """
+    machine = Measured(inventory or NVIDIAS)
+    for name, look in CHECKS.items():
+        try:
+            for state, fact, *advice in look(machine):
+                yield Finding(name, state, fact, advice[0] if advice and state != "ok" else None)
+        except Exception as error:  # of a machine that is too ill, or too closed, to be looked at: the other checks go on
+            yield Finding(name, "warning", f"could not be checked: {type(error).__name__}: {error}")
+
+
+# --- Python and its packages ------------------------------------------------------------------------------------------
+
+
+@check("Python")
+def _python(_: Measured) -> Iterator[Judgment]:
+    yield "ok", f"{platform.python_version()}, {sys.executable}"
+
+
+@check("packages")
+def _packages(_: Measured) -> Iterator[Judgment]:
+    requirements = [Requirement(text) for text in importlib.metadata.requires("raypool") or ()]
+    required = [one for one in requirements if one.marker is None or one.marker.evaluate({"extra": ""})]
+    wrong = {}
+    for requirement in required:
+        try:
+            version = importlib.metadata.version(requirement.name)
+        except importlib.metadata.PackageNotFoundError:
+            version = None
+        if version is None or not requirement.specifier.contains(version, prereleases=True):
+            wrong[f"'{requirement.name}{requirement.specifier}'"] = f"{requirement.name} is {version or 'missing'}"
+    if wrong:
+        yield "problem", ", ".join(wrong.values()), "pip install " + " ".join(wrong)
+    else:
+        yield "ok", f"all {len(required)} required packages have supported versions"
+
+
+@check("ray")
+def _ray(machine: Measured) -> Iterator[Judgment]:
+    yield _import("ray", machine.ray)
+
+
+@check("torch")
+def _torch(machine: Measured) -> Iterator[Judgment]:
+    yield _import("torch", machine.torch)
+
+
+def _import(name: str, found: Import) -> Judgment:
+    if found.error:
+        return "problem", f"cannot be imported: {found.error}", f"Reinstall it: pip install --force-reinstall {name}"
+    cuda = found.told.get("cuda")
+    return "ok", found.told["version"] + (f", built for CUDA {cuda}" if cuda else "")
+
+
+# --- GPUs -------------------------------------------------------------------------------------------------------------
+
+
+@check("NVIDIA driver")
+def _driver(machine: Measured) -> Iterator[Judgment]:
+    driver, kernel = machine.driver, _text(KERNEL_DRIVER).partition("\n")[0]
+    cards = sorted(
+        card.name
+        for card in (PCI.iterdir() if PCI.is_dir() else ())
+        if _text(card / "vendor").startswith("0x10de") and _text(card / "class").startswith("0x03")
+    )
+    if driver.code is None:
+        yield "ok", f"{driver.version}, which runs CUDA up to {_dotted(driver.cuda)}"
+    elif driver.code == 12 and not cards and not kernel:
+        yield "ok", "none, and no NVIDIA GPU: pools run on cores"
+    else:
+        fact = f"does not answer: {driver.error}" + (f"; the kernel has {kernel}" if kernel else "")
+        fact += f"; {len(cards)} NVIDIA GPU(s) are there, at {', '.join(cards)}" if cards else ""
+        yield "problem", fact, NVML_ADVICE.get(driver.code, "nvidia-smi may say more.")
+
+
+@check("GPUs")
+def _gpus(machine: Measured) -> Iterator[Judgment]:
+    devices, seen = machine.gpus
+    said = ", ".join(f"{name}={os.environ[name]}" for name in PINNING if name in os.environ)
+    names = ", ".join(f"{gpu.index} {gpu.name or 'unknown'}" for gpu in devices)
+    if not devices:
+        yield "ok", "none"
+    elif not seen:
+        said = said or "the environment"
+        yield "warning", f"{names}; none is visible here, by {said}", f"Change {said}, if they are to be used."
+    else:
+        numbers = ", ".join("?" if index is None else str(index) for index in seen)
+        yield "ok", names + (f"; visible here, by {said}: {numbers}" if said else "")
+    for gpu in devices:
+        if gpu.index not in seen or gpu.uuid is None:  # of those that are not NVIDIA's little is known
+            continue
+        if gpu.total_bytes is None or gpu.used_bytes is None:
+            advice = "sudo dmesg | grep -i xid says what happened to it; it may need a reset."
+            yield "warning", f"GPU {gpu.index} does not answer", advice
+        elif gpu.compute_mode == "prohibited":
+            advice = f"sudo nvidia-smi -i {gpu.index} -c DEFAULT lets work run there."
+            yield "warning", f"GPU {gpu.index} has the compute mode 'prohibited'", advice
+        elif gpu.used_bytes > gpu.total_bytes / 10:
+            pids = ", ".join(str(process.pid) for process in gpu.processes or ())
+            fact = f"GPU {gpu.index}: {_gib(gpu.used_bytes)} of {_gib(gpu.total_bytes)} are in use"
+            advice = "Wait until that ends, or leave this GPU out: parpool(gpus=[...])."
+            yield "warning", fact + (f", by process {pids}" if pids else ""), advice
+
+
+@check("torch on GPUs")
+def _torch_on_gpus(machine: Measured) -> Iterator[Judgment]:
+    """Compare what torch was built for with what the driver runs, and with what the GPUs are."""
+    devices, seen = machine.gpus
+    gpus = [gpu for gpu in devices if gpu.uuid is not None and gpu.index in seen]
+    torch, newest = machine.torch, machine.driver.cuda
+    if torch.error:
+        yield "problem", "torch cannot be imported"
+        return
+    if not gpus:
+        yield "ok", "no NVIDIA GPU can be used here"
+        return
+    name, cuda, archs = f"torch {torch.told['version']}", torch.told["cuda"], torch.told["archs"]
+    runs = f"the driver runs CUDA up to {_dotted(newest)}" if any(newest) else "which CUDA the driver runs is unknown"
+    lacking = [gpu for gpu in gpus if gpu.compute_capability is not None and not _has_code(archs, gpu.compute_capability)]
+    if not cuda:
+        index = f"https://download.pytorch.org/whl/cu{newest[0] or ''}..."
+        advice = f"pip install torch --index-url {index}, which https://pytorch.org says in full."
+        yield "problem", f"{name} was built without CUDA, so {len(gpus)} GPU(s) cannot be used; {runs}", advice
+    elif not torch.told["available"] and any(newest) and int(cuda.partition(".")[0]) > newest[0]:
+        advice = f"Update the driver, or install a torch for CUDA {newest[0]}."
+        yield "problem", f"{name} was built for CUDA {cuda}; {runs}", advice
+    elif not torch.told["available"]:
+        said = f": {torch.warning}" if torch.warning else ""
+        fact = f"torch sees no GPU{said}; {name} was built for CUDA {cuda}; {runs}"
+        yield "problem", fact, "nvidia-smi shows what the driver sees."
+    elif lacking:
+        strange = ", ".join(f"GPU {gpu.index} ({gpu.name}, {_dotted(gpu.compute_capability)})" for gpu in lacking)
+        advice = "Install a torch that has (https://pytorch.org), or leave them out: parpool(gpus=[...])."
+        yield "problem", f"{name} has no code for {strange}; it has {', '.join(archs)}", advice
+    else:
+        yield "ok", f"built for CUDA {cuda}; {runs}"
+
+
+def _has_code(archs: Sequence[str], capability: tuple[int, int]) -> bool:
+    """Whether one of the codes in a library runs on a GPU: machine code on the same major version, PTX on all that are newer."""
+    for arch in archs:
+        match = re.fullmatch(r"(sm|compute)_(\d+)(\d)[af]?", arch)
+        if match and (int(match[2]), int(match[3])) <= capability and (match[1] == "compute" or int(match[2]) == capability[0]):
+            return True
+    return False
+
+
+# --- the machine ------------------------------------------------------------------------------------------------------
+
+
+@check("cores")
+def _cores(machine: Measured) -> Iterator[Judgment]:
+    """Say how many cores a cgroup, an affinity mask or SLURM leaves."""
+    usable, num_gpus = usable_cpus(), len(machine.gpus[1])
+    fact = f"{usable} of {os.cpu_count() or 1} may be used here" + (f", for {num_gpus} GPUs" if num_gpus else "")
+    advice = "Each worker needs one: give the container or the job more (docker run --cpus, sbatch --cpus-per-task)."
+    yield "warning" if usable < num_gpus else "ok", fact, advice
+
+
+@check("memory")
+def _memory(machine: Measured) -> Iterator[Judgment]:
+    memory, told = psutil.virtual_memory(), machine.ray.told
+    free, total = told.get("free", memory.available), told.get("total", memory.total)
+    fact = f"{_gib(free)} of {_gib(total)} are free"
+    advice = "Ray ends workers when 95 % are in use: end something, or give the container more."
+    yield "warning" if free < 0.1 * total else "ok", fact, advice
+
+
+@check("shared memory")
+def _shared_memory(machine: Measured) -> Iterator[Judgment]:
+    """Compare what is free in /dev/shm with the object store that Ray would make there."""
+    store = machine.ray.told.get("store")
+    try:
+        free = shutil.disk_usage("/dev/shm").free
+    except FileNotFoundError:
+        yield "problem", "there is no /dev/shm", "Mount it: mount -t tmpfs tmpfs /dev/shm."
+        return
+    fact = f"{_gib(free)} are free in /dev/shm" + ("" if store is None else f", and the object store would take {_gib(store)}")
+    room = f"docker run --shm-size={(store or 0) / 1e9 + 1:.0f}g, or remove old files."
+    yield "warning" if free < (store or 0) else "ok", fact, f"Ray puts it on the disk, which is slow. Make room: {room}"
+
+
+@check("Ray's files")
+def _rays_files(_: Measured) -> Iterator[Judgment]:
+    folder = folder_of_ray()
+    there = next(parent for parent in (folder, *folder.parents) if parent.is_dir())
+    usage = shutil.disk_usage(there)
+    letters, most = len(os.fsencode(folder)), MOST_SOCKET_LETTERS - len(SOCKET)
+    elsewhere = "Name another folder, with a short name: export RAY_TMPDIR=/var/tmp."
+    fact = f"{_gib(usage.free)} of {_gib(usage.total)} are free where {folder} is"
+    if not os.access(there, os.W_OK | os.X_OK):
+        yield "problem", f"{folder} cannot be written", elsewhere
+    elif letters > most:
+        yield "problem", f"{folder} has {letters} letters, and the sockets there allow {most}", elsewhere
+    else:
+        is_full, is_low = usage.free < 0.05 * usage.total, usage.free < max(0.1 * usage.total, 2**30)
+        advice = f"Ray writes nothing to a disk that is 95 % full. Make room. {elsewhere}"
+        yield "problem" if is_full else "warning" if is_low else "ok", fact, advice
+
+
+@check("open files")
+def _open_files(_: Measured) -> Iterator[Judgment]:
+    soft, hard = (sys.maxsize if limit < 0 else limit for limit in resource.getrlimit(resource.RLIMIT_NOFILE))
+    reached = max(soft, min(hard, MOST_FILES))
+    if soft == sys.maxsize:
+        yield "ok", "no limit"
+    elif reached < FEWEST_FILES:
+        advice = "Raise it: ulimit -n 65536, docker run --ulimit nofile=65536, or LimitNOFILE= of the service."
+        yield "warning", f"{reached:,} at most, and Ray asks for {FEWEST_FILES:,}", advice
+    else:
+        yield "ok", f"{soft:,}" + (f", which Ray raises to {reached:,}" if reached > soft else "")
+
+
+@check("ports")
+def _ports(_: Measured) -> Iterator[Judgment]:
+    """Look for ports: a pool's own Ray takes free ones of the loopback, a head has some of its own."""
+    try:
+        with socket.socket() as trial:
+            trial.bind(("127.0.0.1", 0))
+    except OSError as error:
+        advice = "Ray's processes talk to each other there: bring the loopback up (ip link set lo up)."
+        yield "problem", f"nothing can listen on 127.0.0.1: {error.strerror}", advice
+        return
+    first, last = map(int, (_text(Path("/proc/sys/net/ipv4/ip_local_port_range")) or "32768 60999").split())
+    connections = [(one.laddr.port, one.status, one.pid) for one in psutil.net_connections("tcp") if one.laddr]
+    total = last - first + 1
+    free = total - len({port for port, _, _ in connections if first <= port <= last})
+    listening = {port: pid for port, status, pid in connections if status == psutil.CONN_LISTEN}
+    taken = [f"{port} by {_named(listening[port])}" for port in HEAD_PORTS if port in listening]
+    fact = f"{free:,} of {total:,} local ports are free"
+    if free < FEWEST_PORTS:
+        yield "warning", fact, "Widen the range: sysctl net.ipv4.ip_local_port_range='15000 65000'."
+    elif taken:
+        advice = "Pools of this machine do not need these; `ray start --head` does, or others by its options."
+        yield "warning", f"{fact}; of those of a head are taken: {', '.join(taken)}", advice
+    else:
+        yield "ok", f"{fact}, and so are those of a head"
+
+
+def _named(pid: int | None) -> str:
+    try:
+        return "another user" if pid is None else f"{psutil.Process(pid).name()} ({pid})"
+    except psutil.Error:
+        return f"process {pid}"
+
+
+# --- what pools read before they start --------------------------------------------------------------------------------
+
+
+@check("profiles")
+def _profiles(_: Measured) -> Iterator[Judgment]:
+    try:
+        file = nearest_file()
+        yield "ok", "no file" if file is None else f"{file.path}: {', '.join(file.profiles)}"
+    except RaypoolError as error:
+        yield "problem", str(error)
+
+
+@check("Ray's token")
+def _token(_: Measured) -> Iterator[Judgment]:
+    path = token_path()
+    there = next(place for place in (path, *path.parents) if place.exists())
+    if "RAY_AUTH_TOKEN" not in os.environ and not os.access(there, os.W_OK):
+        yield "problem", f"{path} cannot be written", "Name a file that can be written: export RAY_AUTH_TOKEN_PATH=..."
+
+
+@check("Ray's address")
+def _address(_: Measured) -> Iterator[Judgment]:
+    if address := os.environ.get("RAY_ADDRESS"):
+        fact = f"RAY_ADDRESS={address}: parpool() joins that Ray, and starts none here"
+        yield "warning", fact, "unset RAY_ADDRESS, if that is not meant."
+
+
+def _dotted(version: tuple[int, ...] | None) -> str:
+    return ".".join(map(str, version or ()))
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+COLORS = {"ok": "green", "warning": "yellow", "problem": "red"}
+
+
+@click.command()
+@click.option("--json", "is_json", is_flag=True, help="As JSON: a list with check, state, fact and advice of each.")
+@click.pass_obj
+def doctor(inventory: Inventory | None, is_json: bool) -> None:
+    """Check this machine for problems.
+
+    Each check is ok, a warning (pools work, but not as well as they could) or a problem, with what to do about it. Nothing is
+    started, and no CUDA context is made. Ends with 1 if there is a problem.
+    """
+    findings = []
+    for finding in examine(inventory):
+        findings.append(finding)
+        if not is_json:
+            click.secho(f"{finding.state:8}", fg=COLORS[finding.state], nl=False)
+            echo(f" {finding.check:14} {finding.fact}" + (f"\n{'':23} {finding.advice}" if finding.advice else ""))
+    counts = Counter(finding.state for finding in findings)
+    if is_json:
+        echo(json.dumps([finding._asdict() for finding in findings], indent=2))
+    else:
+        echo(f"problems: {counts['problem']}, warnings: {counts['warning']}, ok: {counts['ok']}")
+    raise SystemExit(1 if counts["problem"] else 0)

@@ -1,0 +1,157 @@
+"""The command line for what runs on a cluster without us: `raypool job ...` and `raypool submit`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from raypool.cli.failures import INTERRUPTED, READER_GONE, echo, errors_said, has_reader
+from raypool.views.words import one_line
+
+if TYPE_CHECKING:
+    from raypool.cluster.jobs import JobInfo, Jobs
+
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def which_cluster(command: Command) -> Command:
+    """Give a command the options that say which cluster is meant."""
+    options = (
+        click.option("--profile", default="local", show_default=True, help="Which cluster: a profile of raypool.toml."),
+        click.option("--address", metavar="URL", help="Its dashboard, instead of the profile's jobs_address."),
+        click.option("--token-file", metavar="FILE", help="The file with its token, instead of the profile's token_file."),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+@click.group()
+def job() -> None:
+    """Work that a cluster does by itself: submit it, look after it, stop it."""
+
+
+@job.command(context_settings={"ignore_unknown_options": True})
+@which_cluster
+@click.option("--working-dir", metavar="DIR", help="A folder that goes along; the command starts in its copy.")
+@click.option("--package", "packages", multiple=True, metavar="NAME", help="What pip is to install for it; may be repeated.")
+@click.option("--name", help="What to call it.")
+@click.option("--env", multiple=True, metavar="NAME=VALUE", help="Set a variable; the dashboard shows it, so none with a secret.")
+@click.option("--cpus", type=click.FloatRange(min=0), default=0, help="Cores kept for the command itself, beside any pool.")
+@click.option("--gpus", type=click.FloatRange(min=0), default=0, help="GPUs likewise. A pool that it opens takes its own.")
+@click.option("--follow/--no-wait", default=True, show_default=True, help="Show what it prints until it ends, or return at once.")
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+def submit(command: tuple[str, ...], profile: str, **options: Any) -> None:
+    """Hand in COMMAND as a job: `raypool job submit --working-dir . -- python train.py --lr 0.1`.
+
+    What follows -- arrives as it is. Prints the job's id; then, unless told --no-wait, what the job prints, and ends with the
+    exit code of the job. Ctrl-C ends the looking only: the job goes on.
+    """
+    shipped = {"working_dir": options.pop("working_dir"), "packages": options.pop("packages") or None}
+    connection = {"jobs_address": options.pop("address"), "token_file": options.pop("token_file")}
+    variables = _variables(options.pop("env"))
+    follow = options.pop("follow")
+    with errors_said():
+        jobs = _jobs(profile, **connection, **shipped)
+        job_id = jobs.submit(command, env=variables, **options)
+        echo(job_id, err=follow)
+        if follow:
+            _follow_to_end(jobs, job_id)
+
+
+@job.command()
+@which_cluster
+@click.option("--json", "is_json", is_flag=True, help="As JSON.")
+@click.argument("job_id", required=False)
+def status(job_id: str | None, profile: str, address: str | None, token_file: str | None, is_json: bool) -> None:
+    """Say how the job JOB_ID is doing; without one, how all are that the cluster knows."""
+    with errors_said():
+        jobs = _jobs(profile, jobs_address=address, token_file=token_file)
+        infos = [jobs.look(job_id)] if job_id is not None else jobs.all()
+    if is_json:
+        echo(_as_json(infos))
+        return
+    for info in infos:
+        code = f", exit code {info.exit_code}" if info.exit_code else ""
+        at = f"{info.submitted_at:%Y-%m-%d %H:%M:%S} UTC" if info.submitted_at is not None else "-"
+        echo(f"{info.id}  {info.state + code:24}  {at}  {one_line(info.name)}")
+    if job_id is not None and infos[0].state in ("queued", "failed"):
+        echo(infos[0].message.strip())
+
+
+@job.command()
+@which_cluster
+@click.option("--follow", is_flag=True, help="Until it has ended; ends with its exit code.")
+@click.argument("job_id")
+def logs(job_id: str, profile: str, address: str | None, token_file: str | None, follow: bool) -> None:
+    """Print what the job JOB_ID has printed."""
+    with errors_said():
+        jobs = _jobs(profile, jobs_address=address, token_file=token_file)
+        if follow:
+            _follow_to_end(jobs, job_id)
+        else:
+            click.echo(jobs.log(job_id), nl=False)
+
+
+@job.command()
+@which_cluster
+@click.argument("job_id")
+def stop(job_id: str, profile: str, address: str | None, token_file: str | None) -> None:
+    """End the job JOB_ID, whether it waits or runs; return when it has ended."""
+    with errors_said():
+        jobs = _jobs(profile, jobs_address=address, token_file=token_file)
+        info = jobs.look(job_id)
+        info = info if info.has_ended else jobs.stop(job_id)
+    echo(f"{info.id}: {info.state}")
+
+
+def _jobs(profile: str, **changes: Any) -> Jobs:
+    from raypool.cluster.jobs import Jobs
+    from raypool.profile_files import resolve_profile
+
+    return Jobs(resolve_profile(profile, {name: value for name, value in changes.items() if value is not None}))
+
+
+def _follow_to_end(jobs: Jobs, job_id: str) -> None:
+    """Print what a job prints until it has ended, and end as it has."""
+    try:
+        for piece in jobs.follow(job_id):
+            click.echo(piece, nl=False)
+            if not has_reader():
+                raise SystemExit(READER_GONE)
+        info = jobs.wait(job_id)
+    except KeyboardInterrupt:
+        echo(
+            f"\nJob {job_id} goes on. `raypool job logs --follow {job_id}` shows it, `raypool job stop {job_id}` ends it.",
+            err=True,
+        )
+        raise SystemExit(INTERRUPTED) from None
+    if info.state != "finished":
+        why = f"exit code {info.exit_code}" if info.exit_code is not None else info.message.strip()
+        echo(f"Job {job_id}: {info.state}, {why}", err=True)
+    raise SystemExit(info.exit_status)
+
+
+def _variables(settings: tuple[str, ...]) -> dict[str, str]:
+    variables = {}
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        if not name or not equals:
+            raise click.BadParameter(f"{setting!r} is not NAME=VALUE.", param_hint="--env")
+        variables[name] = value
+    return variables
+
+
+def _as_json(infos: list[JobInfo]) -> str:
+    import dataclasses
+    import json
+
+    from raypool.cluster.jobs import KEY
+
+    shown = [dataclasses.asdict(info) for info in infos]
+    for info in shown:
+        info["metadata"].pop(KEY, None)
+    return json.dumps(shown, default=str, indent=2)

@@ -1,0 +1,138 @@
+"""The command line: `raypool demo`, `raypool gpus`, `raypool replay`; the other commands stand in modules of their own."""
+
+from __future__ import annotations
+
+import bdb
+import os
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from raypool.cli.cluster import cluster
+from raypool.cli.doctor import doctor
+from raypool.cli.failures import INTERRUPTED, echo, errors_said, readers_may_go
+from raypool.cli.job import job
+from raypool.cli.submit import submit
+from raypool.cli.sweep import RunFolder, report, sweep
+from raypool.views.words import printable
+
+if TYPE_CHECKING:
+    from raypool.gpus.devices import Inventory
+    from raypool.journal.replay import Replay
+
+
+class Commands(click.Group):
+    """Commands that Ctrl-C ends as it ends others, and a reader who has gone does not; by themselves they would seem to fail."""
+
+    def main(self, *args: Any, **options: Any) -> Any:
+        """Run as a program."""
+        with readers_may_go():
+            return super().main(*args, **options)
+
+    def invoke(self, context: click.Context) -> Any:
+        """Run the command that is asked for."""
+        try:
+            return super().invoke(context)
+        except click.ClickException as error:
+            error.message = printable(error.message)  # type: ignore[misc] # final: before it is shown, nobody has seen it
+            raise
+        except KeyboardInterrupt:
+            echo("Interrupted.", err=True)
+            raise SystemExit(INTERRUPTED) from None
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="raypool")
+def main() -> None:
+    """Many models at once, one on each GPU."""
+
+
+main.add_command(cluster)
+main.add_command(job)
+main.add_command(submit)
+main.add_command(sweep)
+main.add_command(report)
+main.add_command(doctor)
+
+
+@main.command()
+@click.option("--workers", type=click.IntRange(min=1), help="How many workers. Default: one per GPU, else one per core.")
+@click.option("--profile", default="local", show_default=True, help="Where to run: local, threads or inline.")
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path(),
+    show_default="this folder",
+    help="Where to write results.csv and learning_curves.png.",
+)
+def demo(workers: int | None, profile: str, out: Path) -> None:
+    """Train a dozen models at once on real images of digits."""
+    from raypool.cli.demo import run
+
+    with errors_said():
+        is_as_meant = run(num_workers=workers, profile=profile, out=out)
+    raise SystemExit(0 if is_as_meant else 1)
+
+
+@main.command()
+@click.option("--json", "is_json", is_flag=True, help="As JSON: all that raypool.gpu_device_table tells; null means unknown.")
+@click.pass_obj
+def gpus(inventory: Inventory | None, is_json: bool) -> None:
+    """Show the GPUs of this machine, and which of them are visible here.
+
+    What they are doing is as of now; no CUDA context is made. Those visible through CUDA_VISIBLE_DEVICES are marked.
+    """
+    from raypool.gpus.table import NVIDIAS, gpu_device_table
+    from raypool.views import tables
+
+    frame = gpu_device_table(inventory=inventory or NVIDIAS)
+    if is_json:
+        echo(tables.gpus_as_json(frame))
+    elif frame.empty:
+        echo(tables.NO_GPU)
+    else:
+        tables.show(tables.gpus_as_table(frame))
+        echo(tables.legend(frame, os.environ))
+
+
+@main.command()
+@click.argument("run_dir", type=RunFolder(exists=True, file_okay=False, path_type=Path))
+@click.argument("item")
+@click.option("--debug", is_flag=True, help="Run it under pdb; on an exception, open post-mortem debugging.")
+def replay(run_dir: Path, item: str, debug: bool) -> None:
+    """Run one item of a durable run again, alone and in this process.
+
+    ITEM is its number in the table of raypool.load_results(RUN_DIR), or the name of its folder in RUN_DIR/items, or how that
+    begins. The function is imported by its name, as it is now. Nothing in RUN_DIR changes. Prints what the item returns
+    (status 0), or the traceback of what it raises (status 1).
+    """
+    from raypool.journal.replay import replaying
+
+    with errors_said(), replaying(run_dir, item) as again:
+        status = _shown(again, debug)
+    raise SystemExit(status)
+
+
+def _shown(again: Replay, debug: bool) -> int:
+    """Run an item and print what comes of it."""
+    import pdb
+
+    echo(f"Item {again.number} ({again.key}) of {again.name}, attempt {again.attempt}: {again.item!r}", err=True)
+    try:
+        value = again.run(pdb.Pdb().runcall) if debug else again.run()
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except bdb.BdbQuit:
+        return 1
+    except BaseException as error:
+        place = error.__traceback__
+        while place is not None and place.tb_frame.f_globals.get("__name__", "").split(".")[0] in ("raypool", "bdb"):
+            place = place.tb_next
+        echo("".join(traceback.format_exception(error.with_traceback(place))).rstrip(), err=True)
+        if debug:
+            pdb.post_mortem(error.__traceback__)
+        return 1
+    echo(repr(value))
+    return 0

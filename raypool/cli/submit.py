@@ -1,0 +1,220 @@
+"""The command line for training jobs: `raypool submit`, with the options that `gcloud ai-platform jobs submit training` had."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from raypool.cli.failures import echo
+from raypool.errors import CloudError, RaypoolError
+
+if TYPE_CHECKING:
+    from raypool.cluster.job_files import Training
+    from raypool.cluster.submit import Submission
+    from raypool.profiles import Profile
+
+
+ARGS = "raypool.args"
+WORDS = "raypool.words"
+"""Where a context keeps what stands behind `--`, None without one; and the words before."""
+
+
+class Passing(click.Command):
+    """A command that looks at nothing behind `--`."""
+
+    def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
+        """Take apart what stands before `--`."""
+        at = args.index("--") if "--" in args else len(args)
+        context.meta[WORDS] = args[:at]
+        context.meta[ARGS] = None if at == len(args) else args[at + 1 :]
+        return super().parse_args(context, args[:at])
+
+    def collect_usage_pieces(self, context: click.Context) -> list[str]:
+        """Say that there may be more."""
+        return [*super().collect_usage_pieces(context), "[-- ARGS...]"]
+
+
+def _accelerator(context: click.Context, option: click.Parameter, value: str | None) -> dict[str, Any] | None:
+    """Return GPUs, which gcloud takes as `count=4,type=nvidia-tesla-t4`, as files have them."""
+    if value is None:
+        return None
+    parts = dict(part.partition("=")[::2] for part in value.split(","))
+    if set(parts) != {"count", "type"} or not parts["count"].isdecimal():
+        raise click.BadParameter(f"{value!r} is not like count=4,type=nvidia-tesla-t4.", context, option)
+    return {"count": int(parts["count"]), "type": parts["type"]}
+
+
+def _tier(_context: click.Context, _option: click.Parameter, value: str | None) -> str | None:
+    """Return a scale tier, which gcloud takes in small letters, as files have it."""
+    return None if value is None else value.upper().replace("-", "_")
+
+
+ROLES = {"master": "master", "worker": "worker", "parameter-server": "parameterServer", "evaluator": "evaluator"}
+"""The roles of machines, as options call them, and as files do."""
+
+
+def _settings() -> dict[str, tuple[tuple[str, ...], dict[str, Any]]]:
+    """Return the options that stand for entries of the file: the way there, and what click is told."""
+    options: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+        "--scale-tier": (("scaleTier",), {"callback": _tier, "help": "custom, where machines are said, basic-gpu or basic."}),
+        "--region": (("region",), {"help": "Where the machines are to be: us-central1, ..."}),
+        "--job-dir": (("jobDir",), {"help": "Where outputs go: gs://BUCKET/... The script gets it, too."}),
+        "--module-name": (("pythonModule",), {"help": "The module, unless it is the argument."}),
+    }
+    for flag, role in ROLES.items():
+        name = flag.replace("-", " ")
+        if role != "master":
+            options[f"--{flag}-count"] = (f"{role}Count",), {"type": int, "help": f"How many {name}s there are."}
+        options[f"--{flag}-machine-type"] = (f"{role}Type",), {"help": f"The kind of machine of a {name}."}
+        gpus = {"metavar": "count=N,type=KIND", "callback": _accelerator, "help": f"The GPUs of a {name}."}
+        options[f"--{flag}-accelerator"] = (f"{role}Config", "acceleratorConfig"), gpus
+    return options
+
+
+SETTINGS = _settings()
+
+
+def _with_settings(command: Any) -> Any:
+    for option, (_, told) in reversed(SETTINGS.items()):
+        command = click.option(option, **told)(command)
+    return command
+
+
+@click.command(cls=Passing)
+@click.argument("script", metavar="[MODULE_OR_SCRIPT]", required=False)
+@click.option("--config", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="The job's config.yaml.")
+@_with_settings
+@click.option("--package-path", type=click.Path(path_type=Path), help="The folder of the module's package, such as trainer/.")
+@click.option("--package", "packages", multiple=True, help="What pip installs, besides raypool and Ray; for each one.")
+@click.option(
+    "--project", envvar=["GOOGLE_CLOUD_PROJECT", "CLOUDSDK_CORE_PROJECT"], help="The project that pays.", show_envvar=True
+)
+@click.option("--zone", help="Where the machines are to be. Default: a zone of the region that has all their GPUs.")
+@click.option("--spot/--on-demand", "is_spot", help="Whether Google may take machines back, but the master: cheap.")
+@click.option("--name", help="What to call the job; its cluster, NAME-XXXXXX. Default: the file's jobId, else the script's name.")
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="The cluster's file.  [default: NAME-XXXXXX.yaml]")
+@click.option("--dry-run", "is_dry", is_flag=True, help="Check everything and write the cluster's file; make nothing.")
+@click.option("--keep", "is_kept", is_flag=True, help="Leave the cluster there when the job has ended.")
+@click.option("--profile", help="Run on the cluster of this profile, and make none.")
+@click.pass_context
+def submit(context: click.Context, /, **given: Any) -> None:
+    """Run a training job on machines of its own, from its config.yaml, and end with its exit code.
+
+    MODULE_OR_SCRIPT is a file, train.py, or a module, trainer.task; the folder that it is in goes along. Options win over what
+    the file says of the same. What follows -- is for the script and is not looked at; it replaces the file's args.
+
+    All is checked before anything is made (status 2). Then a cluster is made on Google Cloud; the script begins on its head once
+    all machines are there; what it prints is shown here; and when it has ended, so is the cluster.
+    """
+    from raypool.cluster.submit import run_on, run_on_own
+
+    try:
+        submission = _submission(context, given)
+        profile, file = _target(context, given, submission)
+    except RaypoolError as error:
+        raise click.UsageError(str(error)) from error
+    for note in submission.training.notes:
+        submission.say(note)
+    if given["is_dry"]:
+        return
+    try:
+        status = run_on(profile, submission) if file is None else run_on_own(file, submission, is_kept=given["is_kept"])
+    except RaypoolError as error:
+        raise click.ClickException(str(error)) from error
+    raise SystemExit(status)
+
+
+def _submission(context: click.Context, given: dict[str, Any]) -> Submission:
+    """Return the job that is asked for."""
+    from raypool.cluster import job_files
+    from raypool.cluster.documents import documents_of, read_documents
+    from raypool.cluster.job_files import overridden
+    from raypool.cluster.submit import Submission, find_script, name_of
+
+    if given["config"] is not None:
+        documents = read_documents(given["config"])
+    else:  # on a cluster that is there, a job need not say what machines it wants
+        documents = documents_of("trainingInput: {scaleTier: BASIC}" if given["profile"] else "trainingInput: {}", "")
+    if len(documents) != 1:
+        raise CloudError(f"{given['config']}: {len(documents)} documents are in it. A training job is one.")
+    options = {option: ((job_files.INPUT, *keys), _value(given, option)) for option, (keys, _) in SETTINGS.items()}
+    training = job_files.read(
+        overridden(documents[0], {option: entry for option, entry in options.items() if entry[1] is not None})
+    )
+    script = given["script"] or training.module
+    if script is None:
+        raise CloudError("What to run is not said. Name a script, train.py, or a module, trainer.task.")
+    found = find_script(script, given["package_path"])
+    args = context.meta[ARGS]
+    return Submission(
+        name=name_of(given["name"] or training.name or found.name),
+        training=training,
+        script=found,
+        args=training.args if args is None else tuple(args),
+        say=lambda text: echo(text, err=True),
+        show=lambda text: click.echo(text, nl=False),
+    )
+
+
+def _value(given: dict[str, Any], option: str) -> Any:
+    return given[option.removeprefix("--").replace("-", "_")]
+
+
+def _target(context: click.Context, given: dict[str, Any], submission: Submission) -> tuple[Profile, Path | None]:
+    """Return the cluster to run on; or the file of the one that is to be made, which is written."""
+    from dataclasses import replace
+
+    from raypool.cluster.cluster_file import save
+    from raypool.cluster.submit import own_name
+    from raypool.profile_files import named_profile
+    from raypool.profiles import Profile
+
+    if given["profile"] is not None:
+        profile = named_profile(given["profile"])
+        return replace(profile, packages=(*profile.packages, *given["packages"])), None
+    if not given["is_dry"]:
+        _check_for_real(given, submission.training)
+    cluster = own_name(submission.name)  # two jobs that share a script, or a name, share no machines
+    file = given["out"] or Path(f"{cluster}.yaml")
+    save(_text(context, given, submission.training, cluster, file.name), file)
+    size = f"{submission.training.machines} machine(s) with {submission.training.gpus} GPU(s) in all"
+    submission.say(f"Wrote {file}: {size}.")
+    return Profile(), file
+
+
+def _check_for_real(given: dict[str, Any], training: Training) -> None:
+    if given["project"] is None:
+        raise CloudError("Which project pays is not said. Give --project, or set GOOGLE_CLOUD_PROJECT.")
+    if training.job_dir is not None and "://" not in training.job_dir and not given["is_kept"]:
+        raise CloudError(
+            f"--job-dir {training.job_dir} is on a disk of the cluster, which goes with it. Give gs://BUCKET/..., or --keep."
+        )
+
+
+def _text(context: click.Context, given: dict[str, Any], training: Training, name: str, file: str) -> str:
+    """Return the file of the cluster that a job wants, which has been checked."""
+    from raypool.cluster.cluster_file import text_of, write
+    from raypool.cluster.gcp import why_no_project
+    from raypool.cluster.machines import choose_zone
+    from raypool.cluster.submit import packages_with
+
+    if given["project"] is not None and (wrong := why_no_project(given["project"])) is not None:
+        raise CloudError(f"--project is {wrong}")
+    plan = training.plan(
+        name=name,
+        project=given["project"],
+        zone=choose_zone(training.kinds, training.region, given["zone"]),
+        spot=given["is_spot"],
+        packages=packages_with(given["packages"]),
+    )
+    try:
+        write(plan)
+    except CloudError as error:  # machines that AI Platform had, and that are there no more
+        role = "worker" if len(training.groups) > 1 else "master"
+        words = f"--scale-tier custom --{role}-machine-type n1-standard-8 --{role}-accelerator count=1,type=nvidia-tesla-t4"
+        raise CloudError(f"{error} Options win over the file: {words}") from error
+    command = shlex.join(["raypool", "submit", *context.meta[WORDS]])
+    return text_of(plan, command, file, warn=lambda text: echo(f"warning: {text}", err=True))

@@ -1,0 +1,168 @@
+"""The command line for sweeps: `raypool sweep`, and `raypool report` on what has come of one."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import itertools
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from raypool.cli.failures import INTERRUPTED, echo, errors_said
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from raypool.cli.inputs import Config
+    from raypool.results import Results
+
+
+MOST_FAILURES = 20
+"""So many failed items are named; the others are counted."""
+
+
+class RunFolder(click.Path):
+    """The folder of a run. A leading ~ is the home folder, as in `parfor(run_dir=)`."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the folder's path."""
+        return super().convert(os.path.expanduser(value), param, ctx)  # noqa: PTH111 - text stays text
+
+
+@click.command()
+@click.argument("target", metavar="MODULE:FUNCTION")
+@click.argument("configs", type=click.Path(path_type=Path))
+@click.option(
+    "--run-dir",
+    type=RunFolder(file_okay=False),
+    required=True,
+    help="Folder for the results: created if missing, resumed if there.",
+)
+@click.option("--workers", type=click.IntRange(min=1), help="How many workers. Default: one per GPU, else one per core.")
+@click.option(
+    "--profile", default="local", show_default=True, help="Where to run: local, threads, inline or one of raypool.toml."
+)
+@click.option(
+    "--rerun",
+    type=click.Choice(["failed", "missing", "all"]),
+    default="failed",
+    show_default=True,
+    help="Which items run again if RUN_DIR has results: failed and missing ones, only missing ones, or all.",
+)
+@click.option("--seed", type=click.IntRange(min=0), help="Give each item random numbers of its own, the same in each run.")
+@click.option("--json", "is_json", is_flag=True, help="Print the table as JSON: a list with an object for each item.")
+def sweep(target: str, configs: Path, is_json: bool, **options: Any) -> None:
+    """Call a function with each configuration of a file.
+
+    MODULE:FUNCTION is what to call, train:main or train.py:main, on all workers at once; its only argument is a dict. CONFIGS is
+    a file: .csv, whose first line names the columns; .jsonl, with an object on each line; or .yaml, a list of mappings.
+
+    What has finished is kept in the folder of the run: the same command goes on from there. Prints the table on standard output
+    and all else on standard error. Ends with 0 if all items have finished, 1 if some have failed, 2 if it was used wrongly and
+    130 after Ctrl-C.
+    """
+    from raypool.cli.inputs import check_takes_whole, find_function, read_configs
+
+    run_dir: str = options["run_dir"]
+    items: list[Config] = []
+    with contextlib.redirect_stdout(sys.stderr), errors_said():
+        try:
+            items = read_configs(configs)
+            function = find_function(target)
+            check_takes_whole(function, items)
+            from raypool.pool import parpool
+
+            with parpool(options["workers"], profile=options["profile"]) as pool:
+                results: Results = pool.parfor(
+                    function, items, on_error="collect", run_dir=run_dir, rerun=options["rerun"], seed=options["seed"]
+                )
+        except KeyboardInterrupt as interrupt:
+            _say_interrupted(interrupt, run_dir, len(items))
+            raise SystemExit(INTERRUPTED) from None
+    frame = results.to_frame()
+    _show(frame, is_json)
+    _say_failures(results.errors, items, run_dir)
+    num_failed = len(results.errors)
+    echo(f"{len(items) - num_failed} of {len(items)} finished, {num_failed} failed. The run is in {run_dir}.", err=True)
+    raise SystemExit(1 if num_failed else 0)
+
+
+def _say_interrupted(interrupt: KeyboardInterrupt, run_dir: str, count: int) -> None:
+    """Say what is kept, and how to go on."""
+    results = getattr(interrupt, "results", None)
+    if results is None:
+        echo("Interrupted before anything had begun.", err=True)
+        return
+    finished = int((results.to_frame()["status"] == "finished").sum())
+    echo(
+        f"Interrupted: {finished} of {count} have finished, and are kept in {run_dir}. The same command goes on from there.",
+        err=True,
+    )
+
+
+def _show(frame: pd.DataFrame, is_json: bool) -> None:
+    """Print the table."""
+    from raypool.views import tables
+
+    if is_json:
+        echo(tables.sweep_as_json(frame))
+        return
+    tables.show(tables.sweep_as_table(frame))
+    rest = len(frame) - tables.MOST_ROWS
+    if rest > 0:
+        echo(f"and {rest:,} more: --json prints all, raypool.load_results(...).to_frame() has them.", err=True)
+
+
+def _say_failures(errors: dict[int, BaseException], items: list[Config], run_dir: str) -> None:
+    """Name the items that have failed, and how to look at each of them."""
+    from raypool.views.words import describe_error, describe_item
+
+    for index, error in itertools.islice(errors.items(), MOST_FAILURES):
+        what = f"Failed: item {index} ({describe_item(items[index])}): {describe_error(error)}"
+        echo(what + _hint(error, items[index]), err=True, color="red")
+        echo(f"  {shlex.join(['raypool', 'replay', run_dir, str(index), '--debug'])}", err=True)
+    if len(errors) > MOST_FAILURES:
+        echo(f"and {len(errors) - MOST_FAILURES:,} more failures: --json prints all.", err=True)
+
+
+def _hint(error: BaseException, config: Config) -> str:
+    """Return what there is instead, where a function has asked for what its configuration lacks."""
+    wanted = error.args[0] if isinstance(error, KeyError) and error.args else None
+    if not isinstance(wanted, str) or wanted in config:
+        return ""
+    near = difflib.get_close_matches(wanted, map(str, config), n=1)
+    mistaken = f" Did you mean {near[0]!r}?" if near else ""
+    return f". The configuration has: {', '.join(map(str, config))}.{mistaken}"
+
+
+@click.command()
+@click.argument("run_dir", type=RunFolder(exists=True, file_okay=False, path_type=Path))
+@click.option(
+    "--out",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=Path("sweep.html"),
+    show_default=True,
+    help="The file to write; one that is there is replaced.",
+)
+def report(run_dir: Path, out: Path) -> None:
+    """Write an HTML report of a durable run.
+
+    RUN_DIR is the folder that was given to `raypool sweep` or parfor; the run may still be going on. The page has the table,
+    learning curves, a timeline and how well the run scaled. It is one file, which needs no network.
+    """
+    from raypool.journal.reading import load_results
+
+    with errors_said():
+        results = load_results(run_dir)
+        try:
+            results.report(out, title=run_dir.absolute().name)
+        except ModuleNotFoundError as error:  # of an extra
+            raise click.ClickException(str(error)) from error
+        except OSError as error:
+            raise click.ClickException(f"{out} could not be written: {error.strerror or error}.") from error
+    echo(f"Wrote {out}")

@@ -1,0 +1,205 @@
+"""Clusters on Amazon's cloud: the file for Ray's launcher, and what cannot work in one.
+
+What Ray would otherwise take is never left to it: an image of Ubuntu 18.04, and a security group that opens SSH to the whole
+internet, whatever rules it is given.
+
+Source: the reference of EC2's RunInstances, its pages "Spot Instances" and "Use the Instance Metadata Service"; Ray's
+`autoscaler/_private/aws/config.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+from raypool.cluster import launcher_file
+from raypool.cluster.documents import PLACEHOLDER, Findings, Keys, nearest
+from raypool.cluster.machines import catalogue
+from raypool.cluster.plan import ClusterPlan, NodeGroup
+from raypool.errors import CloudError
+
+SECURITY_GROUP = "<your security group>"
+IMAGE = "<your image>"
+KEY = "<your key pair>"
+
+SUBNETS = "SubnetIds"  # of node_config, Ray's own: it tries them in turn
+MARKETS = ("spot", "capacity-block")
+
+FIND_IMAGE = (
+    "aws ssm get-parameter --region REGION --query Parameter.Value --output text",
+    "--name /aws/service/deeplearning/ami/x86_64/base-oss-nvidia-driver-gpu-ubuntu-24.04/latest/ami-id",
+)
+"""The command, in two lines, that prints the image to fill in: Ubuntu with NVIDIA's driver."""
+
+
+def header(plan: ClusterPlan) -> list[str]:
+    """Return what the comment at the top of the file says of what is to be filled in."""
+    ask, name = FIND_IMAGE
+    key = [f"{KEY}: the name that EC2 knows {plan.ssh_key} by."] if plan.ssh_key else []
+    return [
+        f"{SECURITY_GROUP}: its ID (sg-...). It lets its own members in at every port, and your address at port 22: nothing",
+        "else. Were it left out, Ray would make one that opens SSH to the whole internet.",
+        f"{IMAGE}: the ID (ami-...) of an Ubuntu with NVIDIA's driver, of the region. This prints the newest:",
+        f"    {ask.replace('REGION', plan.region or 'REGION')} \\",
+        f"        {name}",
+        *key,
+        "Workers have no role: for s3://, put `IamInstanceProfile: {Name: ...}` into their node_config.",
+    ]
+
+
+def write(plan: ClusterPlan) -> dict[str, Any]:
+    """Return a file for Ray's launcher.
+
+    Raises:
+        CloudError: The plan does not say where, or a machine cannot have the GPUs that it is to have.
+
+    Example:
+        >>> head = NodeGroup(name="head", machine="m6i.xlarge")
+        >>> worker = NodeGroup(name="worker", machine="g5.12xlarge", gpu="A10G", gpus=4, most=4, spot=True)
+        >>> plan = ClusterPlan(name="lab", provider="aws", zone="us-west-2a", head=head, workers=(worker,))
+        >>> file = write(plan)
+        >>> file["provider"]["region"], file["available_node_types"]["worker"]["resources"]
+        ('us-west-2', {'CPU': 48, 'GPU': 4, 'accelerator_type:A10G': 1})
+    """
+    if plan.zone is None:
+        raise CloudError(f"The plan of {plan.name} does not say in which zone. Give one, such as us-west-2a.")
+    provider = {
+        "type": "aws",
+        "region": plan.region,
+        "availability_zone": plan.zone,
+        "cache_stopped_nodes": False,  # what is ended is gone, and costs nothing any more
+    }
+    return launcher_file.launcher_file(plan, provider, lambda group: _instance(plan, group))
+
+
+def _instance(plan: ClusterPlan, group: NodeGroup) -> dict[str, Any]:
+    """Return what EC2 is told of an instance."""
+    instance: dict[str, Any] = {
+        "InstanceType": group.machine,
+        "ImageId": IMAGE,
+        "SecurityGroupIds": [SECURITY_GROUP],
+        "BlockDeviceMappings": [{"DeviceName": "/dev/sda1", "Ebs": {"VolumeSize": group.disk_gb, "VolumeType": "gp3"}}],
+        # Credentials of the machine are given to those only who can ask for them in two steps: not to a tricked web client.
+        "MetadataOptions": {"HttpTokens": "required", "HttpEndpoint": "enabled"},
+    }
+    if plan.ssh_key:
+        instance["KeyName"] = KEY
+    if group.spot:
+        instance["InstanceMarketOptions"] = {"MarketType": "spot"}
+    return instance
+
+
+def check(findings: Findings) -> None:
+    """Note what EC2 would refuse of a file whose entries are of the right kinds, and what would cost money or safety unsaid."""
+    name = findings.at(("cluster_name",))
+    if not re.fullmatch(rf"[A-Za-z0-9][-\w.]{{0,99}}|{PLACEHOLDER}.*", name):
+        right = "letters, digits and - _ . only, and not more than 100 of them"
+        findings.add(("cluster_name",), f"cluster_name is {name!r}; the names of machines begin with it, so it may have {right}.")
+    region = findings.at(("provider", "region"))
+    if not re.fullmatch(rf"[a-z]{{2}}(-[a-z]+)+-\d|{PLACEHOLDER}.*", str(region)):
+        findings.add(("provider", "region"), f"region is {region!r}; one is named like us-west-2.")
+    for zone in (findings.at(("provider", "availability_zone")) or "").split(","):
+        if zone and not str(region).startswith(PLACEHOLDER) and not zone.strip().startswith((str(region), PLACEHOLDER)):
+            text = f"the zone {zone.strip()} is not in the region, which is {region}: its zones are {region}a and so on."
+            findings.add(("provider", "availability_zone"), text)
+    if findings.at(("provider", "security_group")) is not None:
+        text = (
+            "Ray opens SSH to the whole internet in the security group that it makes, whatever rules stand here. "
+            "Make one yourself and give its ID in each node_config, as SecurityGroupIds."
+        )
+        findings.add(("provider", "security_group"), text)
+    if _validator() is None:
+        findings.doubt(("provider",), "boto3 is not installed here, so the names of EC2's settings were not checked.")
+    for name in findings.at(("available_node_types",)) or ():
+        keys: Keys = ("available_node_types", name)
+        _check_machine(findings, keys)
+        _check_entries(findings, (*keys, "node_config"))
+        _check_instance(findings, (*keys, "node_config"))
+
+
+def _check_machine(findings: Findings, keys: Keys) -> None:
+    """Look at the machine of a type of node, and at what Ray is told of it."""
+    at = (*keys, "node_config", "InstanceType")
+    machine = findings.at(at)
+    if not isinstance(machine, str):
+        findings.add((*keys, "node_config"), "InstanceType is missing in node_config: the kind of machine, such as g5.xlarge.")
+    elif not machine.startswith(PLACEHOLDER):
+        try:
+            shape = catalogue("aws").machine(machine)
+        except CloudError as error:
+            findings.doubt(at, str(error))
+            return
+        launcher_file.check_resources(findings, keys, shape, shape.gpu, shape.gpus, is_filled_in=True)
+        try:
+            catalogue("aws").check_place(str(findings.at(("provider", "region"))), *([shape.gpu] if shape.gpu else []))
+        except CloudError as error:
+            findings.doubt(at, str(error))
+
+
+def _check_entries(findings: Findings, config: Keys) -> None:
+    """Have boto3 look at the names and kinds of the entries, as it does when Ray hands them on.
+
+    One misspelt name in a worker, and the head asks for it again and again, and never has it.
+    """
+    validator = _validator()
+    if validator is None:
+        return
+    report = validator({name: value for name, value in (findings.at(config) or {}).items() if name != SUBNETS})
+    for line in report.splitlines():
+        # 'Unknown parameter in Placement: "Zone", must be one of: ...', 'Invalid type for parameter Placement.Zone, value: ...'
+        where, _, known = line.partition(", must be one of: ")
+        way = re.sub("^.*(parameter in input|parameter in|parameter)", "", where.partition(", value")[0])
+        names = re.findall(r"\w+", way)
+        at = (*config, *(int(name) if name.isdecimal() else name for name in names))
+        findings.add(at, f"{where}{nearest(names[-1], known.split(', '))}" if known else f"{line}.")
+
+
+@functools.cache
+def _validator() -> Callable[[dict[str, Any]], str] | None:
+    """Return what says how boto3 would refuse the settings of an instance; None where it is not installed."""
+    try:
+        from botocore.loaders import Loader
+        from botocore.model import ServiceModel
+        from botocore.validate import ParamValidator
+    except ImportError:
+        return None
+    wanted = ServiceModel(Loader().load_service_model("ec2", "service-2")).operation_model("RunInstances").input_shape
+    counts = {"MinCount": 1, "MaxCount": 1}  # Ray says them
+    return lambda config: str(ParamValidator().validate(config | counts, wanted).generate_report())
+
+
+def _check_instance(findings: Findings, config: Keys) -> None:
+    """Look at what Ray would replace, or leave open, in what EC2 is told of a machine."""
+
+    def there(*keys: str | int) -> Any:
+        return findings.at((*config, *keys))
+
+    market = there("InstanceMarketOptions")
+    if market is not None and there("InstanceMarketOptions", "MarketType") not in MARKETS:
+        findings.add((*config, "InstanceMarketOptions"), f"{market!r} is no market; it must be `MarketType: {MARKETS[0]}`.")
+    if there("MetadataOptions", "HttpEndpoint") == "disabled":
+        text = (
+            "without the service for metadata the head may make no machines, and nobody learns that a spot machine is taken "
+            "back. It must be enabled; `HttpTokens: required` makes it safe."
+        )
+        findings.add((*config, "MetadataOptions", "HttpEndpoint"), text)
+    if there("LaunchTemplate") is not None:
+        return  # it may say what follows, and lies with Amazon
+    has_file, name = findings.at(("auth", "ssh_private_key")) is not None, there("KeyName")
+    if has_file and name is None and there("UserData") is None:
+        text = "KeyName is missing in node_config: the name that EC2 knows the key by that auth says to log in with."
+        findings.add(config, text)
+    elif name is not None and not has_file:
+        text = f"KeyName is {name!r}, and auth names no ssh_private_key, so Ray takes a key of its own. Name its file there."
+        findings.add((*config, "KeyName"), text)
+    if there("ImageId") in (None, "latest_dlami"):
+        find = "`raypool cluster init --provider aws` writes the command that finds one"
+        findings.add(config, f"ImageId is missing in node_config: Ray would take an Ubuntu 18.04 of 2022; {find}.")
+    if not there("SecurityGroupIds") and there("NetworkInterfaces") is None:
+        text = (
+            "SecurityGroupIds is missing in node_config: Ray would make a group that opens SSH to the whole internet. "
+            "Give one that lets in its own members, and your address at port 22."
+        )
+        findings.add(config, text)

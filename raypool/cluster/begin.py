@@ -1,0 +1,123 @@
+"""How a training job begins, on the head of its cluster: `python -m raypool.cluster.begin --machines 13 -- train.py --steps 100`.
+
+It makes sure that the folder for outputs can be written to, before hours of training find out that it cannot; waits until all
+machines have joined, so that a pool which the script opens has all GPUs; and then becomes the script: its exit code is the
+script's, and signals reach the script.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+import uuid
+from collections.abc import Callable, Sequence
+
+from raypool.errors import CloudError
+
+MACHINES_TIMEOUT_S = 1800.0
+"""So long machines may take to come [s]: minutes to start and to install things on, more where a zone is short of them."""
+
+LOOK_S = 1.0
+"""How often to look whether they are there [s]."""
+
+ANSWER_S = 10.0
+"""How long Ray may take to say which are [s]."""
+
+BUCKET_PATIENCE = {"gs": "?retry_limit_seconds=20", "s3": ""}
+"""So long a bucket is asked again if it does not answer; Google's client would do so for a quarter of an hour."""
+
+
+def main(words: Sequence[str]) -> None:
+    """Try the folder, wait for the machines, and become the script: what stands after the first `--`, for Python to run."""
+    at = words.index("--") if "--" in words else len(words)
+    parser = argparse.ArgumentParser(prog="python -m raypool.cluster.begin", description="Begin a training job on its cluster.")
+    parser.add_argument("--job-dir", help="has to be writable from here")
+    parser.add_argument("--machines", type=int, default=1, help="so many have to be there, the head included")
+    parser.add_argument("--timeout-s", type=float, default=MACHINES_TIMEOUT_S, help="for so long they are waited for [s]")
+    options = parser.parse_args(words[:at])
+    script = words[at + 1 :]
+    if not script:
+        parser.error("nothing is to be run: there is no `-- SCRIPT`")
+    try:
+        if options.job_dir is not None:
+            try_out(options.job_dir)
+        if options.machines > 1:
+            wait_until(options.machines, machines_there, options.timeout_s)
+    except CloudError as error:
+        sys.exit(f"raypool: {error}")
+    os.execv(sys.executable, [sys.executable, *script])
+
+
+def try_out(job_dir: str) -> None:
+    """Write a small file into a job's folder, and remove it again. The folder is made if it is not there.
+
+    Raises:
+        CloudError: It cannot be written to from this machine.
+    """
+    from pyarrow import fs
+
+    scheme, is_in_bucket, _ = job_dir.partition("://")
+    try:
+        if is_in_bucket:
+            files, folder = fs.FileSystem.from_uri(job_dir.rstrip("/") + BUCKET_PATIENCE[scheme])
+        else:
+            files, folder = fs.LocalFileSystem(), job_dir.rstrip("/") or "/"
+        files.create_dir(folder, recursive=True)
+        place = f"{folder}/.raypool-{uuid.uuid4().hex}"
+        with files.open_output_stream(place) as stream:
+            stream.write(b"raypool tries whether it can write here\n")
+        files.delete_file(place)
+    except (OSError, ValueError) as error:
+        raise CloudError(
+            f"--job-dir {job_dir} cannot be written to from this machine: {error}. "
+            "Make sure that it exists, and that the machines' account may write there."
+        ) from error
+
+
+def machines_there() -> int:
+    """Return how many machines the cluster has of which this job is, without being a driver.
+
+    When the first driver of a job ends, Ray removes the folder that came along, and the script with it.
+    """
+    from ray._raylet import GcsClient  # type: ignore[attr-defined]
+    from ray.core.generated.gcs_pb2 import GcsNodeInfo
+
+    nodes = GcsClient(address=os.environ["RAY_ADDRESS"]).get_all_node_info(timeout=ANSWER_S).values()
+    return sum(node.state == GcsNodeInfo.ALIVE for node in nodes)
+
+
+def wait_until(machines: int, count: Callable[[], int], timeout_s: float) -> None:
+    """Wait until there are so many machines, and print how it goes.
+
+    Args:
+        machines: How many there are to be.
+        count: Tells how many there are.
+        timeout_s: For so long [s].
+
+    Raises:
+        CloudError: There are fewer then.
+
+    Example:
+        >>> wait_until(2, lambda: 2, timeout_s=10)
+        raypool: 2 of 2 machines are there.
+    """
+    deadline = time.monotonic() + timeout_s
+    there = -1
+    while there < machines:
+        if (now := count()) != there:
+            there = now
+            sys.stdout.write(f"raypool: {there} of {machines} machines are there.\n")
+            sys.stdout.flush()
+        elif time.monotonic() > deadline:
+            raise CloudError(
+                f"{there} of {machines} machines are there after {timeout_s:g} s. The zone may have no more of them now, or your "
+                "quota there may allow no more: `raypool cluster status` shows what became of the others."
+            )
+        else:
+            time.sleep(LOOK_S)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,200 @@
+"""Checks of files, before money is spent: of clusters for Ray's launcher, of clusters on Kubernetes, of training jobs.
+
+In a file for the launcher, first Ray's own schema says what may stand there. Then the rules here say what Ray takes without a
+word although it cannot work, or leaves open to everybody. At last Ray itself is asked, as it asks itself before it makes
+anything.
+
+Source: Ray's `autoscaler/ray-schema.json`, `autoscaler/_private/util.py` and `autoscaler/*/defaults.yaml`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import importlib.util
+import io
+import json
+import logging
+import re
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+from jsonschema import Draft7Validator
+
+from raypool.cluster import aws, gcp, job_files, kubernetes, launcher_file, on_prem
+from raypool.cluster.documents import PLACEHOLDER, Document, Findings, nearest, read_documents
+from raypool.errors import CloudError
+
+PROVIDERS: dict[str, Callable[[Findings], None]] = {"gcp": gcp.check, "aws": aws.check, "local": on_prem.check}
+HEAD, WORKER = "head_start_ray_commands", "worker_start_ray_commands"
+
+
+def check_file(path: str | Path) -> tuple[str, ...]:
+    """Make sure that the documents of a file can work, as far as this machine can know.
+
+    A manifest for Kubernetes is shown to the cluster that `kubectl` talks to, which makes nothing of it.
+
+    Returns:
+        What may not work: a machine that the catalogue here does not have, which is of a day; what could not be asked.
+
+    Raises:
+        CloudError: It cannot be read, there is nothing in it, or something is wrong with it; says what, with its line.
+            `.warnings`, if it has that, is what may not work besides.
+    """
+    documents = [document for document in read_documents(path) if document.content is not None]
+    if not documents:
+        raise CloudError(f"{path}: there is nothing in it. `raypool cluster init` writes a file to begin with.")
+    is_for_kubernetes = any(kubernetes.is_manifest(document.content) for document in documents)
+    warnings: list[str] = []
+    problems = []
+    for document in documents:
+        content = document.content
+        is_foreign = isinstance(content, dict) and "apiVersion" in content and not kubernetes.is_manifest(content)
+        if is_for_kubernetes and is_foreign:
+            continue  # something of Kubernetes' own, as may stand beside a cluster: a Secret, a Service
+        try:
+            warnings += check(document)
+        except CloudError as error:
+            problems.append(str(error))
+            warnings += vars(error)["warnings"]
+    if problems:
+        raise CloudError("\n".join(problems), warnings=tuple(warnings))
+    return (*warnings, *(kubernetes.ask(path) if is_for_kubernetes else ()))
+
+
+def check(document: Document) -> tuple[str, ...]:
+    """Make sure that a document can work, of whichever kind it is, and return what may not work.
+
+    Raises:
+        CloudError: It is of no kind that is known here, or something is wrong with it.
+    """
+    content = document.content
+    findings = Findings(document)
+    if not isinstance(content, dict):
+        findings.add((), f"a mapping is wanted (`name: value`), not {type(content).__name__}.")
+    elif kubernetes.is_manifest(content):
+        findings.check_filled_in()
+        kubernetes.check(findings)
+    elif job_files.is_training(content):
+        return job_files.check(document)
+    elif "provider" in content or "cluster_name" in content:
+        _check_launcher(findings)
+    else:
+        kinds = "a cluster for Ray's launcher has a provider, one on Kubernetes an apiVersion, a training job a trainingInput"
+        findings.add((), f"what this is cannot be seen: {kinds}.")
+    return findings.finish()
+
+
+def _check_launcher(findings: Findings) -> None:
+    """Note what cannot work in a file for Ray's launcher."""
+    findings.check_schema(_schema())
+    if findings.problems:
+        return  # what follows relies on entries being of the right kinds
+    provider = findings.at(("provider", "type"))
+    if provider not in PROVIDERS:
+        from ray.autoscaler._private.providers import _NODE_PROVIDERS  # whom the launcher rents from: nothing public says so
+
+        if provider not in _NODE_PROVIDERS:
+            findings.add(("provider", "type"), f"Ray knows no provider {provider!r}{nearest(str(provider), PROVIDERS)}")
+            return
+        findings.doubt(("provider", "type"), f"raypool has no rules for {provider}: its settings were checked by Ray only.")
+    findings.check_filled_in()
+    for name, entry in (findings.at(("available_node_types",)) or {}).items():
+        least, most = entry.get("min_workers", 0), entry.get("max_workers")
+        if most is not None and least > most:
+            text = f"min_workers is {least}, more than max_workers, which is {most}: make one of them at most the other."
+            findings.add(("available_node_types", name, "min_workers"), text)
+    _check_login(findings)
+    for away, here in (findings.at(("file_mounts",)) or {}).items():
+        # Only the token is made when the cluster is.
+        if here != launcher_file.TOKEN and not here.startswith(PLACEHOLDER) and not Path(here).expanduser().exists():
+            text = f"{away} is to be copied from {here}, and there is no such file or folder here."
+            findings.add(("file_mounts", away), text)
+    _check_commands(findings)
+    if provider in PROVIDERS:
+        PROVIDERS[provider](findings)
+    if not findings.problems:
+        _ask_ray(findings)
+
+
+@functools.cache
+def _schema() -> Draft7Validator:
+    ray = importlib.util.find_spec("ray")
+    assert ray is not None
+    assert ray.origin is not None
+    schema = json.loads((Path(ray.origin).parent / "autoscaler" / "ray-schema.json").read_text(encoding="utf-8"))
+    schema["properties"]["min_workers"] = {"type": "integer", "minimum": 0}  # goes with machines on premises
+    schema["properties"]["file_mounts"] = {"type": "object", "additionalProperties": {"type": "string"}}
+    return Draft7Validator(schema)
+
+
+def _check_login(findings: Findings) -> None:
+    """Look at who logs in, and by which key: it has to be readable by its owner only, or SSH does not take it."""
+    user = findings.at(("auth", "ssh_user")) or ""
+    if not re.fullmatch(rf"{PLACEHOLDER}.*|[A-Za-z_][-A-Za-z0-9_.@]*", user):
+        findings.add(("auth", "ssh_user"), f"ssh_user is {user!r}, which is no name of a user; one is like ubuntu.")
+    for name in ("ssh_private_key", "ssh_public_key"):
+        given = findings.at(("auth", name))
+        if given and not given.startswith(PLACEHOLDER):
+            path = Path(given).expanduser()
+            if not path.is_file():
+                findings.add(("auth", name), f"{name} is {path}, and there is no such file.")
+            elif name == "ssh_private_key" and (mode := stat.S_IMODE(path.stat().st_mode)) & 0o077:
+                text = f"{path} can be read by others (mode {mode:o}), and SSH takes no such key: `chmod 600 {path}`."
+                findings.add(("auth", name), text)
+
+
+def _check_commands(findings: Findings) -> None:
+    """Look at what is run on the machines: that it is said at all, and that nobody gets in without the token."""
+    for name in ("setup_commands", HEAD, WORKER):
+        if findings.at((name,)) is None:
+            end = "which installs an old version and opens the dashboard to everybody. `raypool cluster init` writes good ones."
+            findings.add((), f"{name} is missing: Ray would take its own, {end}")
+    ports = {}
+    for name in (HEAD, WORKER):
+        commands = findings.at((name,)) or ()
+        starts = {number: text for number, text in enumerate(commands) if launcher_file.START in text}
+        if commands and not starts:
+            findings.add((name,), f"{name} does not start Ray: `{launcher_file.START}` is missing.")
+        for number, text in starts.items():
+            if not _has_token(text):
+                right = "Put `export RAY_AUTH_MODE=token;` before `ray start`, into the same command"
+                findings.add((name, number), f"Ray is started without a token: whoever reaches it can run code. {right}.")
+            elif launcher_file.TOKEN not in (findings.at(("file_mounts",)) or {}) and "RAY_AUTH_TOKEN" not in text:
+                right = f"Put `{launcher_file.TOKEN}: {launcher_file.TOKEN}` under file_mounts"
+                findings.add((name, number), f"Ray wants a token, and none is copied to the machines. {right}.")
+            if name == HEAD and "--autoscaling-config" not in text:
+                option = "--autoscaling-config=~/ray_bootstrap_config.yaml"
+                text = f"Ray is not told of this file, so no worker is ever made. Add `{option}` to `ray start`."
+                findings.add((name, number), text)
+        ports[name] = re.search(r"--port[= ](\d+)" if name == HEAD else r"--address[= ]\S+?:(\d+)", "\n".join(starts.values()))
+    head, worker = ports[HEAD], ports[WORKER]
+    if head and worker and head[1] != worker[1]:
+        findings.add((WORKER,), f"the workers look for the head at port {worker[1]}, and it listens at {head[1]}.")
+
+
+def _has_token(command: str) -> bool:
+    """Say whether a command has Ray ask for a token: each is run by a shell of its own, what another one sets does not count."""
+    before = command.partition(launcher_file.START)[0]
+    modes = re.findall(r"\bRAY_AUTH_MODE=[\"']?(\w*)", before)
+    is_exported = re.search(r"\bexport\s[^;&|\n]*RAY_AUTH_MODE|\bRAY_AUTH_MODE=[^\s;&|]+\s+([A-Za-z_]\w*=[^\s;&|]*\s+)*$", before)
+    return modes[-1:] == ["token"] and is_exported is not None and not re.search(r"\bunset\b[^;&|]*\bRAY_AUTH", before)
+
+
+def _ask_ray(findings: Findings) -> None:
+    """Have Ray itself look, as it does before it makes anything; it is kept from telling what it fills in."""
+    from ray.autoscaler._private.util import prepare_config, validate_config
+
+    logger = logging.getLogger("ray")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            validate_config(prepare_config(copy.deepcopy(findings.document.content)))
+    except Exception as error:  # also KeyError, TypeError and AssertionError
+        text = " ".join(str(error).split()) or type(error).__name__
+        findings.add((), f"Ray refuses this file: {type(error).__name__}: {text}")
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,172 @@
+"""Cluster files as text, with comments for who reads and changes them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from raypool.cluster import aws, checks, gcp, kubernetes, on_prem
+from raypool.cluster.documents import PLACEHOLDER, documents_of, texts
+from raypool.cluster.plan import ClusterPlan, Provider
+from raypool.errors import CloudError
+
+COMMENTS = {
+    "provider": "Where.",
+    "auth": "Who logs in on the machines, by SSH.",
+    "min_workers": "So many machines at least besides the head.",
+    "max_workers": "So many machines at most besides the head.",
+    "idle_timeout_minutes": "A machine that has had no work for so long is given back.",
+    "head_node_type": "The machine that the others join: it makes them when there is work for them, and gives them back.",
+    "available_node_types": "Kinds of machines: what Ray may give away of each, how many there are, and what they are.",
+    "file_mounts": "Everybody who connects has to show this token; it is copied to each machine, readable by its user only.",
+    "initialization_commands": "What is installed, and how: in an environment of its own, the same on every machine.",
+    "head_start_ray_commands": "Ray, with the token; its dashboard on the loopback only; who is silent for 8 s is given up.",
+    "worker_start_ray_commands": "What runs on each worker.",
+}
+"""What stands above an entry of a launcher's file."""
+
+WHAT = {
+    "gcp": "A cluster of machines with GPUs on Google Cloud, for Ray's launcher.",
+    "aws": "A cluster of machines with GPUs on AWS, for Ray's launcher.",
+    "on-prem": "A cluster of machines that are there already, for Ray's launcher.",
+    "kubernetes": "A cluster of pods with GPUs, for KubeRay.",
+}
+
+WRITERS: dict[Provider, Callable[[ClusterPlan], dict[str, Any]]] = {
+    "gcp": gcp.write,
+    "aws": aws.write,
+    "on-prem": on_prem.write,
+    "kubernetes": kubernetes.write,
+}
+
+WIDTH = 128
+
+
+def text_of(
+    plan: ClusterPlan, command: str, file: str, job: str | None = None, warn: Callable[[str], object] = lambda text: None
+) -> str:
+    """Return the file of a cluster.
+
+    Args:
+        plan: The cluster.
+        command: What made it.
+        file: What it is going to be called.
+        job: On Kubernetes, a command: the cluster is made for it, and taken down after it.
+        warn: Is told what may not be had: the catalogues here are of a day.
+
+    Raises:
+        CloudError: The plan cannot be carried out there, or something is wrong with the file, but for what is to be filled in.
+    """
+    if job is not None and plan.provider != "kubernetes":
+        raise CloudError("A file that has its job in it is for Kubernetes. Elsewhere `raypool submit` makes a cluster for a job.")
+    content = write(plan) if job is None else kubernetes.write_job(plan, job)
+    names = dict.fromkeys(name for _, text in texts(content) for name in re.findall(rf"{PLACEHOLDER}[a-z][^<>]*>", text))
+    fill_in = [f"Fill in {', '.join(names)}.", *(aws.header(plan) if plan.provider == "aws" else [])] if names else []
+    header = [
+        WHAT[plan.provider],
+        "Made by:",
+        f"    {command}",
+        *fill_in,
+        "Then:",
+        f"    raypool cluster validate {shlex.quote(file)}",
+    ]
+    if plan.provider != "kubernetes":
+        text = render([content], [*header, f"    raypool cluster up {shlex.quote(file)}"])
+    else:
+        end = [] if job else kubernetes.how_to_connect(plan.name)
+        text = render([content], [*header, f"    kubectl apply -f {shlex.quote(file)}", *end])
+    [document] = documents_of(text, file)
+    try:
+        warnings = checks.check(document)
+    except CloudError as error:
+        found = vars(error)
+        if wrong := [problem.text for problem in found["problems"] if not problem.is_open]:
+            raise CloudError("\n".join(wrong)) from error  # without lines: nobody has seen them yet
+        warnings = found["warnings"]
+    for warning in warnings:
+        warn(warning)
+    return text
+
+
+def save(text: str, file: Path, is_forced: bool = False) -> None:
+    """Write a file, and over another only if that is wanted: it may be the one by which a cluster that runs can be ended.
+
+    Raises:
+        CloudError: It is there already, or cannot be written.
+    """
+    draft = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        draft.write_text(text, encoding="utf-8")
+        if is_forced:
+            draft.replace(file)
+        else:
+            os.link(draft, file)  # unlike `replace`, fails if it is there
+    except FileExistsError:
+        end = "perhaps as that of a cluster that runs. Give --out with another name"
+        raise CloudError(f"{file} is there already, {end}.") from None
+    except OSError as error:
+        raise CloudError(f"{file} could not be written: {error.strerror}. Give --out with another place.") from error
+    finally:
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
+
+
+def write(plan: ClusterPlan) -> dict[str, Any]:
+    """Return what stands in the file of a cluster.
+
+    Raises:
+        CloudError: The plan cannot be carried out there.
+    """
+    return WRITERS[plan.provider](plan)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes no anchors: who changes one entry does not want to change others with it."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def render(documents: Iterable[Mapping[str, Any]], header: Iterable[str]) -> str:
+    """Return the text of a file.
+
+    Args:
+        documents: What stands in it, one after the other.
+        header: Lines of the comment that it begins with: by which command it was made, and what is to be filled in.
+
+    Example:
+        >>> print(render([{"cluster_name": "lab", "max_workers": 2}], ["Made by hand."]), end="")
+        # Made by hand.
+        <BLANKLINE>
+        cluster_name: lab
+        <BLANKLINE>
+        # So many machines at most besides the head.
+        max_workers: 2
+    """
+    lines = [part for line in header for part in line.splitlines()]  # a value may have line ends in it
+    top = "".join(f"# {line}".rstrip() + "\n" for line in lines)
+    return top + "\n" + "\n---\n".join(_document(document).rstrip("\n") for document in documents) + "\n"
+
+
+def _as_it_is_read(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    """Give a text of several lines as lines."""
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _as_it_is_read)
+
+
+def _document(content: Mapping[str, Any]) -> str:
+    return "".join(_entry(key, value) for key, value in content.items())
+
+
+def _entry(key: str, value: Any) -> str:
+    text = yaml.dump({key: value}, Dumper=_Dumper, sort_keys=False, width=WIDTH, allow_unicode=True)
+    return f"\n# {COMMENTS[key]}\n{text}" if key in COMMENTS else text

@@ -1,0 +1,361 @@
+"""Connecting to a cluster: the token and the certificates that it asks for, and what is in the way, said within seconds.
+
+Ray itself tries for half a minute, or for ever, and then does not say why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import secrets
+import socket
+import ssl
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from raypool.errors import InvalidValueError, StartupError
+from raypool.profiles import CLIENT, Profile
+
+CONNECT_TIMEOUT_S = 5.0
+"""How long a machine may take to take a connection [s]."""
+
+ANSWER_S = 4.0
+"""How long Ray may take to say who it is [s]."""
+
+TLS_VARIABLES = {"certificate": "RAY_TLS_SERVER_CERT", "key": "RAY_TLS_SERVER_KEY", "authority": "RAY_TLS_CA_CERT"}
+
+
+_replaced: dict[str, tuple[str | None, str | None]] = {}  # variables that the last profile has set: what was there, and is now
+
+
+def prepare(profile: Profile) -> None:
+    """Put a profile's token and certificates where Ray looks for them: in the environment, which it reads when it is imported.
+
+    What an earlier profile has put there goes, and what was there before it comes back.
+
+    Raises:
+        StartupError: There is no such file, or nothing in it.
+
+    Source:
+        Ray, Token authentication: RAY_AUTH_TOKEN counts before RAY_AUTH_TOKEN_PATH. Ray, TLS Authentication.
+    """
+    wanted = _variables(profile)
+    for name, (before, since) in _replaced.items():
+        if os.environ.get(name) == since:  # else somebody has set it meanwhile
+            _set(name, before)
+    _replaced.clear()
+    for name, value in wanted.items():
+        _replaced[name] = os.environ.get(name), value
+        _set(name, value)
+
+
+def _variables(profile: Profile) -> dict[str, str | None]:
+    """Return what a profile needs in the environment; None: not to be there."""
+    variables: dict[str, str | None] = {}
+    if profile.token_file is not None:
+        variables["RAY_AUTH_TOKEN_PATH"] = _readable(profile.token_file, "token_file")
+        variables["RAY_AUTH_MODE"] = "token"
+        variables["RAY_AUTH_TOKEN"] = None
+    if profile.tls is not None:
+        for name, variable in TLS_VARIABLES.items():
+            variables[variable] = _readable(getattr(profile.tls, name), f"tls.{name}")
+        variables["RAY_USE_TLS"] = "1"
+    return variables
+
+
+def _set(name: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
+
+
+def _readable(entry: str | os.PathLike[str], name: str) -> str:
+    path = Path(entry).expanduser().absolute()
+    try:
+        is_empty = not path.read_bytes().strip()
+    except OSError as error:
+        raise StartupError(f"{name}: {path} could not be read: {error.strerror}. Copy it from the head of the cluster.") from None
+    if is_empty:
+        raise StartupError(f"{name}: {path} is empty. Copy it from the head of the cluster.")
+    return str(path)
+
+
+def host_and_port(address: str) -> tuple[str, int | None]:
+    """Return where to look for a Ray; no port if that is for Ray to find out.
+
+    Example:
+        >>> host_and_port("ray://head:10001"), host_and_port("10.0.0.1:6379"), host_and_port("auto")
+        (('head', 10001), ('10.0.0.1', 6379), ('auto', None))
+    """
+    host, _, port = address.removeprefix(CLIENT).rpartition(":")
+    return (host, int(port)) if host and port.isdigit() else (address, None)
+
+
+def check(address: str) -> None:
+    """Make sure that a Ray at this address takes this process in, as far as that can be seen from here.
+
+    The environment is as `prepare` leaves it, and Ray has read it.
+
+    Raises:
+        StartupError: Nobody listens there; it encrypts and this process does not, or the other way round; it does not accept the
+            token; this machine is no node of the cluster, and the address is one for nodes.
+    """
+    host, port = host_and_port(address)
+    if port is None:
+        return
+    try:
+        socket.create_connection((host, port), CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        raise StartupError(
+            f"Nobody answers at {address} ({error}). Check the address, and that Ray runs there and this machine may reach it."
+        ) from error
+    _check_encryption(host, port, address)
+    if address.startswith(CLIENT):
+        _check_server(address, f"{host}:{port}")
+    else:
+        _check_node(address)
+
+
+def _check_encryption(host: str, port: int, address: str) -> None:
+    wants_tls = _wants_tls()
+    if wants_tls and not speaks_tls(host, port):
+        raise StartupError(
+            f"The connection is to be encrypted (tls), but what answers at {address} does not encrypt. "
+            "Leave tls (and RAY_USE_TLS) out, or start Ray there with RAY_USE_TLS=1."
+        )
+    if not wants_tls and speaks_tls(host, port):
+        raise StartupError(
+            f"What answers at {address} encrypts its connections, and this process has no certificate. "
+            "Give the profile one: tls=Tls(certificate=..., key=..., authority=...)."
+        )
+
+
+def _wants_tls() -> bool:
+    return os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
+
+
+def speaks_tls(host: str, port: int) -> bool:
+    """Whether who listens there begins an encrypted connection, whoever that is and whatever certificate it wants to see."""
+    context = ssl.create_default_context()
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    try:
+        with socket.create_connection((host, port), CONNECT_TIMEOUT_S) as plain:
+            plain.settimeout(ANSWER_S)
+            with context.wrap_socket(plain, server_hostname=host):
+                return True
+    except OSError:  # also ssl.SSLError, and silence
+        return False
+
+
+# --- Ray's own doors ----------------------------------------------------------------------------------------------------
+
+
+def _check_server(address: str, target: str) -> None:
+    """Ask a server of Ray Client whether it is there; what that takes is private to Ray, checked on Ray 2.60."""
+    import grpc  # type: ignore[import-untyped]
+    from ray._private.grpc_utils import init_grpc_channel
+    from ray.core.generated.ray_client_pb2 import ClusterInfoRequest, ClusterInfoType
+    from ray.core.generated.ray_client_pb2_grpc import RayletDriverStub
+
+    with _token_as_here(address), init_grpc_channel(target) as channel:
+        try:
+            RayletDriverStub(channel).ClusterInfo(ClusterInfoRequest(type=ClusterInfoType.PING), timeout=ANSWER_S)
+        except grpc.RpcError as error:
+            raise _refusal(address, error) from error
+
+
+def _refusal(address: str, error: Any) -> StartupError:
+    import grpc
+
+    code, details = error.code(), str(error.details())
+    if code is grpc.StatusCode.UNAUTHENTICATED:
+        return _bad_token(address)
+    if _wants_tls() and code is grpc.StatusCode.UNAVAILABLE:  # what listens there encrypts, and yet lets nobody in
+        return StartupError(
+            f"{address} does not accept the certificate of this machine, or this machine not the one shown there ({details}). "
+            "Both have to be signed by the same authority, and the one there has to name the host of this address."
+        )
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        return StartupError(
+            f"What answers at {address} is no server of Ray Client. It listens on port 10001, as a rule, of the cluster's head."
+        )
+    return StartupError(
+        f"What answers at {address} is no server of Ray Client, or one that is not well ({code.name}: {details}). "
+        "It listens on port 10001, as a rule, of the cluster's head."
+    )
+
+
+def _bad_token(address: str) -> StartupError:
+    where = "RAY_AUTH_TOKEN" if "RAY_AUTH_TOKEN" in os.environ else os.environ.get("RAY_AUTH_TOKEN_PATH", "~/.ray/auth_token")
+    if os.environ.get("RAY_AUTH_MODE") != "token":
+        return StartupError(
+            f"The cluster at {address} asks for a token, and this process has none. "
+            "Copy ~/.ray/auth_token from its head, and name the file: token_file=..."
+        )
+    return StartupError(
+        f"The cluster at {address} does not accept the token in {where}: it is that of another cluster, or an old one. "
+        "Copy ~/.ray/auth_token from its head again."
+    )
+
+
+@contextmanager
+def _token_as_here(address: str) -> Iterator[None]:
+    """Say what Ray means where it does not find a token at all."""
+    from ray.exceptions import AuthenticationError
+
+    try:
+        yield
+    except AuthenticationError as error:
+        raise _bad_token(address) from error
+
+
+def _check_node(address: str) -> None:
+    """Make sure that this machine is a node of the cluster: on any other Ray would look for its process there for minutes."""
+    import psutil
+    from ray._raylet import GcsClient  # type: ignore[attr-defined]
+    from ray.exceptions import RaySystemError, RpcError
+
+    try:
+        with _token_as_here(address):
+            nodes = GcsClient(address=address).get_all_node_info(timeout=ANSWER_S).values()
+    except (RpcError, RaySystemError) as error:
+        raise StartupError(
+            f"What answers at {address} is not Ray's control store, or one that is not well ({error}). "
+            "That listens on port 6379, as a rule, of the cluster's head."
+        ) from error
+    there = sorted({node.node_manager_address for node in nodes if node.state == 0})  # alive
+    here = {each.address for addresses in psutil.net_if_addrs().values() for each in addresses}
+    if not here.intersection(there):
+        head = host_and_port(address)[0]
+        raise StartupError(
+            f"This machine is no node of the cluster at {address} (its nodes: {', '.join(there) or 'none'}), and only a node can "
+            f"join it there. From outside use Ray Client: address='{CLIENT}{head}:10001'."
+        )
+
+
+def not_started(address: str | None, error: Exception) -> StartupError:
+    """Return what to say where Ray did not start, or did not let this process in: `error` is what Ray says."""
+    where = address or "this machine"
+    rays, pythons = re.findall(r"Ray: (\S+)", str(error)), re.findall(r"Python: (\S+)", str(error))
+    if "Version mismatch" in str(error) and len(rays) == len(pythons) == 2:
+        theirs, ours = (f"Ray {rays[side]} and Python {pythons[side]}" for side in (0, 1))
+        return StartupError(
+            f"The cluster at {where} runs {theirs}, this process {ours}. "
+            "Both have to be the same, of Python the first two numbers: make an environment with those of the cluster."
+        )
+    return StartupError(f"Ray could not be started or reached at {where}: {error}")
+
+
+# --- the token that whoever connects to a Ray of ours has to show -----------------------------------------------------
+
+
+def token_path() -> Path:
+    """Return where Ray's token lies."""
+    return Path(os.environ.get("RAY_AUTH_TOKEN_PATH", Path.home() / ".ray" / "auth_token"))
+
+
+def make_token(path: Path | None = None) -> None:
+    """Create a token file, readable by its owner only; Ray would create it readable by all.
+
+    Args:
+        path: The file. None: where Ray on this machine looks for it, if the token is not in the environment.
+    """
+    if path is None:
+        if "RAY_AUTH_TOKEN" in os.environ:
+            return
+        path = token_path()
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if path.exists() and path.stat().st_size > 0:
+        path.chmod(0o600)
+        return
+    # Written apart and then given its name, so that nobody ever reads half a token, and two who come at once agree on one.
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        file.write(secrets.token_hex(32))
+    try:
+        if path.exists():
+            draft.replace(path)  # it was empty
+        else:
+            with contextlib.suppress(FileExistsError):
+                os.link(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+# --- what travels to the workers: a folder with the user's code, and packages from an index ---------------------------
+
+
+MIB = 2**20
+
+LARGE_BYTES = 100 * MIB
+"""A folder that is larger than this takes its time on the way from a laptop."""
+
+NAMED = 3
+"""So many of its largest entries are named where a folder is too large."""
+
+logger = logging.getLogger("raypool")
+
+
+def runtime_env(profile: Profile) -> dict[str, Any]:
+    """Return what Ray is to ship to the workers of a profile (its `runtime_env`), and warn of a large folder.
+
+    Raises:
+        InvalidValueError: `working_dir` is no folder, or more than Ray takes.
+
+    Example:
+        >>> runtime_env(Profile(packages=["scikit-learn>=1.5"]))
+        {'pip': ['scikit-learn>=1.5']}
+    """
+    shipped: dict[str, Any] = {}
+    if profile.packages:
+        shipped["pip"] = list(profile.packages)
+    if profile.working_dir is not None:
+        folder = Path(profile.working_dir).expanduser().absolute()
+        _check(folder)
+        shipped["working_dir"] = str(folder)
+    return shipped
+
+
+def _check(folder: Path) -> None:
+    from ray._private.runtime_env.packaging import GCS_STORAGE_MAX_SIZE  # 512 MiB, if nobody has said otherwise
+
+    if not folder.is_dir():
+        raise InvalidValueError(f"working_dir: {folder} is no folder.")
+    sizes = sizes_of(folder)
+    total = sum(sizes.values())
+    if total < min(LARGE_BYTES, GCS_STORAGE_MAX_SIZE):
+        return
+    largest = ", ".join(f"{name} ({size / MIB:.0f} MiB)" for name, size in Counter(sizes).most_common(NAMED))
+    words = f"working_dir: {folder} has {total / MIB:.0f} MiB in {len(sizes)} entries; the largest: {largest}."
+    step = "What need not travel can be named in a file .rayignore there, which is written like a .gitignore."
+    if total >= GCS_STORAGE_MAX_SIZE:
+        raise InvalidValueError(f"{words} Ray takes {GCS_STORAGE_MAX_SIZE / MIB:.0f} MiB at most. {step}")
+    logger.warning("%s All of it travels to the cluster. %s", words, step)
+
+
+def sizes_of(folder: Path) -> dict[str, int]:
+    """Return how much of each entry of a folder would travel [bytes]: Ray packs files as they are.
+
+    What its .gitignore and .rayignore files name is left out; who reads these is private to Ray, checked on Ray 2.60.
+    """
+    from ray._private.ray_constants import RAY_RUNTIME_ENV_IGNORE_GITIGNORE
+    from ray._private.runtime_env.packaging import _dir_travel
+
+    sizes: Counter[str] = Counter()
+
+    def add(path: Path) -> None:
+        if path.is_file():
+            sizes[path.relative_to(folder).parts[0]] += path.stat().st_size
+
+    reads_gitignore = os.environ.get(RAY_RUNTIME_ENV_IGNORE_GITIGNORE, "0") != "1"
+    silent = logging.getLogger("raypool.shipping")
+    _dir_travel(folder, [], add, include_gitignore=reads_gitignore, logger=silent)
+    return dict(sizes)

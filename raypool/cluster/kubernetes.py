@@ -1,0 +1,346 @@
+"""Files for Kubernetes: KubeRay's RayCluster and RayJob, and what surely cannot work in one.
+
+What Ray's launcher does elsewhere, the operator does here: it makes pods, starts Ray in them, and grows and shrinks the groups.
+No watcher is needed beside the workers: where a machine is taken back, Kubernetes tells its pods to end first, and Ray, whose
+`ray start --block` is their first process, drains the node when it is told so.
+
+Source: KubeRay 1.7, `apis/ray/v1/raycluster_types.go`, `rayjob_types.go` and `controllers/ray/common/pod.go` (what the operator
+adds to a pod); Ray 2.60, `_private/node.py` (what it does at SIGTERM) and `autoscaler/_private/kuberay/autoscaling_config.py`
+(how the autoscaler reads the groups); GKE's pages "Spot VMs" (how long pods have) and "Run GPUs" (labels of its nodes).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shlex
+import shutil
+import subprocess
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from raypool.cluster.documents import OPEN, Findings, Keys, nearest
+from raypool.cluster.launcher_file import ACCELERATOR, CLIENT_PORT, DASHBOARD_PORT, HEALTH_CHECKS, PORT, ROLE
+from raypool.cluster.machines import catalogue
+from raypool.cluster.plan import ClusterPlan, NodeGroup
+from raypool.errors import CloudError
+
+API = "ray.io/v1"
+GPU = "nvidia.com/gpu"  # what NVIDIA's device plugin calls the GPUs of a node
+DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"  # so long `ray start --block` drains after SIGTERM [s]
+
+CODE = "<address of a zip of your code: https://...>"
+"""What a job is still to be told: pods cannot see the folder that it is submitted from."""
+
+GRACE_S, SPOT_GRACE_S = 60, 15  # from SIGTERM to SIGKILL; GKE gives pods on spot machines 15 s, whatever they ask for
+END_S = 5  # of that, what Ray needs to end after draining
+
+LONGEST_NAME = {"RayCluster": 53, "RayJob": 47}  # the operator puts more behind it, and 63 is what Kubernetes allows
+OTHERS = ("RayService", "RayCronJob")
+"""KubeRay's other kinds, which only Kubernetes looks at."""
+
+PATIENCE_S = 60
+"""How long a cluster may take to answer `kubectl` [s]."""
+
+CPUS, MEMORY_GB = 3, 12
+"""What a pod asks for, and for each GPU if it has several, unless a plan says otherwise: it fits where a machine has 4 vCPUs and
+15 GB for each, of which Kubernetes keeps some."""
+
+
+def write(plan: ClusterPlan) -> dict[str, Any]:
+    """Return the RayCluster of a plan.
+
+    Groups that may grow make it an autoscaled one.
+
+    Args:
+        plan: The cluster. The GPUs of a group are asked for by GKE's label of its nodes where `gpu` names a kind, elsewhere from
+            whichever nodes have some.
+
+    Raises:
+        CloudError: There is no GPU of a name.
+
+    Example:
+        >>> worker = NodeGroup(name="worker", gpu="T4", gpus=4, most=9)
+        >>> cluster = write(ClusterPlan(name="lab", provider="kubernetes", head=NodeGroup(name="head"), workers=(worker,)))
+        >>> cluster["kind"], cluster["spec"]["authOptions"], cluster["spec"]["workerGroupSpecs"][0]["maxReplicas"]
+        ('RayCluster', {'mode': 'token'}, 9)
+    """
+    return {"apiVersion": API, "kind": "RayCluster", "metadata": {"name": plan.name}, "spec": _cluster(plan)}
+
+
+def write_job(plan: ClusterPlan, entrypoint: str) -> dict[str, Any]:
+    """Return the RayJob that makes the cluster of a plan, runs a command there, and takes it down.
+
+    Args:
+        plan: The cluster.
+        entrypoint: The command, run by a shell on the head: "python train.py".
+
+    Example:
+        >>> plan = ClusterPlan(name="lab", provider="kubernetes", head=NodeGroup(name="head"), workers=())
+        >>> write_job(plan, "python train.py")["spec"]["shutdownAfterJobFinishes"]
+        True
+    """
+    spec = {
+        "entrypoint": entrypoint,
+        "runtimeEnvYAML": f'working_dir: "{CODE}"\n',
+        "shutdownAfterJobFinishes": True,
+        "ttlSecondsAfterFinished": 300,  # so long its logs can be looked at where they are
+        "rayClusterSpec": _cluster(plan),
+    }
+    return {"apiVersion": API, "kind": "RayJob", "metadata": {"name": plan.name}, "spec": spec}
+
+
+def how_to_connect(name: str) -> list[str]:
+    """Return lines that say how the ports and the token of a RayCluster are had here, and the profile that uses them.
+
+    Example:
+        >>> how_to_connect("lab")[-1]
+        '  token_file = "~/.ray/lab.token"'
+    """
+    token = f"~/.ray/{name}.token"
+    secret = f"kubectl get secret {name} -o jsonpath='{{.data.auth_token}}'"
+    return [
+        "The operator makes a token. Fetch it once; then keep the second command running while you work:",
+        f"  (umask 077; mkdir -p ~/.ray; {secret} | base64 -d > {token})",
+        f"  kubectl port-forward service/{name}-head-svc {CLIENT_PORT} {DASHBOARD_PORT}",
+        f'parpool(profile="{name}") finds the cluster where raypool.toml says:',
+        f"  [profiles.{name}]",
+        f'  address = "ray://127.0.0.1:{CLIENT_PORT}"',
+        f'  token_file = "{token}"',
+    ]
+
+
+def _cluster(plan: ClusterPlan) -> dict[str, Any]:
+    grows = any(group.most > group.least for group in plan.workers)
+    autoscaling = {
+        "enableInTreeAutoscaling": True,
+        "autoscalerOptions": {"version": "v2", "idleTimeoutSeconds": round(plan.idle_minutes * 60)},
+    }
+    return {
+        "rayVersion": version("ray"),
+        "authOptions": {"mode": "token"},
+        **(autoscaling if grows else {}),
+        "headGroupSpec": _head(plan),
+        "workerGroupSpecs": [_workers(plan, group) for group in plan.workers],
+    }
+
+
+def _head(plan: ClusterPlan) -> dict[str, Any]:
+    """Return the head's group: one without GPUs has nothing to give away, so that what is there for all has its peace."""
+    template = _template(plan, plan.head)
+    [container] = template["spec"]["containers"]
+    container["env"] += [{"name": name, "value": str(value)} for name, value in HEALTH_CHECKS.items()]
+    container["ports"] = [
+        {"name": "gcs-server", "containerPort": PORT},
+        {"name": "dashboard", "containerPort": DASHBOARD_PORT},
+        {"name": "client", "containerPort": CLIENT_PORT},
+    ]
+    return {"rayStartParams": {} if plan.head.gpus else {"num-cpus": "0"}, "labels": _labels(plan.head), "template": template}
+
+
+def _workers(plan: ClusterPlan, group: NodeGroup) -> dict[str, Any]:
+    template = _template(plan, group)
+    template["spec"]["automountServiceAccountToken"] = False  # what runs there has no business with Kubernetes
+    # Ray finds the kind of a GPU where one is. The autoscaler has to know it before there is one.
+    kind = {"resources": {f"accelerator_type:{group.gpu}": "1"}} if group.gpu else {}
+    return {
+        "groupName": group.name,
+        "replicas": group.least,
+        "minReplicas": group.least,
+        "maxReplicas": group.most,
+        "rayStartParams": {},
+        "labels": _labels(group),
+        **kind,
+        "template": template,
+    }
+
+
+def _labels(group: NodeGroup) -> dict[str, str]:
+    """Return the labels of the pods, which Ray's nodes have, too."""
+    kind = {ACCELERATOR: group.gpu} if group.gpu else {}
+    return {ROLE: group.name, "ray.io/market-type": "spot" if group.spot else "on-demand", **kind}
+
+
+def _template(plan: ClusterPlan, group: NodeGroup) -> dict[str, Any]:
+    grace_s = SPOT_GRACE_S if group.spot else GRACE_S
+    selector, tolerations = _machines(group)
+    container = {
+        "name": "ray",
+        "image": image(plan, group),
+        **_install(plan),
+        "env": [{"name": DRAIN, "value": str(grace_s - END_S)}],
+        "resources": _resources(group),
+    }
+    return {
+        "spec": {
+            "terminationGracePeriodSeconds": grace_s,
+            **({"nodeSelector": selector} if selector else {}),
+            **({"tolerations": tolerations} if tolerations else {}),
+            "containers": [container],
+        }
+    }
+
+
+def image(plan: ClusterPlan, group: NodeGroup) -> str:
+    """Return the image of a group's pods: Ray's own, of this version of Ray and of the plan's Python, with CUDA where GPUs are.
+
+    Example:
+        >>> image(ClusterPlan(name="lab", provider="kubernetes", head=NodeGroup(name="head"), workers=(), python="3.12"),
+        ...       NodeGroup(name="worker", gpus=1)).partition("-")[2]
+        'py312-gpu'
+    """
+    return f"rayproject/ray:{version('ray')}-py{plan.python.replace('.', '')}{'-gpu' if group.gpus else ''}"
+
+
+def _install(plan: ClusterPlan) -> dict[str, Any]:
+    """Return the command that installs a plan's packages; the operator puts `&& ulimit ...; ray start ...` behind it.
+
+    Without the exit Ray would start also where nothing could be installed, and fail later, without saying why.
+    """
+    packages = " ".join(shlex.quote(package) for package in plan.packages)
+    return {"args": [f"pip install --no-cache-dir {packages} || exit 1"]} if packages else {}
+
+
+def _resources(group: NodeGroup) -> dict[str, Any]:
+    """Return what a pod asks for, and gets neither more nor less: memory that is lent beyond it is taken back by force."""
+    beside = max(group.gpus, 1)
+    cpus = group.cpus if group.cpus is not None else CPUS * beside
+    memory_gb = group.memory_gb if group.memory_gb is not None else MEMORY_GB * beside
+    amounts = {"cpu": str(cpus), "memory": f"{round(memory_gb * 1000)}M"}
+    if group.gpus:
+        amounts[GPU] = str(group.gpus)
+    return {"requests": amounts, "limits": dict(amounts)}
+
+
+def _machines(group: NodeGroup) -> tuple[dict[str, str], list[dict[str, str]]]:
+    """Return which nodes a group's pods want, and which taints of nodes they bear."""
+    selector, tolerations = {}, []
+    if group.gpus:
+        tolerations.append({"key": GPU, "operator": "Exists", "effect": "NoSchedule"})
+    if group.gpu is not None:
+        selector["cloud.google.com/gke-accelerator"] = str(catalogue("gce").gpu(group.gpu).accelerator)
+    if group.spot:
+        selector["cloud.google.com/gke-spot"] = "true"
+        tolerations.append({"key": "cloud.google.com/gke-spot", "operator": "Equal", "value": "true", "effect": "NoSchedule"})
+    return selector, tolerations
+
+
+# --- files of others ----------------------------------------------------------------------------------------------------
+
+
+def is_manifest(content: object) -> bool:
+    """Say whether it is for KubeRay's operator."""
+    return isinstance(content, dict) and str(content.get("apiVersion")).startswith("ray.io/")
+
+
+def check(findings: Findings) -> None:
+    """Note what surely cannot work in a manifest, and what lets strangers in: Kubernetes itself knows the rest."""
+    kind, name = (str(findings.at(keys) or "") for keys in (("kind",), ("metadata", "name")))
+    if kind in OTHERS:
+        return
+    if kind not in LONGEST_NAME:
+        findings.add(("kind",), f"kind is {kind!r}{nearest(kind, (*LONGEST_NAME, *OTHERS))}")
+        return
+    if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?|<.*", name) or len(name) > LONGEST_NAME[kind]:
+        right = f"small letters, digits and -, a letter first and no - last, {LONGEST_NAME[kind]} at most"
+        findings.add(("metadata", "name"), f"name is {name!r}; it must be {right}.")
+    spec: Keys = ("spec",)
+    if kind == "RayJob":
+        _check_job(findings)
+        spec = ("spec", "rayClusterSpec")
+        if findings.at(spec) is None and findings.at(("spec", "clusterSelector")):
+            return
+    _check_cluster(findings, spec)
+
+
+def _check_cluster(findings: Findings, spec: Keys) -> None:
+    if not isinstance(findings.at((*spec, "headGroupSpec")), dict):
+        findings.add(spec, "headGroupSpec is missing: the pod that the others join.")
+    if findings.at((*spec, "authOptions", "mode")) != "token":
+        text = "nobody is asked for a token: whoever reaches Ray can run code. `authOptions: {mode: token}` makes one."
+        findings.doubt((*spec, "authOptions", "mode"), text)
+    for at in (("serviceType",), ("headService", "spec", "type")):
+        if (service := findings.at((*spec, "headGroupSpec", *at))) in ("LoadBalancer", "NodePort"):
+            text = f"{service} opens Ray's ports, unencrypted, to whoever reaches the nodes; `kubectl port-forward` does without."
+            findings.doubt((*spec, "headGroupSpec", *at), text)
+    groups = findings.at((*spec, "workerGroupSpecs")) or []
+    if not isinstance(groups, list):
+        findings.add((*spec, "workerGroupSpecs"), f"workerGroupSpecs is {groups!r}; it must be a list of groups.")
+        return
+    _check_gpus(findings, (*spec, "headGroupSpec"))
+    for number in range(len(groups)):
+        keys: Keys = (*spec, "workerGroupSpecs", number)
+        least, most = (findings.at((*keys, name)) for name in ("minReplicas", "maxReplicas"))
+        if isinstance(least, int) and isinstance(most, int) and least > most:
+            findings.add((*keys, "maxReplicas"), f"minReplicas is {least} and maxReplicas {most}; it must be {least} or more.")
+        _check_gpus(findings, keys)
+
+
+def _check_job(findings: Findings) -> None:
+    """Look at what a RayJob runs."""
+    entrypoint, mode = (findings.at(("spec", name)) for name in ("entrypoint", "submissionMode"))
+    if not entrypoint and mode != "InteractiveMode":
+        findings.add(("spec",), "entrypoint is missing: the command to run, such as python train.py.")
+    environment = str(findings.at(("spec", "runtimeEnvYAML")))
+    folder = re.search(r"^\s*working_dir:\s*[\"']?([^\"'\n]+)", environment, re.MULTILINE)
+    if CODE in environment:
+        findings.add(("spec", "runtimeEnvYAML"), f"{CODE} {OPEN}")
+    elif folder and not re.match(r"\w+://|/", folder[1]):
+        text = f"working_dir is {folder[1]!r}, which pods do not have; it must be the address of a zip, or a folder of the image."
+        findings.add(("spec", "runtimeEnvYAML"), text)
+
+
+def _check_gpus(findings: Findings, keys: Keys) -> None:
+    """Note a group of pods whose Ray is told of more GPUs than a pod gets: work would wait for them for ever.
+
+    Ray is told by `rayStartParams` or `resources`; left out, it is told of the limits.
+    """
+    pod: Keys = (*keys, "template", "spec", "containers")
+    containers = findings.at(pod)
+    if findings.at(keys) is not None and not (isinstance(containers, list) and containers):
+        findings.add((*keys, "template"), "containers are missing in its template: what Ray runs in.")
+        return
+    limits = findings.at((*pod, 0, "resources", "limits"))
+    has = {str(name): str(count) for name, count in limits.items()} if isinstance(limits, dict) else {}
+    if not has.get(GPU, "0").isdecimal():
+        text = f"{GPU} is {has[GPU]}; it must be a whole number. Workers share a GPU by workers_per_gpu of the pool's profile."
+        findings.add((*pod, 0, "resources", "limits", GPU), text)
+    elif not any(re.search(r"gpu$|/mig-", name) for name in has if name != GPU):  # parts of GPUs, and those of other makers
+        for at in ((*keys, "resources", "GPU"), (*keys, "rayStartParams", "num-gpus")):
+            told = str(findings.at(at))
+            if told.isdecimal() and int(told) > int(has.get(GPU, 0)):
+                findings.add(at, f"Ray is told of {told} GPUs, and the pod has {has.get(GPU, 0)} by its limits. Leave it out.")
+
+
+def ask(path: str | Path) -> tuple[str, ...]:
+    """Have the cluster that `kubectl` talks to look at a file, which makes nothing of it.
+
+    Returns:
+        Its warnings, or that it could not be asked.
+
+    Raises:
+        CloudError: It refuses the file; says why, in its words.
+    """
+    unasked = f"{path}: Kubernetes did not check this file, so unknown settings are not found"
+    if shutil.which("kubectl") is None:
+        return (f"{unasked}: kubectl is not installed here.",)
+    if (answer := _kubectl("version", "--request-timeout=10s")) is None or answer.returncode:
+        why = answer.stderr.strip().splitlines()[-1:] if answer else []
+        return (f"{unasked}: kubectl reaches no cluster{''.join(f' ({line})' for line in why)}.",)
+    answer = _kubectl("apply", "--dry-run=server", "-f", str(path))
+    if answer is None:
+        return (f"{unasked}: it did not answer within {PATIENCE_S} s.",)
+    told = tuple(f"{path}: Kubernetes: {line}" for line in answer.stderr.splitlines() if line.strip())
+    if answer.returncode:
+        raise CloudError("\n".join(told) or f"{path}: Kubernetes refuses it, and does not say why.")
+    return told
+
+
+def _kubectl(*words: str) -> subprocess.CompletedProcess[str] | None:
+    """Run kubectl, which may ask for no password; None if it does not end in time."""
+    with contextlib.suppress(subprocess.TimeoutExpired, OSError):
+        return subprocess.run(
+            ["kubectl", *words], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+        )
+    return None

@@ -1,0 +1,410 @@
+"""Starts, looks after and ends clusters by Ray's own launcher, and makes the way to them: a tunnel by SSH.
+
+Nothing of a cluster but SSH need be open to this machine. What the launcher says of its work goes to the standard error.
+
+Source: `ray.autoscaler.sdk`; Ray's `autoscaler/_private/{commands,command_runner}.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from raypool.cluster.checks import check_file
+from raypool.cluster.connect import make_token
+from raypool.cluster.documents import read_documents
+from raypool.cluster.launcher_file import CLIENT_PORT, DASHBOARD_PORT, TOKEN
+from raypool.errors import CloudError
+from raypool.profiles import Profile
+
+TUNNEL_S = 30.0
+"""How long a tunnel may take to be there [s]."""
+
+TOKEN_MODE = "export RAY_AUTH_MODE=token"
+
+SEES_RAY = "cat /proc/[0-9]*/comm 2>/dev/null | grep -qx gcs_server"
+"""Succeeds on a machine where the head of a Ray runs."""
+
+OPEN = "raypool: open"
+
+NOISE = ("bash: cannot set terminal process group", "bash: no job control in this shell")
+"""What an interactive shell says where there is no terminal; without one, the lines of ~/.bashrc would not count."""
+
+
+class _NotThereError(CloudError):
+    """There is no such cluster."""
+
+
+def up(path: str | Path) -> None:
+    """Start a cluster, or change one that runs into what its file says; return when its head is there.
+
+    The Ray of one that runs is started anew: what runs there ends. The file is checked before, and the token that it copies to
+    the machines is there then, readable by its owner only.
+
+    Raises:
+        CloudError: Something is wrong with the file, or Ray's launcher has failed.
+    """
+    from ray.autoscaler import sdk
+
+    check_file(path)
+    if token := _token(_content(path)):
+        make_token(token)
+        if "RAY_AUTH_TOKEN" in os.environ:
+            click.echo(f"RAY_AUTH_TOKEN is not taken: the token of the cluster is the one in {token}.", err=True)
+    with _launching(path):
+        sdk.create_or_update_cluster(str(path), no_config_cache=True)
+
+
+def is_running(path: str | Path) -> bool:
+    """Whether a cluster has a head that runs; on premises, whether there is a Ray on that machine, whoever has started it.
+
+    Raises:
+        CloudError: The provider, or the machine on premises, does not answer.
+    """
+    from ray.autoscaler import sdk
+
+    content = _content(path)
+    if _is_on_premises(content):
+        return _looks(path, _head(path, content))
+    try:
+        with _launching(path):
+            sdk.get_head_node_ip(str(path))
+    except _NotThereError:
+        return False
+    return True
+
+
+def status(path: str | Path) -> str:
+    """Return what a cluster says of its machines: which there are, which are coming, what is in use.
+
+    Raises:
+        CloudError: It is not there, or does not answer.
+    """
+    from ray.autoscaler import sdk
+
+    content = _content(path)
+    if _is_on_premises(content):
+        return _status_on_premises(path, _head(path, content))
+    with _launching(path):
+        said = sdk.run_on_cluster(str(path), cmd=f"{TOKEN_MODE}; ray status", with_output=True)
+    return said.decode() if isinstance(said, bytes) else str(said)
+
+
+def down(path: str | Path) -> None:
+    """End a cluster, and give its machines back; those on premises stay, without Ray.
+
+    Raises:
+        CloudError: Ray's launcher has failed: machines may be left, which cost money. On premises: Ray could not be stopped on
+            some machines.
+    """
+    from ray.autoscaler import sdk
+
+    content = _content(path)
+    if _is_on_premises(content):
+        _stop_everywhere(path, content)
+        return
+    with _launching(path):
+        sdk.teardown_cluster(str(path))
+
+
+# --- on premises --------------------------------------------------------------------------------------------------------
+# Ray's launcher knows the head of such a cluster by a file in /tmp of the machine that has started it, and by that only: after a
+# restart, or from another machine, it finds nothing to end, and says that all went well. The addresses stand in the file.
+
+
+def _is_on_premises(content: dict[str, Any]) -> bool:
+    return bool(content["provider"].get("type") == "local")
+
+
+def _looks(path: str | Path, head: Login) -> bool:
+    """Whether there is a Ray on a machine."""
+    done = head.run(SEES_RAY)
+    if done.returncode == UNREACHABLE:
+        words = " ".join(done.stderr.split())
+        raise CloudError(f"{path}: the head, {head.host}, cannot be reached by SSH: {words}. Try `ssh {head.user}@{head.host}`.")
+    return done.returncode == 0
+
+
+def _status_on_premises(path: str | Path, head: Login) -> str:
+    if not _looks(path, head):
+        raise _no_ray(path, head)
+    done = head.run(_in_shell(f"{TOKEN_MODE} PYTHONWARNINGS=ignore; ray status"))
+    if done.returncode:
+        raise CloudError(f"{path}: the Ray on {head.host} does not answer: {' '.join(_said(done).split())}.")
+    return done.stdout
+
+
+def _no_ray(path: str | Path, head: Login) -> CloudError:
+    return CloudError(f"{path}: no Ray runs on the head, {head.host}. `raypool cluster up {path}` starts it.")
+
+
+def _in_shell(script: str) -> str:
+    """Return the command that runs a script as somebody would who has logged in."""
+    return f"bash --login -i -c {shlex.quote(script)}"
+
+
+def _said(done: subprocess.CompletedProcess[str]) -> str:
+    return "\n".join(line for line in done.stderr.splitlines() if not line.startswith(NOISE))
+
+
+def _stop_everywhere(path: str | Path, content: dict[str, Any]) -> None:
+    """Stop Ray on all machines, from their head, which may be the only one that can be reached from here.
+
+    The head's comes first, for it would start the others again.
+    """
+    head = _head(path, content)
+    first, *others = hosts = [content["provider"]["head_ip"], *content["provider"]["worker_ips"]]
+    stop = _in_shell("ray stop")
+    key = "-i ~/ray_bootstrap_key.pem " if head.key else ""  # where Ray's launcher has put it
+    steps = [f"{stop} >&2 && echo {shlex.quote(first)}"]
+    for host in others:
+        target = shlex.quote(f"{head.user}@{host}")
+        steps.append(f"(ssh {key}{' '.join(OPTIONS)} {target} {shlex.quote(stop)} >&2 && echo {shlex.quote(host)}) &")
+    done = head.run("\n".join([*steps, "wait"]))
+    click.echo(_said(done), err=True)
+    if left := [host for host in hosts if host not in done.stdout.split()]:
+        raise CloudError(
+            f"{path}: Ray could not be stopped on {', '.join(left)}, and may run on there; what was said stands above. "
+            f"Look whether one can log in there by SSH (on workers, from the head), and say `raypool cluster down {path}` again."
+        )
+
+
+# --- what Ray's launcher is given, and what it says ---------------------------------------------------------------------
+
+
+def _content(path: str | Path) -> dict[str, Any]:
+    """Return what stands in a file for Ray's launcher.
+
+    Raises:
+        CloudError: It is of another kind.
+    """
+    documents = read_documents(path)
+    content = documents[0].content if documents else None
+    if not isinstance(content, dict) or not isinstance(content.get("provider"), dict):
+        hint = " A cluster on Kubernetes is made by `kubectl apply`." if isinstance(content, dict) and "kind" in content else ""
+        raise CloudError(f"{path} is no file for Ray's launcher: it says no provider.{hint}")
+    return content
+
+
+def _token(content: dict[str, Any]) -> Path | None:
+    """Return the file here that is copied to the machines as Ray's token; None if the cluster gets it in another way."""
+    here = (content.get("file_mounts") or {}).get(TOKEN)
+    return Path(here).expanduser() if isinstance(here, str) else None
+
+
+def _head(path: str | Path, content: dict[str, Any]) -> Login:
+    """Return how to log in on the head of a cluster.
+
+    Raises:
+        CloudError: It is not there.
+    """
+    from ray.autoscaler import sdk
+
+    if _is_on_premises(content):
+        try:
+            auth, provider = content["auth"], content["provider"]
+            host = provider.get("external_head_ip") or provider["head_ip"]
+            user, _ = auth["ssh_user"], provider["worker_ips"]
+        except (KeyError, TypeError):
+            raise CloudError(
+                f"{path} does not say which machines there are. `raypool cluster validate {path}` says more."
+            ) from None
+    else:
+        with _launching(path):
+            auth = sdk.bootstrap_config(content)["auth"]  # with the key that the launcher has made, if it has
+            host, user = sdk.get_head_node_ip(str(path)), auth["ssh_user"]
+    return Login(user, host, key=auth.get("ssh_private_key"), proxy=auth.get("ssh_proxy_command"))
+
+
+@contextlib.contextmanager
+def _launching(path: str | Path) -> Iterator[None]:
+    """Let Ray's launcher speak to the standard error, and say in one sentence what has become of it."""
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    except (Exception, SystemExit) as error:  # whatever a provider's library raises
+        text = error.message if isinstance(error, click.ClickException) else str(error)
+        words = " ".join(text.split()) or type(error).__name__
+        if words.startswith("Head node of cluster"):
+            raise _NotThereError(
+                f"{path}: the cluster has no head that is ready. `raypool cluster up {path}` starts it."
+            ) from error
+        raise CloudError(
+            f"{path}: Ray's launcher has failed: {words.rstrip('.')}. What it has done until then stands above."
+        ) from error
+
+
+# --- the way there ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Tunnel:
+    """A way to a cluster that is open.
+
+    Attributes:
+        profile: How to reach the cluster by it, on this machine's loopback.
+        ssh: Who keeps it open.
+    """
+
+    profile: Profile
+    ssh: subprocess.Popen[str]
+
+    def wait(self) -> None:
+        """Wait for its end.
+
+        Raises:
+            CloudError: It has broken.
+        """
+        raise CloudError(f"The tunnel has broken: {_last_words(self.ssh)}. `raypool cluster connect` opens another.")
+
+    def as_toml(self, name: str) -> str:
+        """Return what goes into raypool.toml."""
+        profile = self.profile
+        entries = {"address": profile.address, "jobs_address": profile.jobs_address, "token_file": profile.token_file}
+        return "\n".join(
+            [f"[profiles.{json.dumps(name)}]", *(f"{key} = {json.dumps(value)}" for key, value in entries.items() if value)]
+        )
+
+
+@contextlib.contextmanager
+def tunnel(path: str | Path) -> Iterator[Profile]:
+    """Open a tunnel to the head of a cluster, for as long as the context is.
+
+    Returns:
+        How to reach the cluster meanwhile: its Ray Client (`address`) and its jobs (`jobs_address`), on this machine's loopback.
+
+    Raises:
+        CloudError: There is no such cluster, or its head does not take us in.
+    """
+    with open_tunnel(path) as opened:
+        yield opened.profile
+
+
+@contextlib.contextmanager
+def open_tunnel(path: str | Path) -> Iterator[Tunnel]:
+    """Do as `tunnel`, for who wants to know when it breaks."""
+    content = _content(path)
+    head, token = _head(path, content), _token(content)
+    client, jobs = _free_port(CLIENT_PORT), _free_port(DASHBOARD_PORT)
+    ways = [f"-L127.0.0.1:{here}:127.0.0.1:{there}" for here, there in ((client, CLIENT_PORT), (jobs, DASHBOARD_PORT))]
+    # The script runs when both ports are ssh's, and ends with the connection: whatever becomes of this process, nothing is left.
+    command = head.command(f"{SEES_RAY} && echo {shlex.quote(OPEN)} && exec cat", "-T", *ways)
+    pipe = subprocess.PIPE
+    ssh = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+    address, url = f"ray://127.0.0.1:{client}", f"http://127.0.0.1:{jobs}"
+    try:
+        _wait_open(ssh, path, head)
+        yield Tunnel(Profile(address=address, jobs_address=url, token_file=str(token) if token else None), ssh)
+    finally:
+        _end(ssh)
+        ssh.communicate()
+
+
+def _end(ssh: subprocess.Popen[str]) -> None:
+    """End ssh, with the command that makes the connection for it, if there is one."""
+    if ssh.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(ssh.pid, signal.SIGTERM)
+
+
+def _last_words(ssh: subprocess.Popen[str]) -> str:
+    """Wait for the end of ssh, and return what it has said."""
+    assert ssh.stderr is not None
+    return " ".join(ssh.stderr.read().split()) or f"ssh has ended with status {ssh.wait()}"
+
+
+def _wait_open(ssh: subprocess.Popen[str], path: str | Path, head: Login) -> None:
+    """Wait until ssh says that the tunnel is there; that a port answers could be somebody else's doing."""
+    assert ssh.stdout is not None
+    timer = threading.Timer(TUNNEL_S, _end, (ssh,))
+    timer.start()
+    try:
+        if any(line.rstrip() == OPEN for line in ssh.stdout):
+            return
+        code = ssh.wait()
+    finally:
+        timer.cancel()
+    if code == 1:
+        raise _no_ray(path, head)
+    words = f"it has not answered by SSH within {TUNNEL_S:g} s" if code < 0 else _last_words(ssh)
+    raise CloudError(
+        f"{path}: there is no way to the head, {head.host}: {words}. Look whether it runs: `raypool cluster status`."
+    )
+
+
+def _free_port(wanted: int) -> int:
+    """Return this port, if nobody has it, else another."""
+    for port in (wanted, 0):
+        with contextlib.suppress(OSError), socket.socket() as listener:
+            listener.bind(("127.0.0.1", port))
+            return int(listener.getsockname()[1])
+    raise CloudError("No port is free on this machine.")
+
+
+# --- logging in on machines by SSH, as Ray's launcher does ------------------------------------------------------------
+#
+# Source: `SSHOptions` in Ray's `autoscaler/_private/command_runner.py`.
+
+
+UNREACHABLE = 255
+"""The exit status of ssh when it has not come to run the command."""
+
+# As Ray's launcher has it: the keys of machines that were made a minute ago are known to nobody, and addresses are used again.
+# The other end may be silent for 15 s, and for 10 s at the beginning.
+_SETTINGS = {
+    "BatchMode": "yes",
+    "ConnectTimeout": "10",
+    "StrictHostKeyChecking": "no",
+    "UserKnownHostsFile": os.devnull,
+    "LogLevel": "ERROR",
+    "ExitOnForwardFailure": "yes",
+    "ServerAliveInterval": "5",
+    "ServerAliveCountMax": "3",
+}
+
+OPTIONS = tuple(f"-o{name}={value}" for name, value in _SETTINGS.items())
+
+
+@dataclass(frozen=True)
+class Login:
+    """Who logs in, and where.
+
+    Attributes:
+        user: The user there.
+        host: The machine's address.
+        key: The file with the private key; None for what ssh takes by itself.
+        proxy: The command that makes the connection; None for ssh's own.
+    """
+
+    user: str
+    host: str
+    key: str | None = None
+    proxy: str | None = None
+
+    def command(self, script: str, *options: str) -> list[str]:
+        """Return the command that runs a script of the shell there.
+
+        Example:
+            >>> Login("me", "10.0.0.1").command("uptime", "-T")[-3:]
+            ['-T', 'me@10.0.0.1', 'uptime']
+        """
+        key = ["-i", str(Path(self.key).expanduser())] if self.key else []
+        proxy = [f"-oProxyCommand={self.proxy}"] if self.proxy else []
+        return ["ssh", *key, *OPTIONS, *proxy, *options, f"{self.user}@{self.host}", script]
+
+    def run(self, script: str) -> subprocess.CompletedProcess[str]:
+        """Run a script of the shell there to its end."""
+        return subprocess.run(self.command(script), stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)

@@ -1,0 +1,224 @@
+"""What runs on the machines of a cluster that Ray's launcher makes: what is installed, and how Ray is started there.
+
+The same for every provider, so that what is said here once (a token for everybody, the dashboard on the loopback, a lost machine
+noticed within seconds) holds for all of them.
+
+Source: Ray's `autoscaler/_private/updater.py` (the commands are run in this order, each by a login shell) and the page
+"Cluster YAML Configuration Options" of its documentation.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterable, Mapping
+from importlib.metadata import version
+from typing import Any
+
+from raypool.cluster.documents import Findings, Keys
+from raypool.cluster.machines import OF_PROVIDERS, Machine, catalogue
+from raypool.cluster.plan import ClusterPlan, NodeGroup
+from raypool.errors import CloudError
+
+TOKEN = "~/.ray/auth_token"  # where Ray looks for it, on every machine
+PORT = 6379  # of the head, which the workers join
+CLIENT_PORT = 10001  # of the head, for Ray Client; Ray's own choice
+DASHBOARD_PORT = 8265  # of the head, on its loopback only: jobs, through a tunnel
+
+START = "ray start"  # what a command that starts Ray has in it
+
+ENVIRONMENT = "~/raypool-venv"
+"""Where everything is installed on a machine: apart from what its image brings, which may be of another Python."""
+
+ROLE = "raypool/role"
+"""The label that says which group a machine belongs to."""
+
+ACCELERATOR = "ray.io/accelerator-type"
+"""Ray's own label for the kind of GPU that a machine has."""
+
+UV = "0.13.9"
+"""The version of the tool that makes this environment, with the Python that it is for, and installs packages into it."""
+
+LAUNCHER_NEEDS = {"gcp": ("google-api-python-client>=2",), "aws": ("boto3",)}
+"""What Ray's launcher asks a provider for machines with; the head does so, too."""
+
+# By default Ray takes 65 s to notice that a machine does not answer any more (5 times 3 s + 10 s); so it takes 8 s.
+HEALTH_CHECKS = {
+    "RAY_health_check_period_ms": 1000,
+    "RAY_health_check_timeout_ms": 2000,
+    "RAY_health_check_failure_threshold": 3,
+}
+
+
+def default_packages() -> tuple[str, ...]:
+    """Return what is installed on machines unless a plan says otherwise: raypool and Ray, of the versions of this machine.
+
+    Both ends of a connection must have the same version of Ray.
+    """
+    return f"raypool=={version('raypool')}", f"ray[client,default,train]=={version('ray')}"
+
+
+def launcher_file(
+    plan: ClusterPlan, provider: Mapping[str, Any], node_config: Callable[[NodeGroup], dict[str, Any]]
+) -> dict[str, Any]:
+    """Return a file for Ray's launcher, for a provider of whom machines are rented.
+
+    Args:
+        plan: The cluster.
+        provider: The entry about the provider.
+        node_config: Gives what the provider is to be told of the machines of a group.
+
+    Raises:
+        CloudError: A machine cannot have the GPUs that it is to have.
+    """
+    for group in plan.groups:
+        _check_machine(plan, group)
+    return {
+        "cluster_name": plan.name,
+        "provider": dict(provider),
+        "auth": {"ssh_user": plan.ssh_user} | ({"ssh_private_key": plan.ssh_key} if plan.ssh_key else {}),
+        "max_workers": sum(group.most for group in plan.workers),
+        "idle_timeout_minutes": plan.idle_minutes,
+        "head_node_type": plan.head.name,
+        "available_node_types": {group.name: _node_type(plan, group, node_config(group)) for group in plan.groups},
+        **commands(plan),
+    }
+
+
+def _check_machine(plan: ClusterPlan, group: NodeGroup) -> None:
+    try:
+        catalogue(OF_PROVIDERS[plan.provider]).check(group.machine, group.gpu, group.gpus)
+    except CloudError as error:
+        raise CloudError(f"{group.name}: {error}") from None
+
+
+def _node_type(plan: ClusterPlan, group: NodeGroup, node_config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "resources": _resources(plan, group),
+        "labels": {ROLE: group.name} | ({ACCELERATOR: group.gpu} if group.gpu else {}),
+        "min_workers": group.least,
+        "max_workers": group.most,
+        "node_config": node_config,
+    }
+
+
+def _resources(plan: ClusterPlan, group: NodeGroup) -> dict[str, int]:
+    """Return what Ray may give away of a machine: of a head without GPUs nothing, so that what is there for all has its peace."""
+    if not group.gpus:
+        return {"CPU": 0 if group is plan.head else _cpus(plan, group)}
+    kind = {f"accelerator_type:{group.gpu}": 1} if group.gpu else {}  # the machine says so itself, but only once it is there
+    return {"CPU": _cpus(plan, group), "GPU": group.gpus, **kind}
+
+
+def _cpus(plan: ClusterPlan, group: NodeGroup) -> int:
+    if group.cpus is not None:
+        return group.cpus
+    return catalogue(OF_PROVIDERS[plan.provider]).machine(group.machine).vcpus
+
+
+def commands(plan: ClusterPlan, flags: Iterable[str] = ()) -> dict[str, Any]:
+    """Return the entries of a launcher's file that say what is copied to, installed and started on machines.
+
+    All of Ray's entries of that kind are there, also the empty ones: for what is missing, Ray takes defaults that open the
+    dashboard to everybody and install an old version of it.
+
+    Args:
+        plan: The cluster.
+        flags: More options of `ray start`, for all machines.
+    """
+    return {
+        "file_mounts": {TOKEN: TOKEN},
+        "initialization_commands": [],
+        "setup_commands": setup_commands(plan),
+        "head_setup_commands": _install(plan, LAUNCHER_NEEDS.get(plan.provider, ())),
+        "worker_setup_commands": [],
+        "head_start_ray_commands": head_commands(flags),
+        "worker_start_ray_commands": worker_commands(plan, flags),
+    }
+
+
+def setup_commands(plan: ClusterPlan) -> list[str]:
+    """Return the commands that install a plan's packages; none if it has none: then Ray has to be there, and on the PATH.
+
+    They may run again on a machine that has been set up.
+    """
+    if not plan.packages:
+        return []
+    path = f'export PATH="{ENVIRONMENT.replace("~", "$HOME")}/bin:$PATH"'
+    return [
+        f"set -o pipefail; [ -x ~/.local/bin/uv ] || curl -LsSf https://astral.sh/uv/{UV}/install.sh | sh",
+        f"~/.local/bin/uv venv --allow-existing --python {shlex.quote(plan.python)} {ENVIRONMENT}",
+        *_install(plan, plan.packages),
+        f"grep -qxF {shlex.quote(path)} ~/.bashrc || echo {shlex.quote(path)} >> ~/.bashrc",
+    ]
+
+
+def _install(plan: ClusterPlan, packages: Iterable[str]) -> list[str]:
+    names = " ".join(shlex.quote(package) for package in packages)
+    return [f"~/.local/bin/uv pip install --python {ENVIRONMENT}/bin/python {names}"] if plan.packages and names else []
+
+
+def head_commands(flags: Iterable[str] = ()) -> list[str]:
+    """Return the commands that start Ray on the head.
+
+    Args:
+        flags: More options of `ray start`.
+
+    Example:
+        >>> stop, start = head_commands(["--num-gpus=0"])
+        >>> "export RAY_AUTH_MODE=token " in start, "--dashboard-host=127.0.0.1" in start, start.endswith("--num-gpus=0")
+        (True, True, True)
+    """
+    settings = [f"{name}={value}" for name, value in HEALTH_CHECKS.items()]
+    options = [f"--port={PORT}", "--dashboard-host=127.0.0.1", "--autoscaling-config=~/ray_bootstrap_config.yaml"]
+    return ["ray stop", _start(settings, ["--head", *options, *flags])]
+
+
+def worker_commands(plan: ClusterPlan, flags: Iterable[str] = ()) -> list[str]:
+    """Return the commands that start Ray on a worker, and beside it the watcher for what the cloud says of the machine."""
+    start = ["ray stop", _start([], [f"--address=$RAY_HEAD_IP:{PORT}", *flags])]
+    return [*start, watcher(plan.provider)] if plan.provider in ("gcp", "aws") else start
+
+
+def _start(settings: Iterable[str], options: Iterable[str]) -> str:
+    exports = " ".join(["RAY_AUTH_MODE=token", *settings])
+    # Without the first option Ray asks a person at the terminal whether it may report how it is used, and waits for the answer.
+    return f"ulimit -n 65536; export {exports}; ray start {' '.join(['--disable-usage-stats', *options])}"
+
+
+def watcher(cloud: str) -> str:
+    """Return the command that starts the watcher, which goes on when the shell has ended, and ends with the node.
+
+    Args:
+        cloud: "gcp" or "aws".
+    """
+    return f"setsid nohup python -m raypool.cluster.preemption --cloud {cloud} </dev/null >~/raypool-preemption.log 2>&1 &"
+
+
+def check_resources(
+    findings: Findings, keys: Keys, shape: Machine | None, gpu: str | None, gpus: int, is_filled_in: bool = False
+) -> None:
+    """Note where a file for Ray's launcher tells Ray of a machine other than what it has.
+
+    Ray believes what is written there: with too many GPUs, work waits for ever for the last ones; with too few, they idle.
+
+    Args:
+        findings: The file.
+        keys: Where the type of node stands.
+        shape: Its machine; None: made to measure.
+        gpu: The kind of its GPUs by Ray's name, None if it has none.
+        gpus: How many it has.
+        is_filled_in: Whether Ray asks the provider for what is not said, and so need not be told.
+    """
+    resources = findings.at((*keys, "resources")) or {}
+    told = resources.get("GPU", gpus if is_filled_in else 0)
+    if told != gpus:
+        at = (*keys, "resources", "GPU") if "GPU" in resources else (*keys, "resources")
+        has = f"{gpus} {gpu}" if gpus else "none"
+        findings.add(at, f"Ray is told of {told} GPUs, and the machine has {has}: it must be `GPU: {gpus}`.")
+    if shape and resources.get("CPU", 0) > shape.vcpus:
+        text = f"Ray is told of {resources['CPU']} CPUs, and {shape.name} has {shape.vcpus} vCPUs; that many at most."
+        findings.add((*keys, "resources", "CPU"), text)
+    label = findings.at((*keys, "labels", ACCELERATOR))
+    if label is not None and label != gpu:
+        right = f"it must be {gpu}" if gpu else "the machine has no GPU"
+        findings.add((*keys, "labels", ACCELERATOR), f"the label is {label!r}; {right}.")
