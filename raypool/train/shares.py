@@ -108,7 +108,7 @@ class LearningRates(NamedTuple):
         """Return what the learning rate is multiplied by at a step, from 0 on.
 
         Example:
-            >>> course = Course("linear", steps_per_epoch=10, num_steps=14, warmup_steps=4)
+            >>> course = LearningRates("linear", steps_per_epoch=10, num_steps=14, warmup_steps=4)
             >>> [course.factor(step) for step in (0, 3, 4, 9, 14)]
             [0.25, 1.0, 1.0, 0.5, 0.0]
         """
