@@ -15,8 +15,8 @@ from typing import Any
 from raypool.batches import Call
 from raypool.cloud.sealed import check_versions, make_outcome_path, seal, unseal
 from raypool.engine.answers import pack_error
+from raypool.engine.checkpoint_folders import filesystem
 from raypool.engine.coroutines import finished
-from raypool.engine.homes import filesystem
 from raypool.engine.packing import snapshot
 from raypool.engine.ray_session import join_ray
 from raypool.errors import CloudError, TaskError

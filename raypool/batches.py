@@ -149,7 +149,7 @@ def _as_there(profile: Profile) -> Profile:
 
 def _checked_place(outputs: str | None) -> str | None:
     """Return a place for outputs without a slash at its end."""
-    from raypool.engine.homes import filesystem
+    from raypool.engine.checkpoint_folders import filesystem
 
     if outputs is None:
         return None

@@ -51,7 +51,7 @@ def save_checkpoint(state: Any, path: PathLike | None = None) -> Path:
     with unbroken(note):
         _write(state, file)
         if path is None and note is not None and note.folders is not None:
-            note.folders.bring_home(note, note.index)
+            note.folders.upload(note, note.index)
     return file
 
 

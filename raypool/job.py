@@ -236,7 +236,7 @@ def read(place: str, key: str) -> bytes:
         FileNotFoundError: Nothing is there.
         CloudError: It cannot be read.
     """
-    from raypool.engine.homes import filesystem
+    from raypool.engine.checkpoint_folders import filesystem
 
     files, root = filesystem(place, "outputs")
     try:

@@ -20,6 +20,7 @@ from raypool.errors import InvalidTypeError
 if TYPE_CHECKING:
     import torch
 
+    from raypool.engine.checkpoint_folders import CheckpointFolders
     from raypool.store import ValueStore
 
 
@@ -118,9 +119,13 @@ class CurrentTask:
     def checkpoint_dir(self) -> Path:
         """The item's own folder for checkpoints, which is there: what one attempt has left in it, the next one finds.
 
-        In a loop with a `run_dir` it is in that folder, and stays; with `options(checkpoints=...)` it is kept there. On a machine
-        that does not see that place it is a copy, which is brought home by `save_checkpoint` and when the item ends. Without
-        either it is a temporary folder of the machine, which goes with the pool; outside a pool, of this process.
+        In a loop with a `run_dir` it is in that folder, and stays; with `options(checkpoints=...)` it is there instead. If that
+        is a URL, this is a local copy, which `save_checkpoint` and the end of the item upload. Without either it is a temporary
+        folder of the machine, which goes with the pool; outside a pool, of this process.
+
+        Raises:
+            InvalidValueError: The `run_dir` (or `checkpoints=...`) is a folder that this machine does not share with the one that
+                opened the pool.
         """
         from raypool.folders import folder_of_process
 
@@ -166,7 +171,7 @@ class Running:
     shelter: Shelter | None = None  # for what is not to be interrupted
     thread_id: int = field(default_factory=threading.get_ident)  # in which it runs
     agreed_stop: bool | None = None  # what the ranks of a training have agreed on, None in anything else
-    folders: Folders | None = None  # of the pool, for checkpoints
+    folders: CheckpointFolders | None = None  # of the pool, for checkpoints
     checkpoints: tuple[str, Mapping[int, str]] | None = (
         None  # where they are kept, if they are, and there each item's by its number
     )
@@ -186,22 +191,6 @@ class Running:
                     fn()
                 except Exception:  # it is not the item that has failed: that runs again
                     traceback.print_exc()
-
-
-class Folders(Protocol):
-    """Gives the items that a pool runs here their folders for checkpoints."""
-
-    def temporary(self) -> Path:
-        """Return a folder of the pool's on this machine, which goes with the pool."""
-
-    def folder(self, note: Running, index: int) -> Path:
-        """Return the folder of an item, made or fetched if it is not here."""
-
-    def bring_home(self, note: Running, index: int) -> None:
-        """See to it that what is in the folder now is where it is kept."""
-
-    def end(self, note: Running, index: int) -> None:
-        """Bring home what is in the folder of an item that has ended, if it has one, and let go of what is only a copy."""
 
 
 class Shelter(Protocol):

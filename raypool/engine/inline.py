@@ -30,11 +30,11 @@ from raypool.engine.backend import (
     SliceResult,
     WorkerInfo,
 )
+from raypool.engine.checkpoint_folders import CheckpointFolders, temporary_here
 from raypool.engine.diary import listening
 from raypool.engine.early import Early
 from raypool.engine.guard import ThreadGuard
 from raypool.engine.machine import gpus_here
-from raypool.engine.mirrors import ItemFolders, home_here, temporary_here
 from raypool.engine.open_call import RawResult
 from raypool.engine.runner import Surroundings, run_parts, set_up
 from raypool.engine.time_limit import TimeLimit
@@ -105,7 +105,7 @@ class InlineBackend:
         self._making = threading.Lock()
         self._is_closed = False
         self._temporary = TemporaryFolder()
-        self._folders = ItemFolders(temporary_here(self._temporary), home_here)
+        self._folders = CheckpointFolders(temporary_here(self._temporary))
         self._find_way = find_way or (way_finder_here() if in_task() else self._way_of_own)
 
     def find_way(self) -> Way:

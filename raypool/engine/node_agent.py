@@ -23,9 +23,9 @@ import ray
 from raypool.core.messages import Signal
 from raypool.devices.gpus import GpuDevice, Inventory
 from raypool.engine.backend import GpuMemory
+from raypool.engine.checkpoint_folders import token_of
 from raypool.engine.exchange import Exchange
 from raypool.engine.guard import AT_HAND, NOTHING, SIGNALS, STOP_SIGNAL, WHOLE, WISH
-from raypool.engine.homes import FolderHome
 from raypool.engine.memory import is_over, memory_used
 from raypool.engine.mps import Mps, MpsState
 from raypool.engine.telemetry import Telemetry, Usage
@@ -273,12 +273,12 @@ class NodeAgent:
         """Return the pool's folder for temporary files on this node, which goes when its processes here have ended."""
         return str(self._temporary.path())
 
-    async def keep(self, home: str, verb: str, *args: Any) -> tuple[Any, OSError | None]:
-        """Do something in a folder of this node for a worker that does not see it: a method of `FolderHome`, what came of it."""
+    async def token(self, folder: str) -> str | OSError:
+        """Return the token of a folder of this node, by which workers elsewhere know whether they see it; or what is wrong."""
         try:
-            return await asyncio.to_thread(getattr(FolderHome(home), verb), *args), None
+            return await asyncio.to_thread(token_of, folder)
         except OSError as error:
-            return None, error
+            return error
 
     # --- its GPUs -----------------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 from raypool.captured import Generator, generators_of
 from raypool.engine import diary
 from raypool.engine.backend import Part, WorkerInfo
+from raypool.engine.checkpoint_folders import CheckpointFolders
 from raypool.engine.coroutines import finished
 from raypool.engine.early import Early
 from raypool.engine.guard import NOW, Guard, Terminated
@@ -24,7 +25,7 @@ from raypool.engine.sharing import Turns
 from raypool.engine.torch_modes import torch_modes
 from raypool.engine.upkeep import Upkeep, note_shortage
 from raypool.errors import TaskCancelled, TaskError
-from raypool.task import Folders, Running, Say, is_retired, item_seed, running, unbroken
+from raypool.task import Running, Say, is_retired, item_seed, running, unbroken
 
 UNCHANGEABLE = frozenset({int, float, bool, str, bytes, type(None)})
 """Types whose values stay what they are."""
@@ -66,7 +67,7 @@ class Surroundings(NamedTuple):
     say: Say
     keeper: Keeper | None = None
     find_way: Callable[[], Any] | None = None
-    folders: Folders | None = None
+    folders: CheckpointFolders | None = None
     upkeep: Upkeep | None = None
     turns: Turns | None = None
     is_users_thread: bool = False
@@ -176,7 +177,7 @@ def _numbers(part: Part) -> Sequence[int]:
     return range(part.start, part.start + part.num_items) if part.numbers is None else part.numbers
 
 
-def _with_folders(fn: Callable[[Any], Any], note: Running, folders: Folders) -> Callable[[Any], Any]:
+def _with_folders(fn: Callable[[Any], Any], note: Running, folders: CheckpointFolders) -> Callable[[Any], Any]:
     """Let the checkpoints of each item be where they are kept before its outcome is known."""
 
     def call(item: Any) -> Any:
@@ -187,7 +188,7 @@ def _with_folders(fn: Callable[[Any], Any], note: Running, folders: Folders) -> 
                 with unbroken(note):
                     folders.end(note, note.index)
             except Exception as why:
-                error.add_note(f"raypool: its checkpoints could not be brought home: {type(why).__name__}: {why}")
+                error.add_note(f"raypool: its checkpoints could not be uploaded: {type(why).__name__}: {why}")
             raise
         with unbroken(note):
             folders.end(note, note.index)
