@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from raypool.engine.checkpoint_folders import CheckpointFolders
+    from raypool.engine.guard import Guard
     from raypool.store import ValueStore
 
 
@@ -168,7 +169,7 @@ class Running:
     printed: deque[tuple[int, str]] | None = None
     outer: Running | None = None  # the task in which this one was called for
     find_way: Callable[[], Way] | None = None  # to the pool's exchange, if that is in this process
-    shelter: Shelter | None = None  # for what is not to be interrupted
+    shelter: Guard | None = None  # for what is not to be interrupted
     thread_id: int = field(default_factory=threading.get_ident)  # in which it runs
     agreed_stop: bool | None = None  # what the ranks of a training have agreed on, None in anything else
     folders: CheckpointFolders | None = None  # of the pool, for checkpoints
@@ -191,20 +192,6 @@ class Running:
                     fn()
                 except Exception:  # it is not the item that has failed: that runs again
                     traceback.print_exc()
-
-
-class Shelter(Protocol):
-    """Keeps what is running from being interrupted."""
-
-    def shield(self) -> bool:
-        """Interrupt nothing from here on; return whether `expose` has to follow: not where it was interrupted before."""
-
-    def expose(self) -> None:
-        """Interrupt it again; at once, if that was wanted meanwhile."""
-
-    @property
-    def is_cancelled(self) -> bool:
-        """Whether what is running was cancelled."""
 
 
 @contextlib.contextmanager

@@ -12,12 +12,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from raypool.core.messages import ResizeRequested
 from raypool.core.sharing import CONTEXT_BYTES, MOST, Load, fitting, fraction_for, seats_for
 from raypool.engine.backend import Part, Post, SliceResult
 from raypool.engine.claims import Claim
+from raypool.engine.seat import Seat
 from raypool.engine.seating import Seating
 from raypool.engine.sharing import Sharing, Weight
 from raypool.engine.telemetry import Usage
@@ -39,13 +40,6 @@ logger = logging.getLogger("raypool")
 
 AskUsage = Callable[[int, float, float, Callable[[Usage | None], object]], object]
 """Asks how the GPU of a worker was used between two times [s since the epoch], and lets the last argument have the answer."""
-
-
-class Seat(Protocol):
-    """A place, and what it stands on."""
-
-    place: int
-    claim: Claim
 
 
 class Flight(NamedTuple):

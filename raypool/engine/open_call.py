@@ -8,10 +8,11 @@ from array import array
 from collections.abc import Callable, Sequence
 from math import inf
 from time import monotonic
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from raypool.engine.backend import Part
 from raypool.engine.guard import NOW
+from raypool.engine.upkeep import Upkeep
 
 
 class RawResult:
@@ -93,30 +94,23 @@ class Narrowed(NamedTuple):
         return Narrowed(self.attempt_id, [RawResult(result.start) for result in self.results], kept)
 
 
-class Gauge(Protocol):
-    """Knows how much of its GPU's memory a process had since a slice began."""
-
-    def peak(self) -> int | None:
-        """Return it [bytes]."""
-
-
 class OpenCall:
     """A call that a worker is at: its thread begins one part after the other, and another may narrow the call meanwhile.
 
     Args:
         attempt_id: Its number.
         parts: What it holds.
-        gauge: Measures the GPU's memory, if there is one.
+        upkeep: Measures the GPU's memory, if there is one.
     """
 
-    __slots__ = ("_gauge", "_is_cut", "_is_over", "_lock", "_parts", "attempt_id", "began_at", "results")
+    __slots__ = ("_is_cut", "_is_over", "_lock", "_parts", "_upkeep", "attempt_id", "began_at", "results")
 
-    def __init__(self, attempt_id: int, parts: Sequence[Part], gauge: Gauge | None = None) -> None:
+    def __init__(self, attempt_id: int, parts: Sequence[Part], upkeep: Upkeep | None = None) -> None:
         self.attempt_id = attempt_id
         self.began_at = monotonic()
         self.results: list[RawResult] = []  # of the parts that have begun or were passed over
         self._parts = parts
-        self._gauge = gauge
+        self._upkeep = upkeep
         self._lock = threading.Lock()
         self._is_cut = False  # nothing more begins
         self._is_over = False
@@ -160,8 +154,8 @@ class OpenCall:
         told = [*(result.so_far(result.done) for result in self.results[:-1]), last.so_far(done)]
         if len(told[-1].values) < done:
             return None
-        if self._gauge is not None:
-            told[-1].peak_memory_bytes = self._gauge.peak()
+        if self._upkeep is not None:
+            told[-1].peak_memory_bytes = self._upkeep.peak()
         later = self._parts[number + 1 :]
         told += [RawResult(other.start) for other in later]
         rest = part.num_items - done if part.is_fixed else 1

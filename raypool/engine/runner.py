@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import inf
 from time import perf_counter, time
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from raypool.captured import Generator, generators_of
 from raypool.engine import diary
@@ -27,26 +27,14 @@ from raypool.engine.upkeep import Upkeep, note_shortage
 from raypool.errors import TaskCancelled, TaskError
 from raypool.task import Running, Say, is_retired, item_seed, running, unbroken
 
+if TYPE_CHECKING:
+    from raypool.engine.packing import ParcelKeeper  # which imports Ray
+
 UNCHANGEABLE = frozenset({int, float, bool, str, bytes, type(None)})
 """Types whose values stay what they are."""
 
 CALL_LIMIT_S = 0.2
 """A call that was meant to be short hands back what it has not begun after this time [s]: others may be free by now."""
-
-
-class Keeper(Protocol):
-    """Turns each value, as soon as it is returned, into something that later items cannot change.
-
-    `loose`: what of these has to be secured before anything else runs, if anything.
-    """
-
-    loose: list[Any]
-
-    def keep(self, value: Any) -> Any:
-        """Return it; what this raises is the item's error."""
-
-    def secure(self) -> bool:
-        """Let nothing be loose any more; False if there is no memory for that, so that nothing else may run in this call."""
 
 
 class Surroundings(NamedTuple):
@@ -65,7 +53,7 @@ class Surroundings(NamedTuple):
     unpack: Callable[[Any], list[Any]]
     guard: Guard
     say: Say
-    keeper: Keeper | None = None
+    keeper: ParcelKeeper | None = None
     find_way: Callable[[], Any] | None = None
     folders: CheckpointFolders | None = None
     upkeep: Upkeep | None = None
