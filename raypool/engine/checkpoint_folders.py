@@ -50,7 +50,7 @@ class CheckpointFolders:
         self._pid = os.getpid()
 
     def check_shared(self, folder: str) -> None:
-        """Raise an error if the process that opened the pool does not see this folder; here it is that process."""
+        """Raise an error where this process does not see a folder as the pool's driver does; the driver's own process does."""
 
     def folder(self, note: Running, index: int) -> Path:
         """Return the folder of an item.
@@ -80,10 +80,10 @@ class CheckpointFolders:
             return self._copies[key].folder
 
     def upload(self, note: Running, index: int) -> None:
-        """Bring what is in an item's folder now to its URL, if it has one; in a forked child that is for its parent to do.
+        """Upload what is in an item's folder now, if it is a copy; a forked child leaves that to its parent.
 
         Raises:
-            OSError: It cannot be brought there.
+            OSError: It cannot be uploaded.
         """
         key = (note.task_id, index, note.attempt)
         if key in self._copies and os.getpid() == self._pid:
@@ -144,14 +144,14 @@ def sees(folder: str, token: str) -> bool:
 # --- URLs -------------------------------------------------------------------------------------------------------------
 
 
-class Entry(NamedTuple):
+class StoredFile(NamedTuple):
     """A file of a checkpoint: how large it is, and which version it has come with."""
 
     size: int
     version: str
 
 
-Listing = dict[str, Entry]
+Listing = dict[str, StoredFile]
 """The files of a checkpoint, by their paths in its folder."""
 
 
@@ -177,7 +177,7 @@ class UrlStorage:
                 record = json.loads(stream.read())
         except FileNotFoundError:
             return {}
-        return {file: Entry(*entry) for file, entry in record["files"].items()}
+        return {file: StoredFile(*entry) for file, entry in record["files"].items()}
 
     def read(self, name: str, file: str, version: str) -> Iterator[bytes]:
         """Yield a file in pieces."""
@@ -187,16 +187,13 @@ class UrlStorage:
 
     def begin(self, name: str) -> str:
         """Begin a new version, and remove what others have left unfinished."""
-        counted = {entry.version for entry in self.listing(name).values()}
-        for left in self._versions(name) - counted:
-            self._files.delete_dir(f"{self._root}/{name}/{left}")
-        return uuid.uuid4().hex[:8]
-
-    def _versions(self, name: str) -> set[str]:
         from pyarrow.fs import FileSelector, FileType
 
-        found = self._files.get_file_info(FileSelector(f"{self._root}/{name}", allow_not_found=True))
-        return {info.base_name for info in found if info.type == FileType.Directory}
+        counted = {entry.version for entry in self.listing(name).values()}
+        for info in self._files.get_file_info(FileSelector(f"{self._root}/{name}", allow_not_found=True)):
+            if info.type == FileType.Directory and info.base_name not in counted:
+                self._files.delete_dir(info.path)
+        return uuid.uuid4().hex[:8]
 
     def write(self, name: str, version: str, file: str, pieces: Iterable[bytes]) -> int:
         """Write a file into a version; return its size."""
@@ -316,7 +313,7 @@ class LocalCopy:
         files: Listing = {file: self._kept[file] for file in looks if file not in changed}
         for file in changed:
             size = self._storage.write(self._name, version, file, _pieces_of(self.folder / file))
-            files[file] = Entry(size, version)
+            files[file] = StoredFile(size, version)
         self._storage.publish(self._name, version, files)
         self._kept = files
         self._looks = {file: look for file, look in looks.items() if look is not None}

@@ -21,7 +21,7 @@ import torch
 
 from raypool import InvalidTypeError, InvalidValueError, load_checkpoint, save_checkpoint
 from raypool.engine import checkpoint_folders
-from raypool.engine.checkpoint_folders import Entry, LocalCopy, UrlStorage, files_in, sees, token_of
+from raypool.engine.checkpoint_folders import LocalCopy, StoredFile, UrlStorage, files_in, sees, token_of
 from raypool.folders import TemporaryFolder
 
 # --- one file ---------------------------------------------------------------------------------------------------------
@@ -227,7 +227,7 @@ def test_an_attempt_that_was_given_up_replaces_nothing(storage: UrlStorage, tmp_
     (new.folder / "x").write_text("new")
     new.upload()
     with pytest.raises(OSError, match="another attempt"):
-        storage.publish("a", version, {"x": Entry(4, version)})
+        storage.publish("a", version, {"x": StoredFile(4, version)})
     assert contents(LocalCopy(storage, "a", tmp_path / "after").folder) == {"x": b"new"}
 
 
