@@ -178,7 +178,7 @@ def _checked_profile(profile: str | Profile) -> Profile:
 
 def _checked_place(outputs: str | None) -> str | None:
     """Return a place for outputs without a slash at its end."""
-    from raypool.worker.homes import filesystem
+    from raypool.worker.checkpoint_folders import filesystem
 
     if outputs is None:
         return None
@@ -373,7 +373,7 @@ class Job:
             FileNotFoundError: It is on neither.
             CloudError: It cannot be read from here.
         """
-        from raypool.worker.homes import filesystem
+        from raypool.worker.checkpoint_folders import filesystem
 
         place = self._info.metadata.get(OUTPUTS)
         not_there: OSError = FileNotFoundError(self.id)
@@ -543,7 +543,7 @@ def _leave(data: bytes, job_id: str, place: str | None) -> None:
 
 def _put(data: bytes, name: str, place: str) -> tuple[Any, str]:
     """Write a file in a folder or at a URL, all of it or nothing; return who knows it, and what it calls it."""
-    from raypool.worker.homes import filesystem
+    from raypool.worker.checkpoint_folders import filesystem
 
     files, root = filesystem(place, "outputs")
     with contextlib.suppress(NotImplementedError):

@@ -92,7 +92,9 @@ class LoopVerbs:
             name: What to call the loop in messages and displays.
             run_dir: Keep what becomes of each item in this folder, before anybody hears of it. The same call later, with the same
                 items in any order, more of them or fewer, goes on from there: also after the machine went down. An item is known
-                again by what it is; `fn` by its name. Beside the journal are, for each item, what it reported and printed.
+                again by what it is; `fn` by its name. Beside the journal are, for each item, what it reported and printed, and
+                its `current_task().checkpoint_dir`; if items use that, all machines of the pool have to see this folder, or
+                `pool.options(checkpoints=...)` names a URL for it.
             rerun: What of a `run_dir` runs again: "failed": what failed, and what is missing; "missing": only what has no outcome
                 yet; "all": everything. Checkpoints of the items stay in any case.
 

@@ -76,9 +76,9 @@ class PoolView(LoopVerbs, TrainingVerbs, concurrent.futures.Executor):
                 leaves behind there (it costs a worker's start; in pools of this process it means nothing). `priority`: higher
                 goes first; equal ones go in the order in which they were handed in. `worker`: run on the worker with this
                 number only; if that one is lost, so is the task. `name`: what to call the work in messages and displays.
-                `checkpoints`: a folder or URL ("gs://...") in which `current_task().checkpoint_dir` of each item is kept, for
-                whoever hands in an equal one later too (of the same function, with equal arguments); equal calls that run at
-                the same time share it.
+                `checkpoints`: a folder that all machines of the pool see, or a URL ("gs://..."), in which
+                `current_task().checkpoint_dir` of each item is kept, for whoever hands in an equal one later too (of the same
+                function, with equal arguments); equal calls that run at the same time share it.
 
         Raises:
             InvalidTypeError: There is no such option.

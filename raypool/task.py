@@ -120,9 +120,13 @@ class CurrentTask:
     def checkpoint_dir(self) -> Path:
         """The item's own folder for checkpoints, which is there: what one attempt has left in it, the next one finds.
 
-        In a loop with a `run_dir` it is in that folder, and stays; with `options(checkpoints=...)` it is kept there. On a machine
-        that does not see that place it is a copy, which is brought home by `save_checkpoint` and when the item ends. Without
-        either it is a temporary folder of the machine, which goes with the pool; outside a pool, of this process.
+        In a loop with a `run_dir` it is in that folder, and stays; with `options(checkpoints=...)` it is there instead. If that
+        is a URL, this is a local copy, which `save_checkpoint` and the end of the item upload. Without either it is a temporary
+        folder of the machine, which goes with the pool; outside a pool, of this process.
+
+        Raises:
+            InvalidValueError: The `run_dir` (or `checkpoints=...`) is a folder that this machine does not share with the one that
+                opened the pool.
         """
         from raypool.folders import folder_of_process
 
@@ -271,7 +275,7 @@ def save_checkpoint(state: Any, path: PathLike | None = None) -> Path:
     with unbroken(note):
         _write(state, file)
         if path is None and note is not None and note.folders is not None:
-            note.folders.bring_home(note, note.index)
+            note.folders.upload(note, note.index)
     return file
 
 

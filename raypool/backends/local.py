@@ -29,8 +29,8 @@ from raypool.errors import LossReason, ResourceError
 from raypool.folders import TemporaryFolder
 from raypool.gpus.table import gpus_here
 from raypool.profiles import Profile
+from raypool.worker.checkpoint_folders import CheckpointFolders, temporary_here
 from raypool.worker.interrupts import ThreadGuard, TimeLimit
-from raypool.worker.mirrors import ItemFolders, home_here, temporary_here
 from raypool.worker.runner import Early, Narrowed, OpenCall, RawResult, Surroundings, Watch, run_parts, set_up
 from raypool.worker.running import Say, Way, end_thread, in_task
 
@@ -96,7 +96,7 @@ class InlineBackend:
         self._making = threading.Lock()
         self._is_closed = False
         self._temporary = TemporaryFolder()
-        self._folders = ItemFolders(temporary_here(self._temporary), home_here)
+        self._folders = CheckpointFolders(temporary_here(self._temporary))
         self._find_way = find_way or (way_finder_here() if in_task() else self._way_of_own)
 
     def find_way(self) -> Way:

@@ -24,6 +24,7 @@ from raypool.journal.keys import FunctionSource, found
 from raypool.journal.opening import Contents
 from raypool.journal.reading import ItemRecord, entries_of, newest_run, positions_of, read_contents
 from raypool.journal.rows import get_back
+from raypool.worker.checkpoint_folders import CheckpointFolders
 from raypool.worker.runner import seed_everything
 from raypool.worker.running import Running, item_seed, running
 
@@ -51,7 +52,10 @@ class Replay(NamedTuple):
         """
         note = Running(self.number, self.attempt, self.seed, 0, None, self.name)
         with tempfile.TemporaryDirectory(prefix="raypool-replay-") as folder:
-            note.folders = _Copies(self.run_dir / "items" / self.key / "checkpoint", Path(folder) / "checkpoint")
+            original = self.run_dir / "items" / self.key / "checkpoint"
+            if original.is_dir():
+                shutil.copytree(original, Path(folder) / "checkpoint")
+            note.folders, note.checkpoints = CheckpointFolders(lambda: Path(folder)), (folder, {self.number: "checkpoint"})
             if self.seed is not None:
                 seed_everything(item_seed(self.seed, self.number), generators_of(self.fn))
             token = running.set(note)
@@ -59,33 +63,6 @@ class Replay(NamedTuple):
                 return call(self.fn, self.item)
             finally:
                 running.reset(token)
-
-
-class _Copies:
-    """Gives an item that is replayed a copy of its checkpoints."""
-
-    def __init__(self, original: Path, copy: Path) -> None:
-        self._original = original
-        self._copy = copy
-
-    def temporary(self) -> Path:
-        """Return a folder that goes with the replay."""
-        return self._copy.parent
-
-    def folder(self, note: Running, index: int) -> Path:
-        """Return the copy."""
-        if not self._copy.exists():
-            if self._original.is_dir():
-                shutil.copytree(self._original, self._copy)
-            else:
-                self._copy.mkdir(mode=0o700)
-        return self._copy
-
-    def bring_home(self, note: Running, index: int) -> None:
-        """Leave the run as it is."""
-
-    def end(self, note: Running, index: int) -> None:
-        """Leave the run as it is."""
 
 
 @contextlib.contextmanager

@@ -18,16 +18,20 @@ from contextvars import copy_context
 from math import inf
 from time import monotonic, perf_counter, time
 from types import CoroutineType
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from raypool.channel import capture
 from raypool.channel.captured import Generator, generators_of
 from raypool.channel.records import Part, WorkerInfo
 from raypool.errors import TaskCancelled, TaskError
+from raypool.worker.checkpoint_folders import CheckpointFolders
 from raypool.worker.gpu_memory import Upkeep, note_shortage
 from raypool.worker.gpu_turns import Turns
 from raypool.worker.interrupts import NOW, Guard, Terminated
-from raypool.worker.running import Folders, Running, Say, is_retired, item_seed, running, unbroken
+from raypool.worker.running import Running, Say, is_retired, item_seed, running, unbroken
+
+if TYPE_CHECKING:
+    from raypool.backends.ray.packing import ParcelKeeper  # which imports Ray
 
 # --- calls that last: what is done is told before they end, and what they have not begun is handed back ---------------
 #
@@ -133,21 +137,6 @@ CALL_LIMIT_S = 0.2
 """A call that was meant to be short hands back what it has not begun after this time [s]: others may be free by now."""
 
 
-class Keeper(Protocol):
-    """Turns each value, as soon as it is returned, into something that later items cannot change.
-
-    `loose`: what of these has to be secured before anything else runs, if anything.
-    """
-
-    loose: list[Any]
-
-    def keep(self, value: Any) -> Any:
-        """Return it; what this raises is the item's error."""
-
-    def secure(self) -> bool:
-        """Let nothing be loose any more; False if there is no memory for that, so that nothing else may run in this call."""
-
-
 class Surroundings(NamedTuple):
     """What a worker has to run slices with.
 
@@ -164,9 +153,9 @@ class Surroundings(NamedTuple):
     unpack: Callable[[Any], list[Any]]
     guard: Guard
     say: Say
-    keeper: Keeper | None = None
+    keeper: ParcelKeeper | None = None
     find_way: Callable[[], Any] | None = None
-    folders: Folders | None = None
+    folders: CheckpointFolders | None = None
     upkeep: Upkeep | None = None
     turns: Turns | None = None
     is_users_thread: bool = False
@@ -276,7 +265,7 @@ def _numbers(part: Part) -> Sequence[int]:
     return range(part.start, part.start + part.num_items) if part.numbers is None else part.numbers
 
 
-def _with_folders(fn: Callable[[Any], Any], note: Running, folders: Folders) -> Callable[[Any], Any]:
+def _with_folders(fn: Callable[[Any], Any], note: Running, folders: CheckpointFolders) -> Callable[[Any], Any]:
     """Let the checkpoints of each item be where they are kept before its outcome is known."""
 
     def call(item: Any) -> Any:
@@ -287,7 +276,7 @@ def _with_folders(fn: Callable[[Any], Any], note: Running, folders: Folders) -> 
                 with unbroken(note):
                     folders.end(note, note.index)
             except Exception as why:
-                error.add_note(f"raypool: its checkpoints could not be brought home: {type(why).__name__}: {why}")
+                error.add_note(f"raypool: its checkpoints could not be uploaded: {type(why).__name__}: {why}")
             raise
         with unbroken(note):
             folders.end(note, note.index)
@@ -506,30 +495,23 @@ class Narrowed(NamedTuple):
         return Narrowed(self.attempt_id, [RawResult(result.start) for result in self.results], kept)
 
 
-class Gauge(Protocol):
-    """Knows how much of its GPU's memory a process had since a slice began."""
-
-    def peak(self) -> int | None:
-        """Return it [bytes]."""
-
-
 class OpenCall:
     """A call that a worker is at: its thread begins one part after the other, and another may narrow the call meanwhile.
 
     Args:
         attempt_id: Its number.
         parts: What it holds.
-        gauge: Measures the GPU's memory, if there is one.
+        upkeep: Measures the GPU's memory, if there is one.
     """
 
-    __slots__ = ("_gauge", "_is_cut", "_is_over", "_lock", "_parts", "attempt_id", "began_at", "results")
+    __slots__ = ("_is_cut", "_is_over", "_lock", "_parts", "_upkeep", "attempt_id", "began_at", "results")
 
-    def __init__(self, attempt_id: int, parts: Sequence[Part], gauge: Gauge | None = None) -> None:
+    def __init__(self, attempt_id: int, parts: Sequence[Part], upkeep: Upkeep | None = None) -> None:
         self.attempt_id = attempt_id
         self.began_at = monotonic()
         self.results: list[RawResult] = []  # of the parts that have begun or were passed over
         self._parts = parts
-        self._gauge = gauge
+        self._upkeep = upkeep
         self._lock = threading.Lock()
         self._is_cut = False  # nothing more begins
         self._is_over = False
@@ -573,8 +555,8 @@ class OpenCall:
         told = [*(result.so_far(result.done) for result in self.results[:-1]), last.so_far(done)]
         if len(told[-1].values) < done:
             return None
-        if self._gauge is not None:
-            told[-1].peak_memory_bytes = self._gauge.peak()
+        if self._upkeep is not None:
+            told[-1].peak_memory_bytes = self._upkeep.peak()
         later = self._parts[number + 1 :]
         told += [RawResult(other.start) for other in later]
         rest = part.num_items - done if part.is_fixed else 1

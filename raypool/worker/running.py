@@ -12,8 +12,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from raypool.worker.checkpoint_folders import CheckpointFolders
+    from raypool.worker.interrupts import Guard
 
 
 def _say_nothing(note: Running, kind: str, payload: Any) -> bool | None:
@@ -42,10 +45,10 @@ class Running:
     printed: deque[tuple[int, str]] | None = None
     outer: Running | None = None  # the task in which this one was called for
     find_way: Callable[[], Way] | None = None  # to the pool's exchange, if that is in this process
-    shelter: Shelter | None = None  # for what is not to be interrupted
+    shelter: Guard | None = None  # for what is not to be interrupted
     thread_id: int = field(default_factory=threading.get_ident)  # in which it runs
     agreed_stop: bool | None = None  # what the ranks of a training have agreed on, None in anything else
-    folders: Folders | None = None  # of the pool, for checkpoints
+    folders: CheckpointFolders | None = None  # of the pool, for checkpoints
     checkpoints: tuple[str, Mapping[int, str]] | None = (
         None  # where they are kept, if they are, and there each item's by its number
     )
@@ -65,36 +68,6 @@ class Running:
                     fn()
                 except Exception:  # it is not the item that has failed: that runs again
                     traceback.print_exc()
-
-
-class Folders(Protocol):
-    """Gives the items that a pool runs here their folders for checkpoints."""
-
-    def temporary(self) -> Path:
-        """Return a folder of the pool's on this machine, which goes with the pool."""
-
-    def folder(self, note: Running, index: int) -> Path:
-        """Return the folder of an item, made or fetched if it is not here."""
-
-    def bring_home(self, note: Running, index: int) -> None:
-        """See to it that what is in the folder now is where it is kept."""
-
-    def end(self, note: Running, index: int) -> None:
-        """Bring home what is in the folder of an item that has ended, if it has one, and let go of what is only a copy."""
-
-
-class Shelter(Protocol):
-    """Keeps what is running from being interrupted."""
-
-    def shield(self) -> bool:
-        """Interrupt nothing from here on; return whether `expose` has to follow: not where it was interrupted before."""
-
-    def expose(self) -> None:
-        """Interrupt it again; at once, if that was wanted meanwhile."""
-
-    @property
-    def is_cancelled(self) -> bool:
-        """Whether what is running was cancelled."""
 
 
 @contextlib.contextmanager

@@ -8,16 +8,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# The home is a path that every process sees another folder by: the driver's agent its own, a worker the one that it has gone to.
+# HOME is a path by which every process sees another folder: the driver's agent its own, a worker the one that it has gone to.
 ELSEWHERE = """
-    import os, sys
+    import os, platform
     from pathlib import Path
     from raypool.backends.ray.session import ENVIRONMENT, make_token
     os.environ.update(ENVIRONMENT)
     make_token()
     import ray
     from ray.cluster_utils import Cluster
-    from raypool import WorkerResources, current_task, load_checkpoint, parpool, save_checkpoint
+    from raypool import InvalidValueError, WorkerResources, current_task, load_checkpoint, parpool, save_checkpoint
 
     os.chdir(os.environ["HERE"])
     HOME = "/proc/self/cwd/" + os.environ["NAME"]
@@ -39,14 +39,19 @@ ELSEWHERE = """
         cluster.add_node(num_cpus=1, include_dashboard=False)
         kind = WorkerResources(gpus=0)
         with parpool(1, address=cluster.address, resources=kind, setup=go_elsewhere, quiet=True) as pool:
-            view = pool.options(checkpoints=HOME, retries=2)
+            try:
+                pool.options(checkpoints=HOME).parfeval(train).result(80)
+            except InvalidValueError as error:
+                for part in (HOME, platform.node(), "Use a folder that all machines share, or a URL"):
+                    assert part in str(error), error
+            else:
+                raise AssertionError("it has begun without its checkpoints")
+            assert not os.listdir(os.environ["ELSEWHERE"])
+            view = pool.options(checkpoints=Path(os.environ["HERE"], "url").as_uri(), retries=2)
             step, folder, files = view.parfeval(train).result(80)
-            assert step == 2, step
-            assert not folder.startswith("/proc"), folder
-            assert files == ["checkpoint.pt", "last.txt"], files
+            assert (step, files) == (2, ["checkpoint.pt", "last.txt"])
             assert view.parfeval(train).result(80)[0] == 3
             assert not Path(folder).exists()
-            assert not os.listdir(os.environ["ELSEWHERE"])
             (kept,) = Path(os.environ["HERE"]).rglob("checkpoint.pt")
             assert load_checkpoint(kept)["weights"].tolist() == [4, 4]
             assert not list(Path(os.environ["HERE"]).rglob("*.partial"))
@@ -57,7 +62,7 @@ ELSEWHERE = """
 """
 
 
-def test_a_machine_that_does_not_see_the_folder_works_with_a_copy(run_python: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_machine_that_does_not_see_the_folder_says_so_and_a_url_is_seen(run_python: Callable[..., Any], tmp_path: Path) -> None:
     here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
     here.mkdir()
     elsewhere.mkdir()

@@ -21,9 +21,8 @@ import torch
 
 from raypool import InvalidTypeError, InvalidValueError, load_checkpoint, save_checkpoint
 from raypool.folders import TemporaryFolder
-from raypool.worker import homes
-from raypool.worker.homes import FarHome, FolderHome, Home, UrlHome, sees
-from raypool.worker.mirrors import Mirror
+from raypool.worker import checkpoint_folders
+from raypool.worker.checkpoint_folders import LocalCopy, StoredFile, UrlStorage, files_in, sees, token_of
 
 # --- one file ---------------------------------------------------------------------------------------------------------
 
@@ -112,10 +111,10 @@ class KilledError(BaseException):
 
 
 class Fragile:
-    """A home whose caller is killed before its so-many-th step."""
+    """A storage whose caller is killed before its so-many-th step."""
 
-    def __init__(self, home: Home, steps: int) -> None:
-        self._home = home
+    def __init__(self, storage: UrlStorage, steps: int) -> None:
+        self._storage = storage
         self._steps = steps
 
     def __getattr__(self, verb: str) -> Callable[..., Any]:
@@ -123,144 +122,126 @@ class Fragile:
             self._steps -= 1
             if self._steps < 0:
                 raise KilledError
-            return getattr(self._home, verb)(*args)
+            return getattr(self._storage, verb)(*args)
 
         return step
 
 
-@pytest.fixture(params=["folder", "url", "fsspec"])
-def home(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Home]:
-    """Give a place where checkpoints are kept, as a machine uses it that does not see it."""
-    kept = FolderHome(str(tmp_path / "home"))
-    if request.param == "folder":
-        yield FarHome(lambda verb, *args: getattr(kept, verb)(*args))
-    elif request.param == "url":
-        yield UrlHome((tmp_path / "home").as_uri())
+@pytest.fixture(params=["pyarrow", "fsspec"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[UrlStorage]:
+    """Give a place behind a URL, as either of the packages knows it that can."""
+    if request.param == "pyarrow":
+        yield UrlStorage((tmp_path / "home").as_uri())
     else:
         import fsspec
 
-        yield UrlHome("memory://home")
+        yield UrlStorage("memory://home")
         fsspec.filesystem("memory").rm("/home", recursive=True)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
     """Return what is in a folder."""
-    return {file: (folder / file).read_bytes() for file, _ in homes.files_in(folder)}
+    return {file: (folder / file).read_bytes() for file in files_in(folder)}
 
 
-def test_what_is_sent_is_what_others_fetch(home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(homes, "PIECE_BYTES", 1000)
-    monkeypatch.setattr("raypool.worker.mirrors.PIECE_BYTES", 1000)
-    one = Mirror(home, "a/checkpoint", tmp_path / "one")
+def test_what_is_uploaded_is_what_others_fetch(storage: UrlStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint_folders, "PIECE_BYTES", 1000)
+    one = LocalCopy(storage, "a/checkpoint", tmp_path / "one")
     assert contents(one.folder) == {}
     (one.folder / "deep" / "er").mkdir(parents=True)
     (one.folder / "deep" / "er" / "x.bin").write_bytes(os.urandom(2500))
     (one.folder / "empty").touch()
     (one.folder / "round").write_bytes(bytes(2000))
     (one.folder / ".y.partial").touch()
-    one.send()
-    two = Mirror(home, "a/checkpoint", tmp_path / "two")
+    one.upload()
+    two = LocalCopy(storage, "a/checkpoint", tmp_path / "two")
     (one.folder / ".y.partial").unlink()
     assert contents(two.folder) == contents(one.folder)
 
     (two.folder / "deep" / "er" / "x.bin").write_bytes(b"new")
     (two.folder / "empty").unlink()
-    two.send()
-    assert contents(Mirror(home, "a/checkpoint", tmp_path / "three").folder) == contents(two.folder)
-    assert contents(Mirror(home, "b/checkpoint", tmp_path / "other").folder) == {}
+    two.upload()
+    assert contents(LocalCopy(storage, "a/checkpoint", tmp_path / "three").folder) == contents(two.folder)
+    assert contents(LocalCopy(storage, "b/checkpoint", tmp_path / "other").folder) == {}
 
 
-def test_only_what_has_changed_is_sent(home: Home, tmp_path: Path) -> None:
-    mirror = Mirror(home, "a", tmp_path / "one")
+def test_only_what_has_changed_is_uploaded(storage: UrlStorage, tmp_path: Path) -> None:
+    copy = LocalCopy(storage, "a", tmp_path / "one")
     for name in ("old", "new"):
-        (mirror.folder / name).write_text("1")
-        os.utime(mirror.folder / name, (1, 1))
-    mirror.send()
+        (copy.folder / name).write_text("1")
+        os.utime(copy.folder / name, (1, 1))
+    copy.upload()
     sent: list[str] = []
 
     class Noting:
         def __getattr__(self, verb: str) -> Callable[..., Any]:
             def call(*args: Any) -> Any:
                 sent.append(args[2] if verb == "write" else verb)
-                return getattr(home, verb)(*args)
+                return getattr(storage, verb)(*args)
 
             return call
 
-    again = Mirror(Noting(), "a", tmp_path / "two")  # type: ignore[arg-type]  # it passes on whatever is asked
+    again = LocalCopy(Noting(), "a", tmp_path / "two")  # type: ignore[arg-type]  # it passes on whatever is asked
     for file in ("old", "new"):
         os.utime(again.folder / file, (1, 1))
-    again.send()
-    again.send()
+    again.upload()
+    again.upload()
     sent.clear()
-    again.send()
+    again.upload()
     assert sent == []
     (again.folder / "new").write_text("2")
-    again.send()
+    again.upload()
     assert [name for name in sent if name in ("old", "new")] == ["new"]
-    assert contents(Mirror(home, "a", tmp_path / "three").folder) == {"old": b"1", "new": b"2"}
+    assert contents(LocalCopy(storage, "a", tmp_path / "three").folder) == {"old": b"1", "new": b"2"}
 
 
-def test_whoever_is_killed_while_sending_leaves_the_old_version_or_the_new(home: Home, tmp_path: Path) -> None:
-    first = Mirror(home, "a", tmp_path / "first")
+def test_whoever_is_killed_while_uploading_leaves_the_old_version_or_the_new(storage: UrlStorage, tmp_path: Path) -> None:
+    first = LocalCopy(storage, "a", tmp_path / "first")
     for name in ("x", "y"):
         (first.folder / name).write_text("old")
-    first.send()
+    first.upload()
     old, new = contents(first.folder), {"x": b"new", "z": b"new"}
     for steps in range(9):
-        mirror = Mirror(home, "a", tmp_path / f"killed-{steps}")
-        for name in contents(mirror.folder):
-            (mirror.folder / name).unlink()
+        copy = LocalCopy(storage, "a", tmp_path / f"killed-{steps}")
+        for name in contents(copy.folder):
+            (copy.folder / name).unlink()
         for name, data in new.items():
-            (mirror.folder / name).write_bytes(data)
-        mirror._home = Fragile(home, steps)  # type: ignore[assignment]  # it passes on whatever is asked
+            (copy.folder / name).write_bytes(data)
+        copy._storage = Fragile(storage, steps)  # type: ignore[assignment]  # it passes on whatever is asked
         try:
-            mirror.send()
+            copy.upload()
         except KilledError:
-            assert contents(Mirror(home, "a", tmp_path / f"after-{steps}").folder) == old
+            assert contents(LocalCopy(storage, "a", tmp_path / f"after-{steps}").folder) == old
         else:
             break
     else:
         pytest.fail("it has never come to its end")
-    assert contents(Mirror(home, "a", tmp_path / "after").folder) == new
+    assert contents(LocalCopy(storage, "a", tmp_path / "after").folder) == new
 
 
-def test_an_attempt_that_was_given_up_replaces_nothing(home: Home, tmp_path: Path) -> None:
-    late, new = Mirror(home, "a", tmp_path / "late"), Mirror(home, "a", tmp_path / "new")
+def test_an_attempt_that_was_given_up_replaces_nothing(storage: UrlStorage, tmp_path: Path) -> None:
+    late, new = LocalCopy(storage, "a", tmp_path / "late"), LocalCopy(storage, "a", tmp_path / "new")
     (late.folder / "x").write_text("late")
-    version = home.begin("a")
-    home.write("a", version, "x", [b"late"])
+    version = storage.begin("a")
+    storage.write("a", version, "x", [b"late"])
     (new.folder / "x").write_text("new")
-    new.send()
+    new.upload()
     with pytest.raises(OSError, match="another attempt"):
-        home.publish("a", version, {"x": homes.Entry(4, version)})
-    assert contents(Mirror(home, "a", tmp_path / "after").folder) == {"x": b"new"}
-
-
-def test_a_file_system_without_exchange_has_the_old_or_the_new_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(homes, "_swap", lambda one, other: False)
-    home = FolderHome(str(tmp_path))
-    far = FarHome(lambda verb, *args: getattr(home, verb)(*args))
-    mirror = Mirror(far, "a", tmp_path / "copy")
-    for text in ("1", "2"):
-        (mirror.folder / "x").write_text(text)
-        mirror.send()
-        assert contents(tmp_path / "a") == {"x": text.encode()}
-    (tmp_path / "a").rename(tmp_path / ".a.previous")  # as whoever is killed in between leaves it
-    assert list(home.listing("a")) == ["x"]
-    assert contents(tmp_path / "a") == {"x": b"2"}
+        storage.publish("a", version, {"x": StoredFile(4, version)})
+    assert contents(LocalCopy(storage, "a", tmp_path / "after").folder) == {"x": b"new"}
 
 
 def test_a_machine_finds_out_whether_it_sees_a_folder(tmp_path: Path) -> None:
-    token = FolderHome(str(tmp_path / "home")).token()
-    assert FolderHome(str(tmp_path / "home")).token() == token
-    assert sees(str(tmp_path / "home"), token)
-    assert not sees(str(tmp_path / "home"), FolderHome(str(tmp_path / "other")).token())
+    token = token_of(str(tmp_path / "folder"))
+    assert token_of(str(tmp_path / "folder")) == token
+    assert sees(str(tmp_path / "folder"), token)
+    assert not sees(str(tmp_path / "folder"), token_of(str(tmp_path / "other")))
     assert not sees(str(tmp_path / "nothing"), token)
 
 
 def test_a_url_that_nobody_knows_is_named() -> None:
     with pytest.raises(InvalidValueError, match="checkpoints='nothing://x/y' cannot be used from here"):
-        UrlHome("nothing://x/y")
+        UrlStorage("nothing://x/y")
 
 
 # --- temporary folders ------------------------------------------------------------------------------------------------

@@ -7,10 +7,11 @@ from tests import house
 PACKAGE = house.HERE / "raypool"
 MODULES = house.modules(PACKAGE)
 
-CYCLES: list[list[str]] = []
+CYCLES: list[list[str]] = [
+]
 
 CLASSES_NAMED_TWICE = """
-    Call Driver Sent
+    Call Driver
 """
 
 FILES_NAMED_TWICE = """

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from raypool.backends.base import Post
 from raypool.backends.ray.claims import Claim
@@ -23,6 +23,9 @@ from raypool.core.messages import ResizeRequested
 from raypool.errors import is_gpu_out_of_memory
 from raypool.gpus.sharing import CONTEXT_BYTES, MOST, Load, fitting, fraction_for, seats_for
 from raypool.worker.gpu_turns import Sharing, Weight
+
+if TYPE_CHECKING:
+    from raypool.backends.ray.backend import Slot
 
 REMEMBERED = 32
 """What a GPU's last items have needed, so many of them, decides how many workers share it."""
@@ -40,13 +43,6 @@ logger = logging.getLogger("raypool")
 
 AskUsage = Callable[[int, float, float, Callable[[Usage | None], object]], object]
 """Asks how the GPU of a worker was used between two times [s since the epoch], and lets the last argument have the answer."""
-
-
-class CardSlot(Protocol):
-    """A place, and what it stands on."""
-
-    place: int
-    claim: Claim
 
 
 class Flight(NamedTuple):
@@ -202,7 +198,7 @@ class Cards:
         return any((part.task_id, index) in self._alone for index in range(part.start, part.start + part.num_items))
 
     def came_back(
-        self, worker_id: int, seat: CardSlot, attempt_id: int, results: Sequence[SliceResult], weight: Weight | None
+        self, worker_id: int, seat: Slot, attempt_id: int, results: Sequence[SliceResult], weight: Weight | None
     ) -> None:
         """Learn from a call that has come back, and say of its items which have to run again, alone."""
         place, claim = seat.place, seat.claim

@@ -28,7 +28,7 @@ from raypool.channel.records import GpuMemory
 from raypool.core.messages import Signal
 from raypool.folders import TemporaryFolder
 from raypool.gpus.devices import GpuDevice, Inventory
-from raypool.worker.homes import FolderHome
+from raypool.worker.checkpoint_folders import token_of
 from raypool.worker.interrupts import AT_HAND, NOTHING, SIGNALS, STOP_SIGNAL, WHOLE, WISH
 
 FIRST_LOOK_S = 0.02
@@ -273,12 +273,12 @@ class NodeAgent:
         """Return the pool's folder for temporary files on this node, which goes when its processes here have ended."""
         return str(self._temporary.path())
 
-    async def keep(self, home: str, verb: str, *args: Any) -> tuple[Any, OSError | None]:
-        """Do something in a folder of this node for a worker that does not see it: a method of `FolderHome`, what came of it."""
+    async def token(self, folder: str) -> str | OSError:
+        """Return the token of a folder of this node, by which workers elsewhere know whether they see it; or what is wrong."""
         try:
-            return await asyncio.to_thread(getattr(FolderHome(home), verb), *args), None
+            return await asyncio.to_thread(token_of, folder)
         except OSError as error:
-            return None, error
+            return error
 
     # --- its GPUs -----------------------------------------------------------------------------------------------------
 

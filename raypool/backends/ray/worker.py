@@ -52,11 +52,10 @@ from raypool.folders import hold
 from raypool.gpus.devices import Inventory, index_of, prefer_fast_links
 from raypool.gpus.memory import kept
 from raypool.gpus.sharing import fraction_for
+from raypool.worker.checkpoint_folders import CheckpointFolders, sees
 from raypool.worker.gpu_memory import Leftover, Upkeep
 from raypool.worker.gpu_turns import Sharing, Turns, settle
-from raypool.worker.homes import FarHome, Home, sees
 from raypool.worker.interrupts import ProcessGuard, terminate
-from raypool.worker.mirrors import ItemFolders, home_here
 from raypool.worker.runner import Early, Narrowed, OpenCall, RawResult, Surroundings, Watch, run_parts, set_up
 from raypool.worker.running import is_retired, let_notes_travel, mark_worker_process, set_link
 from raypool.worker.setup_globals import call_setup, share_left
@@ -151,8 +150,7 @@ class PoolWorker:
         self._is_spent = False  # it has said that it is to be replaced
         self._turns: Turns | None = None
         self._agent: Any = None
-        self._rooms = Rooms()
-        self._folders = ItemFolders(self._rooms.temporary, self._rooms.find_home)
+        self._folders = WorkerFolders()
         self._outbox = Outbox(self._push)
         self._packed: dict[int, Packed] = {}  # functions that were not called yet
         self._functions: dict[int, Callable[..., Any]] = {}
@@ -201,7 +199,7 @@ class PoolWorker:
             self._upkeep.share = fraction_for(self._sharing.num_workers, total_bytes)
             settle(self._sharing, self._inventory, given[0])
             if self._sharing.takes_turns:
-                self._turns = Turns(self._inventory, given[0], self._rooms.temporary)
+                self._turns = Turns(self._inventory, given[0], self._folders.temporary)
         try:
             calls = [functools.partial(call_setup, unpack(setup)) for setup in load(Parcel(*setups))]
             self._is_set_up = bool(calls)
@@ -219,7 +217,7 @@ class PoolWorker:
         `is_far`: the driver is on none of their machines. `home_name`: what the home is called, and the how-many-th it is.
         """
         self._agent = agent
-        self._rooms.attach(agent, home, is_far)
+        self._folders.attach(agent, home, is_far)
         set_link(WorkerLink(self._worker_id, self._outbox, agent, home, home_name))
 
     def _push(self, number: int, batch: bytes) -> None:
@@ -376,21 +374,21 @@ def refuse_breakpoint(*_: Any, **__: Any) -> NoReturn:
     )
 
 
-class Rooms:
-    """Knows the folders of this worker's machine, and who keeps what is not on it."""
+class WorkerFolders(CheckpointFolders):
+    """The folders of a worker's machine, of which the agents know."""
 
     def __init__(self) -> None:
+        super().__init__(self._temporary_of_node)
         self._agent: Any = None
         self._home: Any = None
         self._is_far = False
         self._temporary: Path | None = None
-        self._pid = os.getpid()
 
-    def attach(self, agent: Any, home: Any, is_far: bool = False) -> None:
+    def attach(self, agent: Any, home: Any, is_far: bool) -> None:
         """Take note of the agent of this node, and of the one of the driver's; `is_far`: the driver has none on its machine."""
         self._agent, self._home, self._is_far = agent, home, is_far
 
-    def temporary(self) -> Path:
+    def _temporary_of_node(self) -> Path:
         """Return the pool's folder for temporary files on this machine; it is there as long as this process."""
         if self._temporary is None:
             self._check_may_ask()
@@ -398,31 +396,28 @@ class Rooms:
             hold(self._temporary)
         return self._temporary
 
-    def find_home(self, place: str) -> Home | None:
-        """Return who brings files to and from a place; None if it is a folder that this machine sees as the driver's does.
+    def check_shared(self, folder: str) -> None:
+        """Raise an error if this machine does not see a folder as the driver's does.
 
         Raises:
             OSError: The driver's machine cannot make the folder.
-            InvalidValueError: Nothing can be brought to the driver's machine.
+            InvalidValueError: This is another folder, or none.
         """
-        if "://" in place:
-            return home_here(place)
-        if self._is_far:
-            raise InvalidValueError(
-                f"{place} is on the machine of whoever has opened this pool, which is outside of the cluster: no checkpoint gets "
-                "there. Name a place that all see, options(checkpoints='s3://bucket/folder'), or leave run_dir out."
-            )
-        if self._agent == self._home:  # the same machine
-            return None
-        self._check_may_ask()
-
-        def ask(verb: str, *args: Any) -> Any:
-            value, error = answer_to(self._home.keep.remote(place, verb, *args))
-            if error is not None:
-                raise error
-            return value
-
-        return None if sees(place, ask("token")) else FarHome(ask)
+        if not self._is_far:
+            if self._agent == self._home:  # the same machine
+                return
+            self._check_may_ask()
+            token = answer_to(self._home.token.remote(folder))
+            if isinstance(token, OSError):
+                raise token
+            if sees(folder, token):
+                return
+        where = "which is outside of the cluster" if self._is_far else "and that machine does not share it with this one"
+        raise InvalidValueError(
+            f"This item runs on the machine {platform.node()}, where its checkpoints cannot be kept: {folder} is a folder of the "
+            f"machine that opened the pool, {where}. Use a folder that all machines share, or a URL: "
+            "pool.options(checkpoints='s3://bucket/folder'), also beside a run_dir."
+        )
 
     def _check_may_ask(self) -> None:
         if os.getpid() != self._pid:

@@ -1,0 +1,342 @@
+"""The folders in which the items that run in this process keep their checkpoints.
+
+They are in a folder of this machine, which other machines may share, or are local copies of what is kept behind a URL.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from raypool.errors import InvalidValueError
+from raypool.folders import TemporaryFolder, make_folders, make_private
+from raypool.worker.running import Running, in_task, note_here
+
+PIECE_BYTES = 64 * 1024 * 1024
+"""So much of a file travels at once."""
+
+JUST_NOW_NS = 100_000_000
+"""A file that was written so short a time before it was looked at may be written again without looking different [ns]."""
+
+TOKEN = ".token"
+"""A file in a folder by which a machine finds out whether it sees the same folder as another."""
+
+PARTIAL = ".partial"
+
+Key = tuple[int, int, int]
+"""Which folder: of which task, item and attempt."""
+
+
+class CheckpointFolders:
+    """Gives the items that a pool runs in this process their folders.
+
+    Args:
+        temporary: Gives a folder on this machine for what is kept as long as the pool.
+    """
+
+    def __init__(self, temporary: Callable[[], Path]) -> None:
+        self.temporary = temporary
+        self._storages: dict[str, UrlStorage | None] = {}  # by URL or folder; a folder needs none
+        self._copies: dict[Key, LocalCopy] = {}
+        self._locks: dict[Key, threading.RLock] = {}  # of copies that threads of a task ask for
+        self._pid = os.getpid()
+
+    def check_shared(self, folder: str) -> None:
+        """Raise an error where this process does not see a folder as the pool's driver does; the driver's own process does."""
+
+    def folder(self, note: Running, index: int) -> Path:
+        """Return the folder of an item.
+
+        Raises:
+            OSError: It cannot be made or fetched.
+            InvalidValueError: This machine does not see the folder in which checkpoints are to be kept.
+        """
+        if note.checkpoints is None:
+            return make_private(self.temporary() / f"{note.task_id}-{index}" / "checkpoint")
+        place, names = note.checkpoints
+        if place not in self._storages:
+            if "://" in place:
+                self._storages[place] = UrlStorage(place)
+            else:
+                self.check_shared(place)
+                self._storages[place] = None
+        storage = self._storages[place]
+        if storage is None:
+            return make_private(Path(place) / names[index])
+        key = (note.task_id, index, note.attempt)
+        with self._locks.setdefault(key, threading.RLock()):
+            if key not in self._copies:
+                folder = self.temporary() / "-".join(map(str, key))
+                shutil.rmtree(folder, ignore_errors=True)  # of a fetch that was interrupted
+                self._copies[key] = LocalCopy(storage, names[index], folder / "checkpoint")
+            return self._copies[key].folder
+
+    def upload(self, note: Running, index: int) -> None:
+        """Upload what is in an item's folder now, if it is a copy; a forked child leaves that to its parent.
+
+        Raises:
+            OSError: It cannot be uploaded.
+        """
+        key = (note.task_id, index, note.attempt)
+        if key in self._copies and os.getpid() == self._pid:
+            with self._locks[key]:
+                self._copies[key].upload()
+
+    def end(self, note: Running, index: int) -> None:
+        """Upload what is in the folder of an item that has ended, and remove the local copy.
+
+        Raises:
+            OSError: It cannot be uploaded.
+        """
+        key = (note.task_id, index, note.attempt)
+        if key in self._copies:
+            self.upload(note, index)
+            copy = self._copies.pop(key)
+            del self._locks[key]
+            shutil.rmtree(copy.folder.parent, ignore_errors=True)
+
+
+def temporary_here(own: TemporaryFolder) -> Callable[[], Path]:
+    """Return what gives a pool of this process its folder for temporary files: in a task it is in that of the task's pool."""
+    note = note_here() if in_task() else None
+    if note is None or note.folders is None:
+        return own.path
+    folders, name = note.folders, uuid.uuid4().hex
+    return lambda: make_private(folders.temporary() / name)
+
+
+# --- a folder that machines share -------------------------------------------------------------------------------------
+
+
+def token_of(folder: str) -> str:
+    """Return what only those machines know that see this folder; both are made if they are not there.
+
+    Raises:
+        OSError: The folder cannot be written.
+    """
+    file = make_folders(Path(folder)) / TOKEN
+    with contextlib.suppress(FileExistsError):
+        spare = file.with_name(f"{TOKEN}.{uuid.uuid4().hex}{PARTIAL}")
+        spare.write_text(uuid.uuid4().hex)
+        try:
+            os.link(spare, file)  # in one step, and only if there is none
+        finally:
+            spare.unlink()
+    return file.read_text()
+
+
+def sees(folder: str, token: str) -> bool:
+    """Return whether this machine sees the folder of another one by that path, given the token there."""
+    try:
+        return (Path(folder) / TOKEN).read_text() == token
+    except OSError:
+        return False
+
+
+# --- URLs -------------------------------------------------------------------------------------------------------------
+
+
+class StoredFile(NamedTuple):
+    """A file of a checkpoint: how large it is, and which version it has come with."""
+
+    size: int
+    version: str
+
+
+Listing = dict[str, StoredFile]
+"""The files of a checkpoint, by their paths in its folder."""
+
+
+class UrlStorage:
+    """A place that pyarrow or fsspec knows by its URL: "gs://...", "s3://...", "file://...", with checkpoints by their names.
+
+    The files that have changed are written as a new version beside the one that counts. When all are there, the new version
+    counts, in one step; then what only the old one needed is removed. Whoever is killed before leaves the old one. Each version
+    is a folder there, NAME/VERSION/FILE; NAME/checkpoint.json says which files count, and of which version.
+
+    Raises:
+        InvalidValueError: There is nothing that knows such a URL, or it cannot be reached.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._files, self._root = filesystem(url, "checkpoints")
+
+    def listing(self, name: str) -> Listing:
+        """Return the files of the version that counts; none, if there is no checkpoint yet."""
+        try:
+            with self._files.open_input_stream(self._pointer(name)) as stream:
+                record = json.loads(stream.read())
+        except FileNotFoundError:
+            return {}
+        return {file: StoredFile(*entry) for file, entry in record["files"].items()}
+
+    def read(self, name: str, file: str, version: str) -> Iterator[bytes]:
+        """Yield a file in pieces."""
+        with self._files.open_input_stream(self._place(name, file, version)) as stream:
+            while piece := stream.read(PIECE_BYTES):
+                yield piece
+
+    def begin(self, name: str) -> str:
+        """Begin a new version, and remove what others have left unfinished."""
+        from pyarrow.fs import FileSelector, FileType
+
+        counted = {entry.version for entry in self.listing(name).values()}
+        for info in self._files.get_file_info(FileSelector(f"{self._root}/{name}", allow_not_found=True)):
+            if info.type == FileType.Directory and info.base_name not in counted:
+                self._files.delete_dir(info.path)
+        return uuid.uuid4().hex[:8]
+
+    def write(self, name: str, version: str, file: str, pieces: Iterable[bytes]) -> int:
+        """Write a file into a version; return its size."""
+        size = 0
+        with self._open(self._place(name, file, version)) as stream:
+            for piece in pieces:
+                stream.write(piece)
+                size += len(piece)
+        return size
+
+    def publish(self, name: str, version: str, files: Listing) -> None:
+        """Let a version count that is complete: `files` are those that were written into it and those that have not changed."""
+        places = [self._place(name, file, entry.version) for file, entry in files.items()]
+        sizes = [info.size for info in self._files.get_file_info(places)] if places else []
+        if sizes != [entry.size for entry in files.values()]:
+            raise FileNotFoundError(f"another attempt of this item has begun to save in {self._url}/{name}")
+        old = self.listing(name)
+        spare = f"{self._pointer(name)}.{version}"
+        with self._open(spare) as stream:
+            stream.write(json.dumps({"files": files}).encode())
+        self._files.move(spare, self._pointer(name))  # in one step, also where that is a copy
+        for file, entry in old.items():
+            if files.get(file) != entry:
+                with contextlib.suppress(OSError):  # it is removed when the next version is begun
+                    self._files.delete_file(self._place(name, file, entry.version))
+
+    def _open(self, place: str) -> Any:
+        try:
+            return self._files.open_output_stream(place)
+        except FileNotFoundError:  # where folders have to be made
+            self._files.create_dir(place.rpartition("/")[0], recursive=True)
+            return self._files.open_output_stream(place)
+
+    def _pointer(self, name: str) -> str:
+        return f"{self._root}/{name}/checkpoint.json"
+
+    def _place(self, name: str, file: str, version: str) -> str:
+        return f"{self._root}/{name}/{version}/{file}"
+
+
+def filesystem(url: str, what: str) -> tuple[Any, str]:
+    """Return the file system of a URL, and the URL's path there; `what` is the argument that it was given for.
+
+    Raises:
+        InvalidValueError: There is nothing that knows such a URL, or it cannot be reached.
+    """
+    from pyarrow import fs
+
+    try:
+        try:
+            return fs.FileSystem.from_uri(url)  # type: ignore[no-any-return]
+        except ValueError:  # pyarrow.lib.ArrowInvalid: it does not know this kind
+            from fsspec.core import url_to_fs
+
+            files, root = url_to_fs(url)
+            return fs.PyFileSystem(fs.FSSpecHandler(files)), root
+    except (ValueError, ImportError, OSError) as error:
+        scheme = url.partition("://")[0]
+        raise InvalidValueError(
+            f"{what}={url!r} cannot be used from here: {error}. {what.capitalize()} can be kept in a folder, or at a URL that "
+            f"pyarrow or an installed fsspec package knows ({scheme}:// may need one, gcsfs or s3fs for instance)."
+        ) from error
+
+
+# --- local copies of what is behind a URL -----------------------------------------------------------------------------
+
+
+class Look(NamedTuple):
+    """How a file looked when it was uploaded; another look means that it has changed."""
+
+    inode: int
+    size: int
+    changed_ns: int
+
+
+class LocalCopy:
+    """A copy of an item's checkpoint on this machine, and what of it is in the storage.
+
+    Args:
+        storage: Where the checkpoint is kept.
+        name: Its name there.
+        folder: For the copy; nothing is in it.
+
+    Raises:
+        OSError: The checkpoint cannot be fetched.
+    """
+
+    def __init__(self, storage: UrlStorage, name: str, folder: Path) -> None:
+        self.folder = make_private(folder)
+        self._storage = storage
+        self._name = name
+        self._kept = storage.listing(name)
+        self._looks: dict[str, Look] = {}
+        for file, entry in self._kept.items():
+            target = self.folder / file
+            make_private(target.parent)
+            with target.open("wb") as stream:
+                for piece in storage.read(name, file, entry.version):
+                    stream.write(piece)
+            if target.stat().st_size != entry.size:
+                raise OSError(f"{file} of the checkpoint {name} changed while it was fetched")
+            look = _look_at(target)
+            if look is not None:
+                self._looks[file] = look
+
+    def upload(self) -> None:
+        """Upload what has changed; until all of it is there, what was there before counts.
+
+        Raises:
+            OSError: It cannot be uploaded.
+        """
+        looks = {file: _look_at(self.folder / file) for file in files_in(self.folder)}
+        changed = [file for file, look in looks.items() if look is None or look != self._looks.get(file)]
+        if not changed and looks.keys() == self._kept.keys():
+            return
+        version = self._storage.begin(self._name)
+        files: Listing = {file: self._kept[file] for file in looks if file not in changed}
+        for file in changed:
+            size = self._storage.write(self._name, version, file, _pieces_of(self.folder / file))
+            files[file] = StoredFile(size, version)
+        self._storage.publish(self._name, version, files)
+        self._kept = files
+        self._looks = {file: look for file, look in looks.items() if look is not None}
+
+
+def files_in(folder: Path) -> Iterator[str]:
+    """Yield the paths, in a folder, of its files, but for those that are not finished."""
+    for path, _, names in os.walk(folder):
+        for name in names:
+            file = Path(path) / name
+            if not name.endswith(PARTIAL) and file.is_file():
+                yield str(file.relative_to(folder))
+
+
+def _pieces_of(file: Path) -> Iterator[bytes]:
+    with file.open("rb") as stream:
+        while piece := stream.read(PIECE_BYTES):
+            yield piece
+
+
+def _look_at(file: Path) -> Look | None:
+    """Return how a file looks; None if that will not tell whether it has changed."""
+    found = file.stat()
+    if abs(time.time_ns() - found.st_mtime_ns) < JUST_NOW_NS:
+        return None
+    return Look(found.st_ino, found.st_size, found.st_mtime_ns)
