@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
 from raypool.errors import InvalidTypeError, InvalidValueError, whole_number
-from raypool.folders import sync_folder
+from raypool.worker.folders import sync_folder
 from raypool.worker.running import Running, in_task, item_seed, note_here, notes_here, unbroken
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ class CurrentTask:
             InvalidValueError: The `run_dir` (or `checkpoints=...`) is a folder that this machine does not share with the one that
                 opened the pool.
         """
-        from raypool.folders import folder_of_process
+        from raypool.worker.folders import folder_of_process
 
         note = self._note
         return folder_of_process() if note is None or note.folders is None else note.folders.folder(note, self.index)

@@ -184,8 +184,8 @@ def no_process_or_file_is_left() -> Iterator[None]:
     gc.freeze()  # what is there now, imported by the files before, costs the collector nothing any more
     before, groups = strays(), groups_left() - shared.size
     yield
-    if "raypool.folders" in sys.modules:  # what ran outside a pool has a folder as long as this process
-        sys.modules["raypool.folders"]._of_process.remove()
+    if "raypool.worker.folders" in sys.modules:  # what ran outside a pool has a folder as long as this process
+        sys.modules["raypool.worker.folders"]._of_process.remove()
     gc.collect()  # pools that were made for one call go with it, and their folders
     assert poll(lambda: not strays() - before), [psutil.Process(pid).cmdline() for pid in strays() - before]
     assert poll(lambda: groups_left() - shared.size <= groups)

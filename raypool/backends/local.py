@@ -26,10 +26,10 @@ from raypool.channel.records import Failure, Function, GpuMemory, LocalValues, N
 from raypool.channel.store import FindWay, way_finder_here
 from raypool.core.messages import AttemptFinished, AttemptNarrowed, CancelRequested, Signal, TimerFired, WorkerLost, WorkerReady
 from raypool.errors import LossReason, ResourceError
-from raypool.folders import TemporaryFolder
 from raypool.gpus.table import gpus_here
 from raypool.profiles import Profile
 from raypool.worker.checkpoint_folders import CheckpointFolders, temporary_here
+from raypool.worker.folders import TemporaryFolder
 from raypool.worker.interrupts import ThreadGuard, TimeLimit
 from raypool.worker.runner import Early, Narrowed, OpenCall, RawResult, Surroundings, Watch, run_parts, set_up
 from raypool.worker.running import Say, Way, end_thread, in_task

@@ -35,8 +35,8 @@ from ray.job_submission import JobSubmissionClient
 
 from raypool.cluster.connect import runtime_env
 from raypool.errors import CloudError, InvalidValueError
-from raypool.folders import make_private
 from raypool.profiles import LOOPBACK, Profile
+from raypool.worker.folders import make_private
 
 if TYPE_CHECKING:
     from ray.job_submission import JobDetails

@@ -23,12 +23,12 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 from raypool.errors import CollectiveError, InvalidValueError, RaypoolError
-from raypool.folders import folder_of_process, make_private
 from raypool.spmd.failures import is_disconnect
 from raypool.spmd.transport import FOR_EVER, SLICE_S, Alone, GlooLines, NcclLines, distributed, sever
 from raypool.spmd.watch import ENDED, RankWatch, Whereabouts, begun_collectives, progress
 from raypool.spmd.wire import BEGIN, END, Packer, Word, find_disagreement, ordinal
 from raypool.task import current_task
+from raypool.worker.folders import folder_of_process, make_private
 from raypool.worker.running import Way, before_thread_ends, note_here
 
 __all__ = ["Assignment", "AtHand", "Group", "connect", "is_disconnect", "join", "leave"]

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from raypool.errors import InvalidTypeError, InvalidValueError, RankInterrupted
-from raypool.folders import sync_folder
+from raypool.worker.folders import sync_folder
 from raypool.worker.running import note_here, unbroken
 
 PARTIAL = ".partial"

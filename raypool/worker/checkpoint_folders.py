@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from raypool.errors import InvalidValueError
-from raypool.folders import TemporaryFolder, make_folders, make_private
+from raypool.worker.folders import TemporaryFolder, make_folders, make_private
 from raypool.worker.running import Running, in_task, note_here
 
 PIECE_BYTES = 64 * 1024 * 1024

@@ -20,9 +20,9 @@ import pytest
 import torch
 
 from raypool import InvalidTypeError, InvalidValueError, load_checkpoint, save_checkpoint
-from raypool.folders import TemporaryFolder
 from raypool.worker import checkpoint_folders
 from raypool.worker.checkpoint_folders import LocalCopy, StoredFile, UrlStorage, files_in, sees, token_of
+from raypool.worker.folders import TemporaryFolder
 
 # --- one file ---------------------------------------------------------------------------------------------------------
 

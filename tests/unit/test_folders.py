@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from raypool.folders import hold, make_private, remove_unheld
+from raypool.worker.folders import hold, make_private, remove_unheld
 
 
 def test_a_folder_that_is_made_or_ones_own_is_taken(tmp_path: Path) -> None:

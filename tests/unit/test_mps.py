@@ -16,7 +16,7 @@ import pytest
 
 from raypool.backends.ray import mps, mps_keeper
 from raypool.backends.ray.mps import Mps, MpsState
-from raypool.folders import TemporaryFolder
+from raypool.worker.folders import TemporaryFolder
 
 FAKE = Path(__file__).parents[1] / "fake_mps.py"
 
@@ -83,7 +83,7 @@ AGENT = """
 import sys, time
 from pathlib import Path
 from raypool.backends.ray.mps import Mps
-from raypool.folders import TemporaryFolder
+from raypool.worker.folders import TemporaryFolder
 temporary = TemporaryFolder()
 service = Mps(temporary.path)
 print(service.start({"PATH": sys.argv[1]}, usual=Path("nowhere")).folder, flush=True)

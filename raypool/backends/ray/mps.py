@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from raypool.backends.ray import mps_keeper
-from raypool.folders import hold, make_private
+from raypool.worker.folders import hold, make_private
 
 PROGRAM = "nvidia-cuda-mps-control"
 

@@ -26,9 +26,9 @@ from raypool.backends.ray.telemetry import Telemetry, Usage
 from raypool.channel.exchange import Exchange
 from raypool.channel.records import GpuMemory
 from raypool.core.messages import Signal
-from raypool.folders import TemporaryFolder
 from raypool.gpus.devices import GpuDevice, Inventory
 from raypool.worker.checkpoint_folders import token_of
+from raypool.worker.folders import TemporaryFolder
 from raypool.worker.interrupts import AT_HAND, NOTHING, SIGNALS, STOP_SIGNAL, WHOLE, WISH
 
 FIRST_LOOK_S = 0.02

@@ -25,10 +25,10 @@ from raypool.cluster import connect
 from raypool.cluster import connect as shipping
 from raypool.cluster.connect import make_token, token_path
 from raypool.errors import StartupError
-from raypool.folders import LOCK, hold, make_private, remove_unheld, run_aside
 from raypool.gpus.devices import Inventory, usable_cpus, visible_gpus
 from raypool.gpus.table import import_ray
 from raypool.profiles import CLIENT, LOOPBACK, Profile
+from raypool.worker.folders import LOCK, hold, make_private, remove_unheld, run_aside
 
 LOOPBACK_ONLY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """With "0" Ray binds everything to 127.0.0.1; for Linux it is not documented, and a test looks at the ports."""

@@ -48,11 +48,11 @@ from raypool.channel.outbox import Outbox
 from raypool.channel.records import Part, Refusal, WorkerInfo, function_name
 from raypool.channel.users_code import Follower, Snapshot, reload_all
 from raypool.errors import InvalidValueError, TaskError, WorkerLostError
-from raypool.folders import hold
 from raypool.gpus.devices import Inventory, index_of, prefer_fast_links
 from raypool.gpus.memory import kept
 from raypool.gpus.sharing import fraction_for
 from raypool.worker.checkpoint_folders import CheckpointFolders, sees
+from raypool.worker.folders import hold
 from raypool.worker.gpu_memory import Leftover, Upkeep
 from raypool.worker.gpu_turns import Sharing, Turns, settle
 from raypool.worker.interrupts import ProcessGuard, terminate
