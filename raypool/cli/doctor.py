@@ -17,18 +17,15 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import click
 import psutil
 from packaging.requirements import Requirement
 
 from raypool.backends.ray.session import folder_of_ray
-from raypool.cli.failures import echo
 from raypool.cluster.connect import token_path
 from raypool.errors import RaypoolError
 from raypool.gpus.devices import GpuDevice, Inventory, usable_cpus
@@ -489,32 +486,3 @@ def _text(path: Path) -> str:
         return path.read_text()
     except OSError:
         return ""
-
-
-# --- the command ------------------------------------------------------------------------------------------------------
-
-
-COLORS = {"ok": "green", "warning": "yellow", "problem": "red"}
-
-
-@click.command()
-@click.option("--json", "is_json", is_flag=True, help="As JSON: a list with check, state, fact and advice of each.")
-@click.pass_obj
-def doctor(inventory: Inventory | None, is_json: bool) -> None:
-    """Check this machine for problems.
-
-    Each check is ok, a warning (pools work, but not as well as they could) or a problem, with what to do about it. Nothing is
-    started, and no CUDA context is made. Ends with 1 if there is a problem.
-    """
-    findings = []
-    for finding in examine(inventory):
-        findings.append(finding)
-        if not is_json:
-            click.secho(f"{finding.state:8}", fg=COLORS[finding.state], nl=False)
-            echo(f" {finding.check:14} {finding.fact}" + (f"\n{'':23} {finding.advice}" if finding.advice else ""))
-    counts = Counter(finding.state for finding in findings)
-    if is_json:
-        echo(json.dumps([finding._asdict() for finding in findings], indent=2))
-    else:
-        echo(f"problems: {counts['problem']}, warnings: {counts['warning']}, ok: {counts['ok']}")
-    raise SystemExit(1 if counts["problem"] else 0)

@@ -1,17 +1,18 @@
-"""The command line: `raypool demo`, `raypool gpus`, `raypool replay`; the other commands stand in modules of their own."""
+"""The command line: `raypool demo`, `gpus`, `doctor` and `replay`; the other commands stand in modules of their own."""
 
 from __future__ import annotations
 
 import bdb
+import json
 import os
 import traceback
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from raypool.cli.cluster import cluster
-from raypool.cli.doctor import doctor
 from raypool.cli.failures import INTERRUPTED, echo, errors_said, readers_may_go
 from raypool.cli.job import job
 from raypool.cli.submit import submit
@@ -54,7 +55,6 @@ main.add_command(job)
 main.add_command(submit)
 main.add_command(sweep)
 main.add_command(report)
-main.add_command(doctor)
 
 
 @main.command()
@@ -95,6 +95,34 @@ def gpus(inventory: Inventory | None, is_json: bool) -> None:
     else:
         tables.show(tables.gpus_as_table(frame))
         echo(tables.legend(frame, os.environ))
+
+
+COLORS = {"ok": "green", "warning": "yellow", "problem": "red"}
+
+
+@main.command()
+@click.option("--json", "is_json", is_flag=True, help="As JSON: a list with check, state, fact and advice of each.")
+@click.pass_obj
+def doctor(inventory: Inventory | None, is_json: bool) -> None:
+    """Check this machine for problems.
+
+    Each check is ok, a warning (pools work, but not as well as they could) or a problem, with what to do about it. Nothing is
+    started, and no CUDA context is made. Ends with 1 if there is a problem.
+    """
+    from raypool.cli.doctor import examine
+
+    findings = []
+    for finding in examine(inventory):
+        findings.append(finding)
+        if not is_json:
+            click.secho(f"{finding.state:8}", fg=COLORS[finding.state], nl=False)
+            echo(f" {finding.check:14} {finding.fact}" + (f"\n{'':23} {finding.advice}" if finding.advice else ""))
+    counts = Counter(finding.state for finding in findings)
+    if is_json:
+        echo(json.dumps([finding._asdict() for finding in findings], indent=2))
+    else:
+        echo(f"problems: {counts['problem']}, warnings: {counts['warning']}, ok: {counts['ok']}")
+    raise SystemExit(1 if counts["problem"] else 0)
 
 
 @main.command()

@@ -7,8 +7,7 @@ from tests import house
 PACKAGE = house.HERE / "raypool"
 MODULES = house.modules(PACKAGE)
 
-CYCLES: list[list[str]] = [
-]
+CYCLES: list[list[str]] = []
 
 CLASSES_NAMED_TWICE = """
     Call Driver
