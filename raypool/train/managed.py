@@ -30,9 +30,6 @@ import torch.distributed as dist
 from ray import exceptions as rx
 from ray.train import CheckpointConfig, FailureConfig, LoggingConfig, Result, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
-
-# Private: the file by which Ray Train knows the checkpoints of earlier runs in a folder. A test fails if that changes.
-from ray.train.v2._internal.constants import CHECKPOINT_MANAGER_SNAPSHOT_FILENAME
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.train.v2.api.exceptions import ControllerError, PreemptionError, WorkerGroupError
 from ray.util import placement_group_table, remove_placement_group
@@ -66,6 +63,7 @@ from raypool.errors import (
 from raypool.futures import Future
 from raypool.options import Options
 from raypool.profiles import for_ray
+from raypool.ray_private import CHECKPOINT_MANAGER_SNAPSHOT_FILENAME
 from raypool.spmd.call import SpmdFuture, SpmdWork, submit_gang
 from raypool.spmd.failures import RankFailure, spmd_error
 from raypool.train.checkpoints import RankEnd, TrainingAttempt, latest, ranked

@@ -18,9 +18,7 @@ FILES_NAMED_TWICE = """
 """
 
 PRIVATE_NAMES_OF_RAY = """
-    backends.ray.client backends.ray.demand backends.ray.nodes backends.ray.packing backends.ray.session
-    backends.ray.shortages cluster.begin cluster.checks cluster.connect cluster.jobs cluster.preemption gpus.table
-    train.managed train.managed_ranks train.ray_train
+
 """
 
 

@@ -23,7 +23,7 @@ FLOORS = [
     "task futures cluster",
     "channel worker options profiles profile_files",
     "core gpus",
-    "errors",
+    "errors ray_private",
 ]
 
 RAY_MAY_STAND_IN = ("backends.ray.", "cluster.", "train.", "gpus.table")  # the last asks Ray of GPUs that are not NVIDIA's
