@@ -150,7 +150,7 @@ class ManagedLane:
             ResourceError: Ray Data would have no core.
         """
         self.engine.check_open()  # what is handed in to a pool that is being closed would be cancelled
-        others = self.engine.driver.scheduler.crew.size - size  # which keep what they have
+        others = self.engine.driver.scheduler.workers.size - size  # which keep what they have
         self.check_cores(size, ray.cluster_resources().get("CPU", 0.0) - others * self.bundle().get("CPU", 0.0))
         return ManagedAttempt(self, plan, size, options).begin(places)
 
