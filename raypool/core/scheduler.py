@@ -378,7 +378,7 @@ class Scheduler:
 
 
 class Answers:
-    """Has the outcomes say what becomes of items that have come back, and learns from them how long their function takes."""
+    """Settles items that have come back, by `Outcomes`, and learns from them how long their function takes."""
 
     def __init__(self, backlog: Backlog, workers: Workers, outcomes: Outcomes, faults: FaultyPlaces, losses: Losses) -> None:
         self._backlog = backlog
@@ -456,7 +456,7 @@ class Answers:
 
 
 class Losses:
-    """Takes workers and places out of the workers, and has the outcomes say what becomes of what they ran."""
+    """Takes out workers and places that are lost, and settles what they ran, by `Outcomes`."""
 
     def __init__(self, backlog: Backlog, workers: Workers, outcomes: Outcomes, faults: FaultyPlaces) -> None:
         self._backlog = backlog
