@@ -55,6 +55,8 @@ RUN_BY: dict[str, dict[str, str] | str] = {
 }
 """Which test runs the Python of a document: by heading, or all of it."""
 
+INTERNALS = [ROOT / "DESIGN.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/internals/**/*.md"))]
+
 
 def test_a_named_test_runs_each_block_of_python() -> None:
     there = {(block.document, block.heading) for block in all_blocks("python")}
@@ -83,10 +85,18 @@ def test_what_is_named_exists(path: Path) -> None:
     links = {path.parent / link for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text) if not link.startswith("http")}
     named = re.findall(r"`((?:raypool|tests|benchmarks|notebooks|examples)/[\w/.-]+\.(?:py|md|json))`", text)
     missing = [str(file) for file in (*links, *(ROOT / name for name in named)) if not file.exists()]
-    verbs = set(re.findall(r"(?<![\w.])pool\.([a-z_]+)", text))
+    verbs = set(re.findall(r"(?<![\w./])pool\.(?!py\b)([a-z_]+)", text))
     missing += [verb for verb in verbs if not hasattr(raypool.ParallelPool, verb) and not hasattr(Pool, verb)]
     missing += [line for line in commands_of(path.relative_to(ROOT).as_posix()) if not has_its_options(line)]
     assert not missing
+
+
+@pytest.mark.parametrize("path", INTERNALS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_files_and_folders_of_the_code_exist(path: Path) -> None:
+    """Their paths begin in the repository, in the package, or in the folder of the tests."""
+    named = re.findall(r"`((?:[\w.-]+/)*(?:[\w.-]+\.py|[\w.-]+/))(?:::[^`]*)?`", path.read_text())
+    folders = (ROOT, ROOT / "raypool", ROOT / "tests")
+    assert not [name for name in named if not any((folder / name).exists() for folder in folders)]
 
 
 def has_its_options(line: str) -> bool:

@@ -1,6 +1,6 @@
 """What becomes of a pool whose nodes come and go: it leaves a node that is about to go, and makes up later for what was lost.
 
-Knows of nodes, places and time; `ray_nodes` is where Ray is asked.
+`NodeWatch` knows of nodes, places and time only; `look` and `why_cut_off` ask Ray.
 """
 
 from __future__ import annotations
