@@ -85,7 +85,7 @@ def test_what_is_named_exists(path: Path) -> None:
     links = {path.parent / link for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text) if not link.startswith("http")}
     named = re.findall(r"`((?:raypool|tests|benchmarks|notebooks|examples)/[\w/.-]+\.(?:py|md|json))`", text)
     missing = [str(file) for file in (*links, *(ROOT / name for name in named)) if not file.exists()]
-    verbs = set(re.findall(r"(?<![\w./])pool\.(?!py\b)([a-z_]+)", text))
+    verbs = set(re.findall(r"(?<![\w.])pool\.(?!py\b)([a-z_]+)", text))
     missing += [verb for verb in verbs if not hasattr(raypool.ParallelPool, verb) and not hasattr(Pool, verb)]
     missing += [line for line in commands_of(path.relative_to(ROOT).as_posix()) if not has_its_options(line)]
     assert not missing
