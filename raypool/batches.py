@@ -59,7 +59,7 @@ OUTPUTS = "raypool_outputs"
 Workers = int | tuple[int, int]
 
 
-class Call(NamedTuple):
+class BatchCall(NamedTuple):
     """What a job is to do: call `fn(*args)`, with a pool of so many workers open (None: without one), as the profile says."""
 
     fn: Callable[..., Any]
@@ -127,7 +127,7 @@ def batch(
     outputs = _checked_place(outputs)
     nothing: dict[str, Any] = {"address": None, "jobs_address": None, "token_file": None, "tls": None, "working_dir": None}
     as_there = dataclasses.replace(settings, packages=(), trace=None, **nothing)  # it is there already, and what is shipped, too
-    body = snapshot(Call(fn, args, pool, as_there), "a call to a cluster")
+    body = snapshot(BatchCall(fn, args, pool, as_there), "a call to a cluster")
     if len(body) >= MOST_BYTES:
         raise CloudError(
             f"The function and its arguments are {len(body) / 2**20:.0f} MiB, and at most {MOST_BYTES / 2**20:.0f} MiB can be "
@@ -486,7 +486,7 @@ def _versions() -> dict[str, str]:
     return {"Python": f"{sys.version_info.major}.{sys.version_info.minor}", "raypool": version("raypool")}
 
 
-def _loaded(body: bytes, theirs: dict[str, str]) -> Call:
+def _loaded(body: bytes, theirs: dict[str, str]) -> BatchCall:
     """Return a call that was packed by these versions.
 
     Raises:

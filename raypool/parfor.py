@@ -420,7 +420,7 @@ class LoopRun:
         driver.post(ItemsAdded(self._task_id, 0, is_open=False))
 
     def _look_ahead(self) -> int:
-        return LOOK_AHEAD * max(self._driver.scheduler.crew.size, 1)
+        return LOOK_AHEAD * max(self._driver.scheduler.workers.size, 1)
 
     def _wait(self, is_over: Callable[[], bool]) -> None:
         work = self._work

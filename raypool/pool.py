@@ -123,8 +123,8 @@ class PoolView(LoopVerbs, TrainingVerbs, concurrent.futures.Executor):
 
     def _numbers(self) -> list[int]:
         """Return the numbers of the workers that this view is of, in order, without those that are to end."""
-        crew = self._engine.driver.scheduler.crew
-        there = [place.place for place in list(crew.places.values()) if place.worker_id not in crew.retiring]
+        workers = self._engine.driver.scheduler.workers
+        there = [place.place for place in list(workers.places.values()) if place.worker_id not in workers.retiring]
         return sorted(there if self._places is None else set(there).intersection(self._places))
 
     def _workers(self) -> list[WorkerInfo]:

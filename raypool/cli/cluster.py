@@ -11,7 +11,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from raypool.cli.failures import echo
+from raypool.cli.output import echo
 from raypool.errors import RaypoolError
 
 PROVIDERS = ("gcp", "aws", "on-prem", "kubernetes")

@@ -111,7 +111,7 @@ class Finding(NamedTuple):
     advice: str | None = None
 
 
-class Driver(NamedTuple):
+class NvidiaDriver(NamedTuple):
     """NVIDIA's driver: its version, and the newest CUDA that it runs; or the number and text of NVML's error."""
 
     version: str = ""
@@ -162,7 +162,7 @@ class Measured:
         return imported(TORCH)
 
     @cached_property
-    def driver(self) -> Driver:
+    def driver(self) -> NvidiaDriver:
         """NVIDIA's driver, by its library."""
         library = load_pynvml()
         try:
@@ -174,8 +174,8 @@ class Measured:
                 with contextlib.suppress(library.NVMLError):
                     library.nvmlShutdown()
         except library.NVMLError as error:
-            return Driver(code=error.value, error=str(error))
-        return Driver(version.decode() if isinstance(version, bytes) else version, (number // 1000, number % 1000 // 10))
+            return NvidiaDriver(code=error.value, error=str(error))
+        return NvidiaDriver(version.decode() if isinstance(version, bytes) else version, (number // 1000, number % 1000 // 10))
 
     @cached_property
     def gpus(self) -> tuple[list[GpuDevice], Sequence[int | None]]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from raypool.cli.failures import INTERRUPTED, READER_GONE, echo, errors_said, has_reader
+from raypool.cli.output import INTERRUPTED, READER_GONE, echo, errors_said, has_reader
 from raypool.views.words import one_line
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from raypool.cli.cluster import cluster
-from raypool.cli.failures import INTERRUPTED, echo, errors_said, readers_may_go
 from raypool.cli.job import job
+from raypool.cli.output import INTERRUPTED, echo, errors_said, readers_may_go
 from raypool.cli.submit import submit
 from raypool.cli.sweep import RunFolder, report, sweep
 from raypool.views.words import printable

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from raypool.cli.failures import echo
+from raypool.cli.output import echo
 from raypool.errors import CloudError, RaypoolError
 
 if TYPE_CHECKING:
     from raypool.cluster.job_files import Training
-    from raypool.cluster.submit import Submission
+    from raypool.cluster.training_jobs import Submission
     from raypool.profiles import Profile
 
 
@@ -109,7 +109,7 @@ def submit(context: click.Context, /, **given: Any) -> None:
     All is checked before anything is made (status 2). Then a cluster is made on Google Cloud; the script begins on its head once
     all machines are there; what it prints is shown here; and when it has ended, so is the cluster.
     """
-    from raypool.cluster.submit import run_on, run_on_own
+    from raypool.cluster.training_jobs import run_on, run_on_own
 
     try:
         submission = _submission(context, given)
@@ -132,7 +132,7 @@ def _submission(context: click.Context, given: dict[str, Any]) -> Submission:
     from raypool.cluster import job_files
     from raypool.cluster.documents import documents_of, read_documents
     from raypool.cluster.job_files import overridden
-    from raypool.cluster.submit import Submission, find_script, name_of
+    from raypool.cluster.training_jobs import Submission, find_script, name_of
 
     if given["config"] is not None:
         documents = read_documents(given["config"])
@@ -168,7 +168,7 @@ def _target(context: click.Context, given: dict[str, Any], submission: Submissio
     from dataclasses import replace
 
     from raypool.cluster.cluster_file import save
-    from raypool.cluster.submit import own_name
+    from raypool.cluster.training_jobs import own_name
     from raypool.profile_files import named_profile
     from raypool.profiles import Profile
 
@@ -199,7 +199,7 @@ def _text(context: click.Context, given: dict[str, Any], training: Training, nam
     from raypool.cluster.cluster_file import text_of, write
     from raypool.cluster.gcp import why_no_project
     from raypool.cluster.machines import choose_zone
-    from raypool.cluster.submit import packages_with
+    from raypool.cluster.training_jobs import packages_with
 
     if given["project"] is not None and (wrong := why_no_project(given["project"])) is not None:
         raise CloudError(f"--project is {wrong}")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from raypool.cli.failures import INTERRUPTED, echo, errors_said
+from raypool.cli.output import INTERRUPTED, echo, errors_said
 
 if TYPE_CHECKING:
     import pandas as pd

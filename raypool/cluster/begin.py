@@ -81,8 +81,9 @@ def machines_there() -> int:
 
     When the first driver of a job ends, Ray removes the folder that came along, and the script with it.
     """
-    from ray._raylet import GcsClient  # type: ignore[attr-defined]
     from ray.core.generated.gcs_pb2 import GcsNodeInfo
+
+    from raypool.ray_private import GcsClient
 
     nodes = GcsClient(address=os.environ["RAY_ADDRESS"]).get_all_node_info(timeout=ANSWER_S).values()
     return sum(node.state == GcsNodeInfo.ALIVE for node in nodes)

@@ -94,7 +94,7 @@ def _check_launcher(findings: Findings) -> None:
         return  # what follows relies on entries being of the right kinds
     provider = findings.at(("provider", "type"))
     if provider not in PROVIDERS:
-        from ray.autoscaler._private.providers import _NODE_PROVIDERS  # whom the launcher rents from: nothing public says so
+        from raypool.ray_private import _NODE_PROVIDERS
 
         if provider not in _NODE_PROVIDERS:
             findings.add(("provider", "type"), f"Ray knows no provider {provider!r}{nearest(str(provider), PROVIDERS)}")
@@ -185,7 +185,7 @@ def _has_token(command: str) -> bool:
 
 def _ask_ray(findings: Findings) -> None:
     """Have Ray itself look, as it does before it makes anything; it is kept from telling what it fills in."""
-    from ray.autoscaler._private.util import prepare_config, validate_config
+    from raypool.ray_private import prepare_config, validate_config
 
     logger = logging.getLogger("ray")
     level = logger.level

@@ -161,9 +161,10 @@ def speaks_tls(host: str, port: int) -> bool:
 def _check_server(address: str, target: str) -> None:
     """Ask a server of Ray Client whether it is there; what that takes is private to Ray, checked on Ray 2.60."""
     import grpc  # type: ignore[import-untyped]
-    from ray._private.grpc_utils import init_grpc_channel
     from ray.core.generated.ray_client_pb2 import ClusterInfoRequest, ClusterInfoType
     from ray.core.generated.ray_client_pb2_grpc import RayletDriverStub
+
+    from raypool.ray_private import init_grpc_channel
 
     with _token_as_here(address), init_grpc_channel(target) as channel:
         try:
@@ -220,8 +221,9 @@ def _token_as_here(address: str) -> Iterator[None]:
 def _check_node(address: str) -> None:
     """Make sure that this machine is a node of the cluster: on any other Ray would look for its process there for minutes."""
     import psutil
-    from ray._raylet import GcsClient  # type: ignore[attr-defined]
     from ray.exceptions import RaySystemError, RpcError
+
+    from raypool.ray_private import GcsClient
 
     try:
         with _token_as_here(address):
@@ -325,7 +327,7 @@ def runtime_env(profile: Profile) -> dict[str, Any]:
 
 
 def _check(folder: Path) -> None:
-    from ray._private.runtime_env.packaging import GCS_STORAGE_MAX_SIZE  # 512 MiB, if nobody has said otherwise
+    from raypool.ray_private import GCS_STORAGE_MAX_SIZE  # 512 MiB, if nobody has said otherwise
 
     if not folder.is_dir():
         raise InvalidValueError(f"working_dir: {folder} is no folder.")
@@ -346,8 +348,7 @@ def sizes_of(folder: Path) -> dict[str, int]:
 
     What its .gitignore and .rayignore files name is left out; who reads these is private to Ray, checked on Ray 2.60.
     """
-    from ray._private.ray_constants import RAY_RUNTIME_ENV_IGNORE_GITIGNORE
-    from ray._private.runtime_env.packaging import _dir_travel
+    from raypool.ray_private import _dir_travel, ray_constants
 
     sizes: Counter[str] = Counter()
 
@@ -355,7 +356,7 @@ def sizes_of(folder: Path) -> dict[str, int]:
         if path.is_file():
             sizes[path.relative_to(folder).parts[0]] += path.stat().st_size
 
-    reads_gitignore = os.environ.get(RAY_RUNTIME_ENV_IGNORE_GITIGNORE, "0") != "1"
+    reads_gitignore = os.environ.get(ray_constants.RAY_RUNTIME_ENV_IGNORE_GITIGNORE, "0") != "1"
     silent = logging.getLogger("raypool.shipping")
     _dir_travel(folder, [], add, include_gitignore=reads_gitignore, logger=silent)
     return dict(sizes)

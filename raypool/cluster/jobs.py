@@ -355,9 +355,11 @@ def _own_dashboard() -> str | None:
     """Return the URL of the dashboard of the Ray that runs in this process, if it has one."""
     import ray
 
+    from raypool.ray_private import worker
+
     if not ray.is_initialized() or ray.util.client.ray.is_connected():
         return None
-    url = ray._private.worker.get_dashboard_url()  # the public way to it is the answer of ray.init, which another has got
+    url = worker.get_dashboard_url()  # the public way to it is the answer of ray.init, which another has got
     return f"http://{url}" if url else None
 
 
@@ -374,9 +376,9 @@ def make_outputs_folder() -> Path:
     Only this user can enter it. It lies in the folder of Ray's session, and goes with it. Among Ray's logs there is only a link
     to it, which Ray follows, and which those who collect logs do not.
     """
-    import ray
+    from raypool.ray_private import worker
 
-    session = Path(ray._private.worker._global_node.get_session_dir_path())  # there is no public way to it
+    session = Path(worker._global_node.get_session_dir_path())
     with suppress(FileExistsError):
         (session / "logs" / OUTPUTS_FOLDER).symlink_to(f"../{OUTPUTS_FOLDER}", target_is_directory=True)
     return make_private(session / OUTPUTS_FOLDER)

@@ -185,7 +185,7 @@ class RayNode:
         for name, value in raylet.environ().items():
             if name.startswith(("RAY_AUTH_", "RAY_USE_TLS", "RAY_TLS_")):
                 os.environ.setdefault(name, value)
-        from ray._raylet import GcsClient  # type: ignore[attr-defined]  # reads the environment; now: a notice is short
+        from raypool.ray_private import GcsClient  # reads the environment; now: a notice is short
 
         self._connect = GcsClient
 

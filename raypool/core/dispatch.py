@@ -16,10 +16,10 @@ BUSY = WorkerState.BUSY  # Python 3.11 takes its time to look these up
 class Dispatcher:
     """Gives work to the free: the first, in order of priority and submission, of what each of them may take."""
 
-    def __init__(self, backlog: Backlog, crew: Workers, ledger: Outcomes, faults: FaultyPlaces) -> None:
+    def __init__(self, backlog: Backlog, workers: Workers, outcomes: Outcomes, faults: FaultyPlaces) -> None:
         self._backlog = backlog
-        self._crew = crew
-        self._ledger = ledger
+        self._workers = workers
+        self._outcomes = outcomes
         self._faults = faults
         self._now = 0.0
         self._out: list[m.Command] = []
@@ -29,54 +29,56 @@ class Dispatcher:
 
         Gangs collect at the same time if they can't want the same place: two could each hold what the other needs.
         """
-        backlog, crew, queue, waiting_gangs = self._backlog, self._crew, self._backlog.queue, self._backlog.waiting_gangs
+        backlog, workers, queue, waiting_gangs = self._backlog, self._workers, self._backlog.queue, self._backlog.waiting_gangs
         self._now = now
         self._out = []
-        if crew.barred:
-            crew.tear()
+        if workers.wait_for_gang:
+            workers.tear()
         while True:
             while waiting_gangs and self._see_to_gangs():
                 pass
-            if not (crew.idle or crew.torn or crew.ahead or crew.calling):
+            if not (workers.idle or workers.check_lanes or workers.prefetch or workers.lanes_to_check):
                 return self._out
             head = backlog.head(queue)
             if head is not None and head.spec.is_gang:  # it can't collect yet; those whom it wants are not idle
                 head = None
-            called = self._first_called() if crew.calling else None
+            called = self._first_called() if workers.lanes_to_check else None
             if called is not None and (head is None or called.order < head.order):
                 self._give(called)
-            elif head is not None and crew.idle:
+            elif head is not None and workers.idle:
                 self._give(head)
-            elif crew.torn:
-                self._offer(crew.workers[next(iter(crew.torn))])
-            elif head is not None and crew.ahead and not crew.is_reserved and backlog.wants_look_ahead(head, crew.size):
-                self._send(crew.workers[next(iter(crew.ahead))], head)
+            elif workers.check_lanes:
+                self._offer(workers.by_id[next(iter(workers.check_lanes))])
+            elif (
+                head is not None and workers.prefetch and not workers.is_reserved and backlog.wants_look_ahead(head, workers.size)
+            ):
+                self._send(workers.by_id[next(iter(workers.prefetch))], head)
             else:
                 return self._out
 
     def _first_called(self) -> Task | None:
         """Return the first task of those lanes that have both a task and somebody idle."""
-        crew, heads = self._crew, []
-        for lane in list(crew.calling.values()):
+        workers, heads = self._workers, []
+        for lane in list(workers.lanes_to_check.values()):
             head = self._backlog.head(lane.queue)
-            if head is not None and lane.bench.first(crew.idle) is not None:
+            if head is not None and lane.idle_heap.first(workers.idle) is not None:
                 heads.append(head)
             else:
-                del crew.calling[lane.key]  # whoever becomes free there will look by himself
+                del workers.lanes_to_check[lane.key]  # whoever becomes free there will look by himself
         return min(heads, key=lambda head: head.order, default=None)
 
     def _give(self, task: Task) -> None:
         """Give the first task of a queue to somebody who is idle."""
-        self._send(self._crew.first_idle(self._crew.bench if task.lane is None else task.lane.bench), task)
+        self._send(self._workers.first_idle(self._workers.idle_heap if task.lane is None else task.lane.idle_heap), task)
 
     def _offer(self, worker: Worker) -> None:
         """Let a free worker do what comes first: something in its lanes, the gang that collects, or the pool's next."""
-        crew, backlog = self._crew, self._backlog
-        del crew.torn[worker.worker_id]
-        queues = [backlog.queue, *(lane.queue for lane in crew.places[worker.place].lanes.values())]
+        workers, backlog = self._workers, self._backlog
+        del workers.check_lanes[worker.worker_id]
+        queues = [backlog.queue, *(lane.queue for lane in workers.places[worker.place].lanes.values())]
         heads = [head for queue in queues if (head := backlog.head(queue)) is not None]
         first = min(heads, key=lambda head: head.order, default=None)
-        gathering = crew.gathering_for(worker) if crew.gatherings else None
+        gathering = workers.gathering_for(worker) if workers.waiting_gangs else None
         if first is None or first.spec.is_gang:
             may_run = False
         else:
@@ -84,31 +86,31 @@ class Dispatcher:
         if may_run and first is not None:
             self._send(worker, first)
         elif gathering is not None:
-            crew.join(worker, gathering)
+            workers.join(worker, gathering)
         elif first is not None:
-            crew.bar(worker)
+            workers.bar(worker)
         else:
-            crew.free(worker)
+            workers.free(worker)
 
     def _send(self, worker: Worker, head: Task) -> None:
         """Send a worker the next call, from the queue of which this is the head."""
-        backlog, crew = self._backlog, self._crew
-        queue, num_workers = (backlog.queue, crew.size) if head.lane is None else (head.lane.queue, len(head.lane.places))
+        backlog, workers = self._backlog, self._workers
+        queue, num_workers = (backlog.queue, workers.size) if head.lane is None else (head.lane.queue, len(head.lane.places))
         num_skipped, is_on_trial, aside = 0, False, None
-        if crew.streaks:
+        if workers.streaks:
             num_skipped, is_on_trial = self._faults.num_to_skip(worker), self._faults.is_on_trial(worker)
         if num_skipped:
             aside = backlog.set_aside(head, queue, num_skipped)
             head = backlog.head(queue) or head
         if worker.has_delivered and head.spec.is_fresh:
-            worker = crew.renew(worker)
-            self._out += crew.launch(worker, self._now)
-        before = self._first_elsewhere(worker, queue) if crew.lanes else None
-        attempt_id = crew.next_attempt_id
+            worker = workers.renew(worker)
+            self._out += workers.launch(worker, self._now)
+        before = self._first_elsewhere(worker, queue) if workers.lanes else None
+        attempt_id = workers.next_attempt_id
         attempt = backlog.take(head, queue, (attempt_id, worker.worker_id), num_workers, before, is_on_trial)
         if aside is not None:
             backlog.put_back(aside, queue)
-        crew.engage(worker, attempt)
+        workers.engage(worker, attempt)
         if not attempt.is_fresh or worker.state is not WorkerState.STARTING:  # else `begin` follows when it is ready
             self._out.append(self._call(worker, attempt_id, attempt))
             if attempt.runs_alone:
@@ -116,11 +118,11 @@ class Dispatcher:
 
     def _first_elsewhere(self, worker: Worker, queue: Queue) -> Order | None:
         """Return what comes first for a worker that does not stand in this queue: in others, or a gang that collects."""
-        crew = self._crew
-        queues = [self._backlog.queue, *(lane.queue for lane in crew.places[worker.place].lanes.values())]
+        workers = self._workers
+        queues = [self._backlog.queue, *(lane.queue for lane in workers.places[worker.place].lanes.values())]
         heads = [self._backlog.head(other) for other in queues if other is not queue]
         orders = [head.order for head in heads if head is not None]
-        gathering = crew.gathering_for(worker) if crew.gatherings else None
+        gathering = workers.gathering_for(worker) if workers.waiting_gangs else None
         if gathering is not None:
             orders.append(gathering.gang.order)
         return min(orders, default=None)
@@ -131,47 +133,47 @@ class Dispatcher:
         One that can't begin, since an earlier one collects or waits that could want the same place, keeps what comes after it
         from the workers that it wants.
         """
-        crew = self._crew
-        for gathering in crew.gatherings.values():
+        workers = self._workers
+        for gathering in workers.waiting_gangs.values():
             if len(gathering.members) == gathering.gang.size:
                 self._start_gang(gathering)
                 return True
         called = self._called_gangs()
-        for gang in [*called, *(gathering.gang for gathering in crew.gatherings.values())]:
-            if not crew.has_enough(gang):
-                self._ledger.end(gang, TaskState.FAILED)
+        for gang in [*called, *(gathering.gang for gathering in workers.waiting_gangs.values())]:
+            if not workers.has_enough(gang):
+                self._outcomes.end(gang, TaskState.FAILED)
                 return True
         for number, gang in enumerate(called):
             if self._may_collect(gang, called[:number]):
                 self._backlog.pop(self._backlog.queue if gang.lane is None else gang.lane.queue)
-                crew.collect(gang)
+                workers.collect(gang)
                 return True
-            crew.recall(gang)
+            workers.recall(gang)
         return False
 
     def _called_gangs(self) -> list[Task]:
         """Return the gangs whose turn it is, in their order."""
         backlog = self._backlog
-        heads = [backlog.head(queue) for queue in (backlog.queue, *(lane.queue for lane in self._crew.lanes.values()))]
+        heads = [backlog.head(queue) for queue in (backlog.queue, *(lane.queue for lane in self._workers.lanes.values()))]
         return sorted((head for head in heads if head is not None and head.spec.is_gang), key=lambda gang: gang.order)
 
     def _may_collect(self, gang: Task, before: list[Task]) -> bool:
         head = self._backlog.head(self._backlog.queue)
         if head is not None and head.order < gang.order:
             return False
-        others = [*before, *(gathering.gang for gathering in self._crew.gatherings.values())]
+        others = [*before, *(gathering.gang for gathering in self._workers.waiting_gangs.values())]
         return not any(gang.spec.may_meet(other.spec) for other in others)
 
     def _start_gang(self, gathering: WaitingGang) -> None:
         del self._backlog.waiting_gangs[gathering.gang.spec.task_id]
         runs, timers = [], []
         is_loan = gathering.gang.spec.is_loan
-        for worker in self._crew.assemble(gathering):
+        for worker in self._workers.assemble(gathering):
             if is_loan:
-                worker = self._crew.lend(worker)
-            attempt_id = self._crew.next_attempt_id
+                worker = self._workers.lend(worker)
+            attempt_id = self._workers.next_attempt_id
             attempt = self._backlog.take_rank(gathering.gang, (attempt_id, worker.worker_id))
-            self._crew.engage(worker, attempt)
+            self._workers.engage(worker, attempt)
             runs.append(self._call(worker, attempt_id, attempt))
             timers += self._timer(worker, attempt_id, attempt)
         self._out += [m.RunGang(tuple(runs), is_loan), *timers]
@@ -190,7 +192,7 @@ class Dispatcher:
     def _call(self, worker: Worker, attempt_id: int, attempt: Attempt) -> m.RunTasks:
         if worker.state is not BUSY:
             worker.state, worker.since = BUSY, self._now
-        self._ledger.counts.attempts += 1
+        self._outcomes.counts.attempts += 1
         return m.RunTasks(worker.worker_id, attempt_id, attempt.slices)
 
     def _timer(self, worker: Worker, attempt_id: int, attempt: Attempt) -> list[m.Command]:

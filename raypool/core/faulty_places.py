@@ -7,7 +7,7 @@ does elsewhere, since the failures here began and ever since. What it does nowhe
 from __future__ import annotations
 
 from raypool.core import policy
-from raypool.core.model import Attempt, Leaving, Streak, Task, Worker
+from raypool.core.model import Attempt, Departure, FailureStreak, Task, Worker
 from raypool.core.policy import Pace
 from raypool.core.workers import Workers
 from raypool.errors import LossReason
@@ -28,20 +28,20 @@ TRIAL = 16
 class FaultyPlaces:
     """Counts failures in a row, by place and function: the first failure of each item, whatever runs together as one."""
 
-    def __init__(self, crew: Workers) -> None:
-        self._crew = crew
+    def __init__(self, workers: Workers) -> None:
+        self._workers = workers
 
-    def note_answer(self, worker: Worker, attempt: Attempt, task: Task, done: int, failed: int) -> Leaving | None:
+    def note_answer(self, worker: Worker, attempt: Attempt, task: Task, done: int, failed: int) -> Departure | None:
         """Take in what has come back of a task; return why the place has to go, if it has to."""
         attempt.pace.failed += failed
         if failed < done:
             if _is_telling(task):
-                self._crew.streaks.pop(worker.place, None)
+                self._workers.streaks.pop(worker.place, None)
             return None
         attempt.pace.spoilt += 1
         return self._note_failure(worker, attempt) if _is_telling(task) else None
 
-    def note_loss(self, worker: Worker, attempt: Attempt, task: Task | None) -> Leaving | None:
+    def note_loss(self, worker: Worker, attempt: Attempt, task: Task | None) -> Departure | None:
         """Take in that a call has taken its worker with it, or too long; return why the place has to go, if it has to."""
         attempt.pace.lost += 1
         return self._note_failure(worker, attempt) if task is not None and _is_telling(task) else None
@@ -51,46 +51,46 @@ class FaultyPlaces:
 
         With four workers and every fourth item bad, one of them may get all of these, step by step, and is to be blamed for none.
         """
-        return min(max(self._in_a_row(worker) - SUSPECT_AFTER + 1, 0), MOST_SKIPPED) if self._crew.size > 1 else 0
+        return min(max(self._in_a_row(worker) - SUSPECT_AFTER + 1, 0), MOST_SKIPPED) if self._workers.size > 1 else 0
 
     def is_on_trial(self, worker: Worker) -> bool:
         """Whether a worker gets one item at a time: what fails at once would else be taken for what is short, and share calls."""
-        return self._crew.size > 1 and 0 < self._in_a_row(worker) < TRIAL
+        return self._workers.size > 1 and 0 < self._in_a_row(worker) < TRIAL
 
     def _in_a_row(self, worker: Worker) -> int:
-        return sum(streak.calls + streak.repeats for streak in self._crew.streaks.get(worker.place, ()))
+        return sum(streak.calls + streak.repeats for streak in self._workers.streaks.get(worker.place, ()))
 
-    def _note_failure(self, worker: Worker, attempt: Attempt) -> Leaving | None:
+    def _note_failure(self, worker: Worker, attempt: Attempt) -> Departure | None:
         streak = self._streak(worker, attempt.pace)
         if attempt.slices[0].attempt == 1:
             streak.calls += 1
         else:
             streak.repeats += 1  # it may be the item
         streak.items += sum(piece.stop - piece.start for piece in attempt.slices)
-        is_leaving = worker.worker_id in self._crew.retiring
-        if is_leaving or self._crew.size < 2 or self._chance(worker) >= policy.FAULTY_BELOW:
+        is_leaving = worker.worker_id in self._workers.retiring
+        if is_leaving or self._workers.size < 2 or self._chance(worker) >= policy.FAULTY_BELOW:
             return None
-        streaks = self._crew.streaks.pop(worker.place)
+        streaks = self._workers.streaks.pop(worker.place)
         for streak in streaks:
             streak.pace.blamed += streak.calls
         finished = sum(streak.pace.finished - streak.finished for streak in streaks)
-        return Leaving(LossReason.FAULTY, failed=sum(streak.items for streak in streaks), finished=finished)
+        return Departure(LossReason.FAULTY, failed=sum(streak.items for streak in streaks), finished=finished)
 
-    def _streak(self, worker: Worker, pace: Pace) -> Streak:
+    def _streak(self, worker: Worker, pace: Pace) -> FailureStreak:
         """Return what has failed in a row of a function where a worker is; the newest failure is in the books already."""
-        streaks = self._crew.streaks.setdefault(worker.place, [])
+        streaks = self._workers.streaks.setdefault(worker.place, [])
         for streak in streaks:
             if streak.pace is pace:
                 return streak
         if len(streaks) == MOST_STREAKS:
             del streaks[0]
-        streaks.append(Streak(pace, pace.good, pace.bad - 1, pace.finished))
+        streaks.append(FailureStreak(pace, pace.good, pace.bad - 1, pace.finished))
         return streaks[-1]
 
     def _chance(self, worker: Worker) -> float:
         """Return how likely it is that all this has failed here by chance."""
         chance = 1.0
-        for streak in self._crew.streaks[worker.place]:
+        for streak in self._workers.streaks[worker.place]:
             pace, here = streak.pace, streak.calls + streak.repeats
             running_here = sum(attempt.pace is pace for attempt in worker.attempts.values())
             good = pace.good - streak.good

@@ -15,14 +15,14 @@ def check_invariants(scheduler: Scheduler) -> None:
     _check_pool(scheduler)
     _check_groups(scheduler)
     _check_lanes(scheduler)
-    for worker in scheduler.crew.workers.values():
+    for worker in scheduler.workers.by_id.values():
         _check_worker(scheduler, worker)
     flying = _in_flight(scheduler)
     for task_id, task in scheduler.backlog.tasks.items():
         _check_task(task, flying.get(task_id, []))
         _check_gang(scheduler, task)
-    ledger = scheduler.ledger
-    known = (scheduler.backlog.waiting_gangs, scheduler.crew.gatherings, ledger.broken_up, ledger.thinned)
+    outcomes = scheduler.outcomes
+    known = (scheduler.backlog.waiting_gangs, scheduler.workers.waiting_gangs, outcomes.broken_up, outcomes.thinned)
     assert all(number in scheduler.backlog.tasks for numbers in known for number in numbers), "a gang that has ended is kept"
     _check_attempts(scheduler)
     _check_queue(scheduler)
@@ -34,69 +34,81 @@ def check_invariants(scheduler: Scheduler) -> None:
 def _check_pool(scheduler: Scheduler) -> None:
     counts, tasks, is_closing = scheduler.counts, scheduler.backlog.tasks, scheduler.state is PoolState.CLOSING
     if scheduler.state in (PoolState.OPEN, PoolState.CLOSING):
-        assert scheduler.crew.places or not tasks, "tasks wait for a pool without places"
+        assert scheduler.workers.places or not tasks, "tasks wait for a pool without places"
         assert tasks or not is_closing, "a pool has nothing more to do and is not closed"
     else:
         assert not tasks, "a pool that has ended keeps tasks"
-        assert not scheduler.crew.places, "a pool that has ended keeps places"
+        assert not scheduler.workers.places, "a pool that has ended keeps places"
     missing = sum(task.size - task.settled for task in tasks.values())
     ended = counts.finished + counts.failed + counts.cancelled
     assert counts.submitted == ended + missing, f"{counts} do not add up with {missing} items to come"
 
 
 def _check_groups(scheduler: Scheduler) -> None:
-    crew = scheduler.crew
-    occupied = {place.worker_id: place.place for place in crew.places.values()}
-    assert occupied == {w.worker_id: w.place for w in crew.workers.values()}, "not one live worker in each place"
-    for group in (crew.idle, crew.barred, crew.ahead, _members(scheduler), crew.retiring, crew.spent, crew.parked):
-        assert group.keys() <= crew.workers.keys(), "a group names a worker that is gone"
-    assert crew.streaks.keys() <= crew.places.keys(), "failures are remembered of a place that is gone"
-    assert not crew.torn, "a free worker whose lanes may have work was not asked"
-    assert not crew.calling, "a lane that may have work for somebody was not asked"
-    assert not crew.deserted, "nobody has looked after the tasks of a lane without places"
-    assert not crew.parked or not scheduler.backlog.tasks, "workers are parked although there is work"
-    for bench, workers in [
-        (crew.bench, list(crew.idle)),
-        *((lane.bench, _idle_in(scheduler, lane)) for lane in crew.lanes.values()),
+    workers = scheduler.workers
+    occupied = {place.worker_id: place.place for place in workers.places.values()}
+    assert occupied == {w.worker_id: w.place for w in workers.by_id.values()}, "not one live worker in each place"
+    for group in (
+        workers.idle,
+        workers.wait_for_gang,
+        workers.prefetch,
+        _members(scheduler),
+        workers.retiring,
+        workers.spent,
+        workers.parked,
+    ):
+        assert group.keys() <= workers.by_id.keys(), "a group names a worker that is gone"
+    assert workers.streaks.keys() <= workers.places.keys(), "failures are remembered of a place that is gone"
+    assert not workers.check_lanes, "a free worker whose lanes may have work was not asked"
+    assert not workers.lanes_to_check, "a lane that may have work for somebody was not asked"
+    assert not workers.lanes_lost, "nobody has looked after the tasks of a lane without places"
+    assert not workers.parked or not scheduler.backlog.tasks, "workers are parked although there is work"
+    for heap, free in [
+        (workers.idle_heap, list(workers.idle)),
+        *((lane.idle_heap, _idle_in(scheduler, lane)) for lane in workers.lanes.values()),
     ]:
-        assert all(number in bench for number in workers), "an idle worker can't be found"
-        listed = Counter(number for _, number in bench._heap)
-        assert listed == dict.fromkeys(bench._seated, 1), "a bench has two workers on one seat"
+        assert all(number in heap for number in free), "an idle worker can't be found"
+        listed = Counter(number for _, number in heap._heap)
+        assert listed == dict.fromkeys(heap._seated, 1), "a heap has two workers on one seat"
 
 
 def _idle_in(scheduler: Scheduler, lane: Lane) -> list[int]:
-    places = scheduler.crew.places
-    return [places[place].worker_id for place in lane.places if places[place].worker_id in scheduler.crew.idle]
+    places = scheduler.workers.places
+    return [places[place].worker_id for place in lane.places if places[place].worker_id in scheduler.workers.idle]
 
 
 def _check_lanes(scheduler: Scheduler) -> None:
-    crew, tasks = scheduler.crew, scheduler.backlog.tasks
-    for key, lane in crew.lanes.items():
-        wanted = key if isinstance(key, tuple) else tuple(place.place for place in crew.places.values() if place.worker_id == key)
-        there = {number for number in wanted if number in crew.places and crew.places[number].worker_id not in crew.retiring}
+    workers, tasks = scheduler.workers, scheduler.backlog.tasks
+    for key, lane in workers.lanes.items():
+        wanted = (
+            key if isinstance(key, tuple) else tuple(place.place for place in workers.places.values() if place.worker_id == key)
+        )
+        there = {
+            number for number in wanted if number in workers.places and workers.places[number].worker_id not in workers.retiring
+        }
         assert lane.key == key, f"lane {key}: under a wrong key"
         assert lane.places.keys() == there, f"lane {key}: wrong places"
         assert lane.places, f"lane {key}: without places"
         assert lane.lost is None, f"lane {key}: lost, but has places"
         assert lane.tasks, f"lane {key}: without tasks"
-    for number, place in crew.places.items():
-        assert place.leaving is None or place.worker_id in crew.retiring, f"place {number}: is to go, and its worker is not"
-        lanes = {key: lane for key, lane in crew.lanes.items() if number in lane.places}
+    for number, place in workers.places.items():
+        assert place.leaving is None or place.worker_id in workers.retiring, f"place {number}: is to go, and its worker is not"
+        lanes = {key: lane for key, lane in workers.lanes.items() if number in lane.places}
         assert place.lanes == lanes, f"place {number}: does not know its lanes"
     for number, task in tasks.items():
         is_special = task.spec.place is not None or task.spec.places is not None
         assert is_special == (task.lane is not None), f"task {number}: in a wrong queue"
         if task.lane is not None:
             assert number in task.lane.tasks, f"task {number}: its lane does not know it"
-            assert (task.lane.lost is None) == (crew.lanes.get(task.lane.key) is task.lane), f"task {number}: lane not known"
+            assert (task.lane.lost is None) == (workers.lanes.get(task.lane.key) is task.lane), f"task {number}: lane not known"
             assert task.lane.lost is None or not task.lane.places, f"task {number}: lane lost, but has places"
             assert task.lane.tasks.keys() <= tasks.keys(), f"lane {task.lane.key}: keeps a task that has ended"
 
 
 def _check_worker(scheduler: Scheduler, worker: Worker) -> None:
-    crew, number = scheduler.crew, worker.worker_id
+    workers, number = scheduler.workers, worker.worker_id
     is_idle, is_barred, is_ahead, is_retiring, is_parked = (
-        number in group for group in (crew.idle, crew.barred, crew.ahead, crew.retiring, crew.parked)
+        number in group for group in (workers.idle, workers.wait_for_gang, workers.prefetch, workers.retiring, workers.parked)
     )
     num_groups = is_idle + is_barred + _members(scheduler)[number]
     may_have = (worker.state is WorkerState.BUSY, _is_reserved(worker))
@@ -107,10 +119,10 @@ def _check_worker(scheduler: Scheduler, worker: Worker) -> None:
     assert is_parked == (worker.state is WorkerState.PARKED), f"worker {number}: parked, or not"
     assert not is_retiring or worker.attempts, f"worker {number}: stays without an attempt"
     assert not (is_retiring and is_ahead), f"worker {number}: is to take one more, and to go"
-    assert not (is_ahead and number in crew.spent), f"worker {number}: is to take one more, and to be replaced"
-    is_bound = bool(worker.attempts) or number in crew.lanes
-    assert number not in crew.spent or is_bound, f"worker {number}: is spent, and was not replaced"
-    assert not (is_ahead and crew.places[worker.place].lanes), f"worker {number}: look-ahead past its lanes"
+    assert not (is_ahead and number in workers.spent), f"worker {number}: is to take one more, and to be replaced"
+    is_bound = bool(worker.attempts) or number in workers.lanes
+    assert number not in workers.spent or is_bound, f"worker {number}: is spent, and was not replaced"
+    assert not (is_ahead and workers.places[worker.place].lanes), f"worker {number}: look-ahead past its lanes"
     assert len(worker.attempts) <= MAX_IN_FLIGHT, f"worker {number}: more than one call of look-ahead"
     assert not is_ahead or len(worker.attempts) == 1, f"worker {number}: look-ahead without a call that runs"
     assert not (is_ahead and any(attempt.lasts for attempt in worker.attempts.values())), f"worker {number}: look-ahead for long"
@@ -127,7 +139,7 @@ def _is_reserved(worker: Worker) -> bool:
 def _in_flight(scheduler: Scheduler) -> dict[int, list[tuple[int, int, Slice]]]:
     """Return what is in flight of each task: attempt, worker and slice. What was given up for its time is not."""
     flying: dict[int, list[tuple[int, int, Slice]]] = {}
-    for worker in scheduler.crew.workers.values():
+    for worker in scheduler.workers.by_id.values():
         for attempt_id, attempt in worker.attempts.items():
             for piece in attempt.slices:
                 task = scheduler.backlog.tasks.get(piece.task_id)
@@ -160,17 +172,19 @@ def _check_task(task: Task, flights: list[tuple[int, int, Slice]]) -> None:
 def _check_gang(scheduler: Scheduler, task: Task) -> None:
     number = task.spec.task_id
     if not task.spec.is_gang:
-        assert number not in scheduler.ledger.broken_up, f"task {number} is no gang, and is broken up"
+        assert number not in scheduler.outcomes.broken_up, f"task {number} is no gang, and is broken up"
         return
     assert task.cursor in (0, task.size), f"gang {number} has started by half"
     assert not task.again, f"gang {number}: a rank is to run by itself"
     assert (number in scheduler.backlog.waiting_gangs) == (not task.flights), f"gang {number} waits and runs, or neither"
-    assert (number in scheduler.crew.gatherings) == (not task.flights and not task.is_queued), f"gang {number} waits nowhere"
-    assert number not in scheduler.ledger.broken_up or task.flights, f"gang {number} is broken up, and does not run"
+    assert (number in scheduler.workers.waiting_gangs) == (not task.flights and not task.is_queued), (
+        f"gang {number} waits nowhere"
+    )
+    assert number not in scheduler.outcomes.broken_up or task.flights, f"gang {number} is broken up, and does not run"
 
 
 def _check_attempts(scheduler: Scheduler) -> None:
-    for worker in scheduler.crew.workers.values():
+    for worker in scheduler.workers.by_id.values():
         for attempt_id, attempt in worker.attempts.items():
             tasks = [scheduler.backlog.tasks.get(piece.task_id) for piece in attempt.slices]
             for piece, task in zip(attempt.slices, tasks, strict=True):
@@ -183,12 +197,12 @@ def _check_attempts(scheduler: Scheduler) -> None:
                 assert not is_delicate or (is_single and piece.stop - piece.start == 1), f"{attempt_id}: last, not alone"
                 has_lost_its_lane = task.lane is not None and task.lane.lost is not None
                 may_run = task.lane is None or has_lost_its_lane or worker.place in task.lane.places
-                assert may_run or worker.worker_id in scheduler.crew.retiring, f"attempt {attempt_id}: in a wrong place"
+                assert may_run or worker.worker_id in scheduler.workers.retiring, f"attempt {attempt_id}: in a wrong place"
 
 
 def _check_queue(scheduler: Scheduler) -> None:
-    crew, backlog = scheduler.crew, scheduler.backlog
-    queues = [(None, backlog.queue), *((lane, lane.queue) for lane in crew.lanes.values())]
+    workers, backlog = scheduler.workers, scheduler.backlog
+    queues = [(None, backlog.queue), *((lane, lane.queue) for lane in workers.lanes.values())]
     entries = Counter((task_id, id(lane)) for lane, queue in queues for _, task_id in queue)
     assert not entries or max(entries.values()) == 1, "a task stands twice in a queue"
     for task_id, task in backlog.tasks.items():
@@ -197,7 +211,7 @@ def _check_queue(scheduler: Scheduler) -> None:
             assert task.waiting == task.is_open == 0, f"task {task_id}: waits for nobody"
         else:
             assert task.is_queued == is_here, f"task {task_id}: wrong mark of being queued"
-            assert is_here == (task.is_ready and task_id not in crew.gatherings), f"task {task_id}: waits in no queue"
+            assert is_here == (task.is_ready and task_id not in workers.waiting_gangs), f"task {task_id}: waits in no queue"
 
 
 def _check_paces(scheduler: Scheduler) -> None:
@@ -215,17 +229,17 @@ def _check_paces(scheduler: Scheduler) -> None:
 
 
 def _num_running(scheduler: Scheduler, pace: Pace) -> int:
-    return sum(attempt.pace is pace for worker in scheduler.crew.workers.values() for attempt in worker.attempts.values())
+    return sum(attempt.pace is pace for worker in scheduler.workers.by_id.values() for attempt in worker.attempts.values())
 
 
 def _check_work_conserving(scheduler: Scheduler) -> None:
-    crew, backlog = scheduler.crew, scheduler.backlog
+    workers, backlog = scheduler.workers, scheduler.backlog
     head = backlog.head(backlog.queue)
-    assert head is None or not crew.idle, f"task {head.spec.task_id} waits although workers are free"
-    for lane in crew.lanes.values():
+    assert head is None or not workers.idle, f"task {head.spec.task_id} waits although workers are free"
+    for lane in workers.lanes.values():
         waiting = backlog.head(lane.queue)
         assert waiting is None or not _idle_in(scheduler, lane), f"lane {lane.key} waits although workers are free"
-    for worker_id in crew.barred:
+    for worker_id in workers.wait_for_gang:
         first = min((task.order for task in _heads_for(scheduler, worker_id)), default=None)
         assert first is not None, f"worker {worker_id} waits for nothing"
         assert backlog.tasks[first[1]].spec.is_gang, f"worker {worker_id} waits although task {first[1]} could run"
@@ -235,35 +249,35 @@ def _check_work_conserving(scheduler: Scheduler) -> None:
 
 def _heads_for(scheduler: Scheduler, worker_id: int) -> list[Task]:
     """Return what comes first in each of the queues that a worker looks into."""
-    crew, backlog = scheduler.crew, scheduler.backlog
-    lanes = crew.places[crew.workers[worker_id].place].lanes.values()
+    workers, backlog = scheduler.workers, scheduler.backlog
+    lanes = workers.places[workers.by_id[worker_id].place].lanes.values()
     heads = [backlog.head(queue) for queue in (backlog.queue, *(lane.queue for lane in lanes))]
     return [head for head in heads if head is not None]
 
 
 def _check_gatherings(scheduler: Scheduler) -> None:
-    crew = scheduler.crew
-    gatherings = list(crew.gatherings.values())
+    workers = scheduler.workers
+    gatherings = list(workers.waiting_gangs.values())
     for gathering in gatherings:
         gang, members = gathering.gang, gathering.members
         name = f"gang {gang.spec.task_id}"
-        assert crew.gatherings[gang.spec.task_id] is gathering, f"{name}: under a wrong key"
+        assert workers.waiting_gangs[gang.spec.task_id] is gathering, f"{name}: under a wrong key"
         assert len(members) < gang.size, f"{name} is complete and has not started"
-        assert crew.has_enough(gang), f"{name} waits for workers that there are not"
+        assert workers.has_enough(gang), f"{name} waits for workers that there are not"
         others = [other.gang.spec for other in gatherings if other is not gathering]
         assert not any(gang.spec.may_meet(other) for other in others), f"{name} collects what another one does"
-        for number in (*crew.idle, *crew.barred):
-            assert not gathering.wants(crew.workers[number].place), f"worker {number} is free and not with {name}"
+        for number in (*workers.idle, *workers.wait_for_gang):
+            assert not gathering.wants(workers.by_id[number].place), f"worker {number} is free and not with {name}"
         for number in members:
-            assert gathering.wants(crew.workers[number].place), f"worker {number} is held for a gang that can't use it"
+            assert gathering.wants(workers.by_id[number].place), f"worker {number} is held for a gang that can't use it"
 
 
 def _check_called_gangs(scheduler: Scheduler) -> None:
     """Whatever keeps the gang that is first in its queue from collecting comes before it."""
-    crew, backlog = scheduler.crew, scheduler.backlog
-    heads = [backlog.head(queue) for queue in (backlog.queue, *(lane.queue for lane in crew.lanes.values()))]
+    workers, backlog = scheduler.workers, scheduler.backlog
+    heads = [backlog.head(queue) for queue in (backlog.queue, *(lane.queue for lane in workers.lanes.values()))]
     called = [head for head in heads if head is not None and head.spec.is_gang]
-    collecting = [gathering.gang for gathering in crew.gatherings.values()]
+    collecting = [gathering.gang for gathering in workers.waiting_gangs.values()]
     for gang in called:
         before = [*collecting, *(other for other in called if other.order < gang.order)]
         is_early = heads[0] is not None and heads[0].order < gang.order
@@ -273,4 +287,4 @@ def _check_called_gangs(scheduler: Scheduler) -> None:
 
 def _members(scheduler: Scheduler) -> Counter[int]:
     """Return the workers that are held for gangs; one that is held for two counts twice."""
-    return Counter(number for gathering in scheduler.crew.gatherings.values() for number in gathering.members)
+    return Counter(number for gathering in scheduler.workers.waiting_gangs.values() for number in gathering.members)

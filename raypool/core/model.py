@@ -175,7 +175,7 @@ class Report(NamedTuple):
         return tuple(sorted(retry + self.again)) if self.again else retry
 
 
-class Bench:
+class IdleHeap:
     """Free workers, the one in the lowest place first.
 
     A worker that was taken from elsewhere keeps its seat until it would be its turn: it may be free again by then.
@@ -216,7 +216,7 @@ class Lane:
     queue: Queue = field(default_factory=Queue)  # those of its tasks that could be dispatched
     tasks: dict[int, None] = field(default_factory=dict)  # all that have not ended
     places: dict[int, None] = field(default_factory=dict)
-    bench: Bench = field(default_factory=Bench)  # of the workers in these
+    idle_heap: IdleHeap = field(default_factory=IdleHeap)  # of the workers in these
     lost: LossReason | None = None
 
 
@@ -308,7 +308,7 @@ class Worker:
     since: float = 0.0  # when it became busy
 
 
-class Leaving(NamedTuple):
+class Departure(NamedTuple):
     """Why a place is about to be given up, and what is to be said of that."""
 
     reason: LossReason
@@ -318,7 +318,7 @@ class Leaving(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Streak:
+class FailureStreak:
     """Calls of one function that have failed in a place, one after the other, and what was known of it when that began."""
 
     pace: Pace
@@ -338,7 +338,7 @@ class Place:
     worker_id: int = -1
     failed_starts: int = 0
     losses: int = 0  # since the last worker here that has delivered
-    leaving: Leaving | None = None  # it goes when its worker, which takes nothing more, has come to an end
+    leaving: Departure | None = None  # it goes when its worker, which takes nothing more, has come to an end
     lanes: dict[tuple[int, ...] | int, Lane] = field(default_factory=dict)  # whose tasks may run here, by key
 
 

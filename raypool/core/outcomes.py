@@ -16,12 +16,12 @@ STOPPED = LossReason.STOPPED
 class Outcomes:
     """Writes down what has become of items, and says so in `out`."""
 
-    def __init__(self, backlog: Backlog, crew: Workers) -> None:
+    def __init__(self, backlog: Backlog, workers: Workers) -> None:
         self.counts = Counts()
         self.out: list[m.Command] = []
         self.now = 0.0
         self._backlog = backlog
-        self._crew = crew
+        self._workers = workers
         self.broken_up: dict[int, None] = {}  # gangs whose ranks were told to stop, because one has failed
         self.thinned: dict[int, None] = {}  # gangs that were told that the machine of a rank is about to go
 
@@ -34,7 +34,7 @@ class Outcomes:
             self._backlog.push(task, self._backlog.queue)
         elif lane.lost is None:
             self._backlog.push(task, lane.queue)
-            self._crew.calling[lane.key] = lane
+            self._workers.lanes_to_check[lane.key] = lane
         else:
             self._fail_waiting(task, lane.lost)
 
@@ -45,9 +45,9 @@ class Outcomes:
         self._backlog.discard(task)
         self.counts.cancelled += task.size - task.settled
         if task.lane is not None:
-            self._crew.leave(task)
+            self._workers.leave(task)
         if task.spec.is_gang:
-            self._crew.give_up(task)
+            self._workers.give_up(task)
             self.broken_up.pop(task.spec.task_id, None)
             self.thinned.pop(task.spec.task_id, None)
         self.out.append(m.EndTask(task.spec.task_id, state))
@@ -55,7 +55,7 @@ class Outcomes:
     def signal(self, task: Task, signal: m.Signal) -> None:
         """Tell whatever runs of a task now."""
         for attempt_id, worker_id in (task.flights or {}).items():
-            if self._crew.workers[worker_id].state is WorkerState.BUSY:  # else it is about to be sent
+            if self._workers.by_id[worker_id].state is WorkerState.BUSY:  # else it is about to be sent
                 self.out.append(m.SignalTask(worker_id, attempt_id, task.spec.task_id, signal))
 
     def settle(self, task: Task, piece: Slice, report: Report, attempt_id: int) -> None:

@@ -20,7 +20,7 @@ from raypool.core.backlog import Backlog
 from raypool.core.dispatch import Dispatcher
 from raypool.core.faulty_places import FaultyPlaces
 from raypool.core.messages import SetTimer
-from raypool.core.model import Attempt, Leaving, PoolState, Report, Task, TaskState, Worker, WorkerState
+from raypool.core.model import Attempt, Departure, PoolState, Report, Task, TaskState, Worker, WorkerState
 from raypool.core.outcomes import Outcomes
 from raypool.core.workers import Workers
 from raypool.errors import InternalError, LossReason
@@ -44,19 +44,19 @@ class Scheduler:
     def __init__(self, start_timeout_s: float = DEFAULT_START_TIMEOUT_S, idle_timeout_s: float | None = None) -> None:
         self.state = PoolState.OPEN
         self.backlog = Backlog()
-        self.crew = Workers(start_timeout_s)
-        self.ledger = Outcomes(self.backlog, self.crew)
-        self.counts = self.ledger.counts
-        self._faults = FaultyPlaces(self.crew)
-        self._losses = Losses(self.backlog, self.crew, self.ledger, self._faults)
-        self._answers = Answers(self.backlog, self.crew, self.ledger, self._faults, self._losses)
-        self._dispatcher = Dispatcher(self.backlog, self.crew, self.ledger, self._faults)
+        self.workers = Workers(start_timeout_s)
+        self.outcomes = Outcomes(self.backlog, self.workers)
+        self.counts = self.outcomes.counts
+        self._faults = FaultyPlaces(self.workers)
+        self._losses = Losses(self.backlog, self.workers, self.outcomes, self._faults)
+        self._answers = Answers(self.backlog, self.workers, self.outcomes, self._faults, self._losses)
+        self._dispatcher = Dispatcher(self.backlog, self.workers, self.outcomes, self._faults)
         self._idleness = Idleness(idle_timeout_s) if idle_timeout_s is not None else None
         self._last_task_id = -1
         self._is_close_told = False
         self._story: deque[tuple[float, m.Event]] = deque(maxlen=STORY_LENGTH)
         self._now = 0.0
-        self._out = self.ledger.out
+        self._out = self.outcomes.out
         self._handlers: dict[type[Any], Any] = {
             m.TaskSubmitted: self._on_submitted,
             m.ItemsAdded: self._on_items_added,
@@ -80,15 +80,15 @@ class Scheduler:
             InternalError: The event cannot happen in this state; the error tells the story.
         """
         self._story.append((now, event))
-        self._now = self.ledger.now = now
+        self._now = self.outcomes.now = now
         self._out.clear()
         self._handlers[type(event)](event)
-        if self.crew.spent:
-            self._out += self.crew.renew_spent(now)
+        if self.workers.spent:
+            self._out += self.workers.renew_spent(now)
         work = self._dispatcher.give_out(now)
-        if self.crew.deserted:
+        if self.workers.lanes_lost:
             self._fail_deserted()
-        if not self.backlog.tasks or not self.crew.places:
+        if not self.backlog.tasks or not self.workers.places:
             self._close_if_done()
         if self._idleness is not None:
             self._look_whether_idle(self._idleness)
@@ -111,17 +111,17 @@ class Scheduler:
         self.counts.submitted += spec.size
         task = self.backlog.admit(spec)
         if self.state is not OPEN:
-            self.ledger.end(task, TaskState.FAILED if self.state is PoolState.BROKEN else TaskState.CANCELLED)
+            self.outcomes.end(task, TaskState.FAILED if self.state is PoolState.BROKEN else TaskState.CANCELLED)
             return
         if spec.place is not None or spec.places is not None:
-            task.lane = self.crew.lane_for(spec)
+            task.lane = self.workers.lane_for(spec)
             task.lane.tasks[spec.task_id] = None
-        if spec.is_gang and not self.crew.has_enough(task):
-            self.ledger.end(task, TaskState.FAILED)
+        if spec.is_gang and not self.workers.has_enough(task):
+            self.outcomes.end(task, TaskState.FAILED)
             return
-        self.ledger.go_on(task)
-        if self.crew.parked and self.backlog.tasks:
-            self._out += self.crew.wake(self._now)
+        self.outcomes.go_on(task)
+        if self.workers.parked and self.backlog.tasks:
+            self._out += self.workers.wake(self._now)
 
     def _on_items_added(self, event: m.ItemsAdded) -> None:
         task = self.backlog.tasks.get(event.task_id)
@@ -131,17 +131,17 @@ class Scheduler:
             self.counts.submitted += event.count
             self.backlog.extend(task, event.count)
             task.is_open = event.is_open
-            self.ledger.go_on(task)
+            self.outcomes.go_on(task)
 
     def _on_cancel_requested(self, event: m.CancelRequested) -> None:
         task = self._task(event)
         if task is not None:
-            self.ledger.end(task, TaskState.CANCELLED)
+            self.outcomes.end(task, TaskState.CANCELLED)
 
     def _on_stop_requested(self, event: m.StopRequested) -> None:
         task = self._task(event)
         if task is not None:
-            self.ledger.signal(task, m.Signal.STOP)
+            self.outcomes.signal(task, m.Signal.STOP)
 
     def _task(self, event: m.CancelRequested | m.StopRequested) -> Task | None:
         if event.task_id > self._last_task_id:
@@ -152,10 +152,10 @@ class Scheduler:
 
     def _on_attempt_finished(self, event: m.AttemptFinished) -> None:
         worker_id, attempt_id, reports, is_spent = event
-        crew = self.crew
-        if worker_id >= crew.next_worker_id or attempt_id >= crew.next_attempt_id:
+        workers = self.workers
+        if worker_id >= workers.next_worker_id or attempt_id >= workers.next_attempt_id:
             self._impossible(event, worker_id=worker_id)
-        worker = crew.workers.get(worker_id)
+        worker = workers.by_id.get(worker_id)
         if worker is None or attempt_id not in worker.attempts:
             return  # an answer from a worker that was given up
         attempt = worker.attempts[attempt_id]
@@ -166,13 +166,13 @@ class Scheduler:
         if attempt.is_loan:
             self._end_loan(worker)
             return
-        if is_spent or crew.spent:
-            crew.note_spent(worker, is_spent)
+        if is_spent or workers.spent:
+            workers.note_spent(worker, is_spent)
         self._freed(worker, is_over=attempt.is_fresh)
 
     def _on_attempt_narrowed(self, event: m.AttemptNarrowed) -> None:
         worker_id, attempt_id, reports, kept = event
-        if attempt_id >= self.crew.next_attempt_id:
+        if attempt_id >= self.workers.next_attempt_id:
             self._impossible(event, worker_id=worker_id)
         worker = self._worker(event)
         if worker is None or attempt_id not in worker.attempts:
@@ -187,21 +187,21 @@ class Scheduler:
     def _freed(self, worker: Worker, is_over: bool) -> None:
         """Note that a worker has one call less; one that is over may take no other."""
         if worker.attempts:
-            self.crew.offer_ahead(worker, next(iter(worker.attempts.values())))
-        elif worker.worker_id in self.crew.retiring:
-            self._out += self.crew.stop(worker)
+            self.workers.offer_ahead(worker, next(iter(worker.attempts.values())))
+        elif worker.worker_id in self.workers.retiring:
+            self._out += self.workers.stop(worker)
         elif is_over:
-            self._out += self.crew.launch(self.crew.renew(worker), self._now)
+            self._out += self.workers.launch(self.workers.renew(worker), self._now)
         else:
-            self.crew.free(worker)
+            self.workers.free(worker)
 
     def _end_loan(self, worker: Worker) -> None:
         """Start the worker of a place that was lent; what was bound to it meanwhile has waited for that."""
-        if worker.worker_id in self.crew.retiring:
-            self._out += self.crew.stop(worker)
+        if worker.worker_id in self.workers.retiring:
+            self._out += self.workers.stop(worker)
             return
         worker.state, worker.has_delivered = WorkerState.STARTING, False
-        self._out += self.crew.launch(worker, self._now)
+        self._out += self.workers.launch(worker, self._now)
 
     # --- workers ------------------------------------------------------------------------------------------------------
 
@@ -211,7 +211,7 @@ class Scheduler:
             return  # too late: another one was started in its place
         if worker.state is not WorkerState.STARTING:
             self._impossible(event, worker_id=event.worker_id)
-        self.crew.places[worker.place].failed_starts = 0
+        self.workers.places[worker.place].failed_starts = 0
         if self._idleness is not None:
             self._idleness.end()  # the time runs from where it could have done something
         if worker.attempts:  # it was started for this one
@@ -233,7 +233,7 @@ class Scheduler:
         elif worker.state is not WorkerState.STARTING:
             pass  # ready in time
         elif event.kind == "start":
-            self._out += self.crew.launch(worker, self._now)
+            self._out += self.workers.launch(worker, self._now)
         else:
             self._lose(worker, LossReason.START, was_idle=False)
 
@@ -242,7 +242,7 @@ class Scheduler:
         task = self.backlog.tasks.get(task_id)
         if task is not None:
             self.backlog.rouse(task)
-            self.ledger.go_on(task)
+            self.outcomes.go_on(task)
 
     def _on_worker_lost(self, event: m.WorkerLost) -> None:
         worker = self._worker(event)
@@ -252,14 +252,14 @@ class Scheduler:
 
     def _worker(self, event: m.WorkerReady | m.WorkerLost | m.TimerFired | m.AttemptNarrowed) -> Worker | None:
         """Return the worker that an event is about, unless it was given up."""
-        if event.worker_id >= self.crew.next_worker_id:
+        if event.worker_id >= self.workers.next_worker_id:
             self._impossible(event, worker_id=event.worker_id)
-        return self.crew.workers.get(event.worker_id)
+        return self.workers.by_id.get(event.worker_id)
 
     def _lose(self, worker: Worker, reason: LossReason, was_idle: bool) -> None:
-        has_future = worker.worker_id not in self.crew.retiring
+        has_future = worker.worker_id not in self.workers.retiring
         self._losses.lose(worker, reason, was_idle)
-        if has_future and not self.crew.places:
+        if has_future and not self.workers.places:
             self._break()
 
     def _on_place_leaving(self, event: m.PlaceLeaving) -> None:
@@ -267,7 +267,7 @@ class Scheduler:
         if worker is None:
             return  # it has gone before
         if event.is_kept:
-            self.ledger.send_elsewhere(worker, m.Signal.LEAVE)
+            self.outcomes.send_elsewhere(worker, m.Signal.LEAVE)
         else:
             self._losses.announce(worker, event.at)
 
@@ -275,33 +275,33 @@ class Scheduler:
         worker = self._worker_in(event.place)
         if worker is None:
             return
-        has_future = worker.worker_id not in self.crew.retiring
+        has_future = worker.worker_id not in self.workers.retiring
         self.counts.workers_lost += worker.state in (WorkerState.IDLE, WorkerState.BUSY)
         self._losses.lose_place(worker, event.reason)
-        if has_future and not self.crew.places:
+        if has_future and not self.workers.places:
             self._break()
 
     def _worker_in(self, place_id: int) -> Worker | None:
-        place = self.crew.places.get(place_id)
-        return None if place is None else self.crew.workers[place.worker_id]
+        place = self.workers.places.get(place_id)
+        return None if place is None else self.workers.by_id[place.worker_id]
 
     def _fail_deserted(self) -> None:
         """See to the tasks of which nobody is left who may run them."""
-        for lane in self.crew.deserted:
+        for lane in self.workers.lanes_lost:
             for task_id in list(lane.tasks):
-                self.ledger.go_on(self.backlog.tasks[task_id])
-        self.crew.deserted.clear()
+                self.outcomes.go_on(self.backlog.tasks[task_id])
+        self.workers.lanes_lost.clear()
 
     def _park_if_idle(self) -> None:
         """End the workers if there was nothing to do for long enough; those that are about to come up are waited for."""
         if self._idleness is None or not self._idleness.has_lasted(self._now):
             return
         self._idleness.end()
-        if self.crew.is_at_rest:
-            self._out += self.crew.park()
+        if self.workers.is_at_rest:
+            self._out += self.workers.park()
 
     def _look_whether_idle(self, idleness: Idleness) -> None:
-        if self.backlog.tasks or not self.crew.is_awake:
+        if self.backlog.tasks or not self.workers.is_awake:
             idleness.end()
         else:
             self._out += idleness.begin(self._now)
@@ -309,24 +309,24 @@ class Scheduler:
     # --- the size of the pool and its end -----------------------------------------------------------------------------
 
     def _on_resize_requested(self, event: m.ResizeRequested) -> None:
-        is_new = self.crew.places.keys().isdisjoint(event.add) and len(set(event.add)) == len(event.add)
+        is_new = self.workers.places.keys().isdisjoint(event.add) and len(set(event.add)) == len(event.add)
         if not is_new or event.remove < 0:
             self._impossible(event)
         if self.state is not PoolState.OPEN:
             self._out += [m.Vacate(place) for place in event.add]
             return
         for place in event.add:
-            self._out += self.crew.open_place(place, self._now)
+            self._out += self.workers.open_place(place, self._now)
         named = [worker for place in event.leave if (worker := self._worker_in(place)) is not None]
-        bound = (self.crew.retiring, self.crew.lanes)  # these go anyway; on those others depend
+        bound = (self.workers.retiring, self.workers.lanes)  # these go anyway; on those others depend
         self._let_go([worker for worker in named if not any(worker.worker_id in group for group in bound)])
-        self._let_go(self.crew.least_needed(event.remove))
+        self._let_go(self.workers.least_needed(event.remove))
 
     def _let_go(self, workers: list[Worker]) -> None:
         for worker in workers:
-            self.crew.retire(worker)
+            self.workers.retire(worker)
             if not worker.attempts:
-                self._out += self.crew.stop(worker)
+                self._out += self.workers.stop(worker)
 
     def _on_shutdown_requested(self, event: m.ShutdownRequested) -> None:
         if self.state is PoolState.BROKEN:
@@ -337,16 +337,16 @@ class Scheduler:
         for task in list(self.backlog.tasks.values()):
             is_queued = task.waiting or task.items_resting or task.is_open
             if event.cancel_running or (event.cancel_queued and is_queued):
-                self.ledger.end(task, TaskState.CANCELLED)
+                self.outcomes.end(task, TaskState.CANCELLED)
 
     def _close_if_done(self) -> None:
         if self.backlog.tasks:
-            if not self.crew.places:
+            if not self.workers.places:
                 self._break()
         elif self.state is PoolState.CLOSING:
             self.state = PoolState.CLOSED
-            for worker in list(self.crew.workers.values()):
-                self._out += self.crew.stop(worker)
+            for worker in list(self.workers.by_id.values()):
+                self._out += self.workers.stop(worker)
             in_vain = (m.SignalTask, m.StartWorker, m.SetTimer, m.DropPlace)
             self._out[:] = [command for command in self._out if not isinstance(command, in_vain)]
             self._tell_closed()
@@ -356,7 +356,7 @@ class Scheduler:
         self.state = PoolState.BROKEN
         self._out.append(m.BreakPool())
         for task in list(self.backlog.tasks.values()):
-            self.ledger.end(task, TaskState.FAILED)
+            self.outcomes.end(task, TaskState.FAILED)
         if is_closing:
             self._tell_closed()
 
@@ -378,12 +378,12 @@ class Scheduler:
 
 
 class Answers:
-    """Has the ledger say what becomes of items that have come back, and learns from them how long their function takes."""
+    """Settles items that have come back, by `Outcomes`, and learns from them how long their function takes."""
 
-    def __init__(self, backlog: Backlog, crew: Workers, ledger: Outcomes, faults: FaultyPlaces, losses: Losses) -> None:
+    def __init__(self, backlog: Backlog, workers: Workers, outcomes: Outcomes, faults: FaultyPlaces, losses: Losses) -> None:
         self._backlog = backlog
-        self._crew = crew
-        self._ledger = ledger
+        self._workers = workers
+        self._outcomes = outcomes
         self._faults = faults
         self._losses = losses
 
@@ -397,14 +397,14 @@ class Answers:
             task = self._backlog.land(piece, attempt_id)
             if task is not None:
                 wanted = task
-                self._ledger.settle(task, piece, report, attempt_id)
+                self._outcomes.settle(task, piece, report, attempt_id)
         self._observe(worker, attempt, reports, wanted)
 
     def take_part(self, worker: Worker, attempt_id: int, reports: Sequence[Report], kept: Sequence[int]) -> None:
         """Take in what is done of an attempt that lasts; the worker keeps so many items of each slice, and nothing behind it."""
         attempt = worker.attempts[attempt_id]
         self._take_back_behind(worker, attempt_id)
-        self._crew.ahead.pop(worker.worker_id, None)
+        self._workers.prefetch.pop(worker.worker_id, None)
         wanted, left = None, []
         for piece, report, count in zip(attempt.slices, reports, kept, strict=True):
             at_hand = piece._replace(start=piece.start + report.done, stop=piece.start + report.done + count)
@@ -415,15 +415,15 @@ class Answers:
                 continue
             wanted = task
             if not count:
-                self._ledger.settle(task, piece, report, attempt_id)
+                self._outcomes.settle(task, piece, report, attempt_id)
                 continue
             self._backlog.fly(task, at_hand, (attempt_id, worker.worker_id))
             if at_hand.stop < piece.stop:
                 self._backlog.run_again(task, [piece._replace(start=at_hand.stop)])
             if report.done:
-                self._ledger.settle(task, piece._replace(stop=at_hand.start), report, attempt_id)
+                self._outcomes.settle(task, piece._replace(stop=at_hand.start), report, attempt_id)
             else:
-                self._ledger.go_on(task)
+                self._outcomes.go_on(task)
         worker.attempts[attempt_id] = attempt._replace(slices=tuple(left), lasts=True)
         self._observe(worker, attempt, reports, wanted)
 
@@ -437,7 +437,7 @@ class Answers:
                 task = self._backlog.land(piece, number)
                 if task is not None:
                     self._backlog.run_again(task, [piece])
-                    self._ledger.go_on(task)
+                    self._outcomes.go_on(task)
 
     def _observe(self, worker: Worker, attempt: Attempt, reports: Sequence[Report], wanted: Task | None) -> None:
         """Learn from what was done; `wanted` is the last task of it that somebody waits for, if any."""
@@ -448,7 +448,7 @@ class Answers:
             busy_s += report.busy_s
         if done:
             attempt.pace.observe(done, busy_s)
-            if wanted is not None and (failed or self._crew.streaks):
+            if wanted is not None and (failed or self._workers.streaks):
                 self._losses.take_out(worker, self._faults.note_answer(worker, attempt, wanted, done, failed))
 
 
@@ -456,26 +456,28 @@ class Answers:
 
 
 class Losses:
-    """Takes workers and places out of the crew, and has the ledger say what becomes of what they ran."""
+    """Takes out workers and places that are lost, and settles what they ran, by `Outcomes`."""
 
-    def __init__(self, backlog: Backlog, crew: Workers, ledger: Outcomes, faults: FaultyPlaces) -> None:
+    def __init__(self, backlog: Backlog, workers: Workers, outcomes: Outcomes, faults: FaultyPlaces) -> None:
         self._backlog = backlog
-        self._crew = crew
-        self._ledger = ledger
+        self._workers = workers
+        self._outcomes = outcomes
         self._faults = faults
 
     # --- workers ------------------------------------------------------------------------------------------------------
 
     def lose(self, worker: Worker, reason: LossReason, was_idle: bool) -> None:
         """Replace a worker, and see to what it was running and to what was bound to it."""
-        crew = self._crew
+        workers = self._workers
         reason = self._in_the_end(worker, reason)
         was_idle = was_idle or worker.state is not WorkerState.BUSY
         leaving = None if was_idle or reason in policy.FORGIVEN else self._why_faulty(worker)
-        self._ledger.out += crew.replace(worker, reason, self._ledger.now) if leaving is None else crew.remove(worker, leaving)
+        self._outcomes.out += (
+            workers.replace(worker, reason, self._outcomes.now) if leaving is None else workers.remove(worker, leaving)
+        )
         self._run_elsewhere(worker, reason, was_idle)
 
-    def _why_faulty(self, worker: Worker) -> Leaving | None:
+    def _why_faulty(self, worker: Worker) -> Departure | None:
         """Return why the place of a worker that is lost has to go, if what it ran is one failure too many there."""
         attempt = next(iter(worker.attempts.values()))
         return self._faults.note_loss(worker, attempt, self._backlog.tasks.get(attempt.slices[0].task_id))
@@ -489,7 +491,7 @@ class Losses:
             for piece in attempt.slices:
                 task = self._backlog.land(piece, attempt_id)
                 if task is not None:
-                    self._ledger.lose(task, piece, reason, was_idle)
+                    self._outcomes.lose(task, piece, reason, was_idle)
 
     def time_out(self, worker: Worker, attempt_id: int) -> None:
         """Fail what has run for too long. Its worker stays busy until the call has come back."""
@@ -499,18 +501,18 @@ class Losses:
         for piece in attempt.slices:
             task = self._backlog.tasks.get(piece.task_id)
             if task is not None and task.spec.is_gang:
-                self._ledger.time_out_gang(task)
+                self._outcomes.time_out_gang(task)
             elif self._backlog.land(piece, attempt_id) is not None:
                 assert task is not None
-                self._ledger.time_out(task, piece, attempt_id, worker.worker_id)
+                self._outcomes.time_out(task, piece, attempt_id, worker.worker_id)
                 self.take_out(worker, self._faults.note_loss(worker, attempt, task))
 
     # --- places -------------------------------------------------------------------------------------------------------
 
-    def take_out(self, worker: Worker, leaving: Leaving | None) -> None:
+    def take_out(self, worker: Worker, leaving: Departure | None) -> None:
         """Let a place go when its worker has come to an end, if there is a reason for it."""
         if leaving is not None:
-            self._crew.retire(worker, leaving)
+            self._workers.retire(worker, leaving)
 
     def announce(self, worker: Worker, at: float | None) -> None:
         """Let a place take nothing more, and tell what runs there; what still does at the time given is interrupted.
@@ -520,30 +522,30 @@ class Losses:
         if worker.state is not WorkerState.BUSY:
             self.lose_place(worker, LossReason.PREEMPTED)
             return
-        self._crew.retire(worker, Leaving(LossReason.PREEMPTED, inf if at is None else at))
-        if at is not None and at <= self._ledger.now:
+        self._workers.retire(worker, Departure(LossReason.PREEMPTED, inf if at is None else at))
+        if at is not None and at <= self._outcomes.now:
             self.interrupt_if_due(worker)
             return
-        self._ledger.send_elsewhere(worker, m.Signal.LEAVE)
+        self._outcomes.send_elsewhere(worker, m.Signal.LEAVE)
         if at is not None:
-            self._ledger.out.append(m.SetTimer(at, "leave", worker.worker_id))
+            self._outcomes.out.append(m.SetTimer(at, "leave", worker.worker_id))
 
     def interrupt_if_due(self, worker: Worker) -> None:
         """Interrupt what still runs where a machine is about to go, unless it was given more time meanwhile."""
-        leaving = self._crew.places[worker.place].leaving
-        if leaving is not None and leaving.at <= self._ledger.now:
-            self._ledger.send_elsewhere(worker, m.Signal.CANCEL)
+        leaving = self._workers.places[worker.place].leaving
+        if leaving is not None and leaving.at <= self._outcomes.now:
+            self._outcomes.send_elsewhere(worker, m.Signal.CANCEL)
 
     def lose_place(self, worker: Worker, reason: LossReason) -> None:
         """Take a worker out with its place."""
         was_idle = worker.state is not WorkerState.BUSY
         reason = self._in_the_end(worker, reason)
-        self._ledger.out += self._crew.remove(worker, Leaving(reason))
+        self._outcomes.out += self._workers.remove(worker, Departure(reason))
         self._run_elsewhere(worker, reason, was_idle)
 
     def _in_the_end(self, worker: Worker, reason: LossReason) -> LossReason:
         """Return why a worker is lost: the end of a machine that was announced is nobody's fault."""
-        leaving = self._crew.places[worker.place].leaving
+        leaving = self._workers.places[worker.place].leaving
         is_announced = leaving is not None and leaving.reason is LossReason.PREEMPTED
         return LossReason.PREEMPTED if is_announced and reason is LossReason.NODE else reason
 

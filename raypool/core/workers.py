@@ -6,14 +6,28 @@ from collections import OrderedDict
 
 from raypool.core import policy
 from raypool.core.messages import Command, DropPlace, ParkWorker, SetTimer, StartWorker, Vacate
-from raypool.core.model import Attempt, Bench, Lane, Leaving, Place, Streak, Task, TaskSpec, WaitingGang, Worker, WorkerState
+from raypool.core.model import (
+    Attempt,
+    Departure,
+    FailureStreak,
+    IdleHeap,
+    Lane,
+    Place,
+    Task,
+    TaskSpec,
+    WaitingGang,
+    Worker,
+    WorkerState,
+)
 from raypool.errors import LossReason
 
 IDLE = WorkerState.IDLE  # Python 3.11 takes its time to look these up
 
 
 class Workers:
-    """Workers by what they could do next: one that is in none of `idle`, `torn`, `barred`, `ahead` and no gang takes nothing now.
+    """Workers by what they could do next.
+
+    One that is in none of `idle`, `check_lanes`, `wait_for_gang` and `prefetch`, and is held for no gang, takes nothing now.
 
     Args:
         start_timeout_s: A worker that has not come up after this time [s] is lost.
@@ -21,20 +35,20 @@ class Workers:
 
     def __init__(self, start_timeout_s: float) -> None:
         self.places: dict[int, Place] = {}
-        self.workers: dict[int, Worker] = {}
+        self.by_id: dict[int, Worker] = {}
         self.idle: dict[int, None] = {}  # free for any task
-        self.torn: dict[int, None] = {}  # free, but something in the lanes of their place may come first
-        self.barred: dict[int, None] = {}  # free, but what comes first for them is a gang that can't collect yet
-        self.ahead: OrderedDict[int, None] = OrderedDict()  # running one call, could take the next
+        self.check_lanes: dict[int, None] = {}  # free, but something in the lanes of their place may come first
+        self.wait_for_gang: dict[int, None] = {}  # free, but what comes first for them is a gang that can't collect yet
+        self.prefetch: OrderedDict[int, None] = OrderedDict()  # running one call, could take the next
         self.retiring: dict[int, None] = {}  # end after what they are running
         self.spent: dict[int, None] = {}  # to be replaced, as soon as they run nothing and nothing is bound to them
         self.parked: dict[int, None] = {}  # without a process, until there is work
-        self.gatherings: dict[int, WaitingGang] = {}  # gangs that collect their workers, by task; no two want one place
+        self.waiting_gangs: dict[int, WaitingGang] = {}  # gangs that collect their workers, by task; no two want one place
         self.lanes: dict[tuple[int, ...] | int, Lane] = {}  # that have places, by key
-        self.calling: dict[tuple[int, ...] | int, Lane] = {}  # those that may have work for somebody idle
-        self.deserted: list[Lane] = []  # those that have lost their last place, until somebody looks after their tasks
-        self.bench = Bench()  # of all idle workers
-        self.streaks: dict[int, list[Streak]] = {}  # by place: what has failed there since anything went well
+        self.lanes_to_check: dict[tuple[int, ...] | int, Lane] = {}  # those that may have work for somebody idle
+        self.lanes_lost: list[Lane] = []  # those that have lost their last place, until somebody looks after their tasks
+        self.idle_heap = IdleHeap()  # of all idle workers
+        self.streaks: dict[int, list[FailureStreak]] = {}  # by place: what has failed there since anything went well
         self.next_worker_id = 0
         self.next_attempt_id = 0
         self._start_timeout_s = start_timeout_s
@@ -71,7 +85,7 @@ class Workers:
             place.losses = 1 if worker.has_delivered else place.losses + 1
         self._dismiss(worker, WorkerState.LOST)
         if not is_retiring and place.failed_starts >= policy.MAX_FAILED_STARTS:
-            place.leaving = Leaving(reason)
+            place.leaving = Departure(reason)
         if is_retiring or place.leaving is not None:
             return self._vacate(place, reason)
         successor = self._succeed(worker, reason)
@@ -88,7 +102,7 @@ class Workers:
         place = self.places[worker.place]
         lane = self.lanes.pop(worker.worker_id, None)
         if lane is not None:
-            for group in (self.calling, place.lanes):
+            for group in (self.lanes_to_check, place.lanes):
                 group.pop(lane.key, None)
         successor = self.renew(worker)
         if lane is not None:
@@ -104,10 +118,10 @@ class Workers:
 
     def renew_spent(self, now: float) -> list[Command]:
         """Replace the workers that are spent, but for those that still run something, or to which something is bound."""
-        free = [number for number in self.spent if not self.workers[number].attempts and number not in self.lanes]
-        return [command for number in free for command in self.launch(self.renew(self.workers[number]), now)]
+        free = [number for number in self.spent if not self.by_id[number].attempts and number not in self.lanes]
+        return [command for number in free for command in self.launch(self.renew(self.by_id[number]), now)]
 
-    def retire(self, worker: Worker, leaving: Leaving | None = None) -> None:
+    def retire(self, worker: Worker, leaving: Departure | None = None) -> None:
         """Let a worker take nothing more; unless the user wants it, `leaving` says why."""
         place = self.places[worker.place]
         self._set_aside(worker)
@@ -120,7 +134,7 @@ class Workers:
         self._dismiss(worker, WorkerState.STOPPED)
         return self._vacate(self.places[worker.place], LossReason.EXIT)
 
-    def remove(self, worker: Worker, leaving: Leaving) -> list[Command]:
+    def remove(self, worker: Worker, leaving: Departure) -> list[Command]:
         """Take a worker out that is lost together with its place."""
         place = self.places[worker.place]
         if worker.worker_id not in self.retiring:
@@ -130,14 +144,14 @@ class Workers:
 
     def least_needed(self, count: int) -> list[Worker]:
         """Return the workers to part with: first those that nothing is bound to, then the free ones, then by place."""
-        staying = [worker for worker in self.workers.values() if worker.worker_id not in self.retiring]
+        staying = [worker for worker in self.by_id.values() if worker.worker_id not in self.retiring]
         staying.sort(key=lambda worker: (worker.worker_id in self.lanes, bool(worker.attempts), -worker.place))
         return staying[:count]
 
     def _hire(self, place: Place) -> Worker:
         worker = Worker(self.next_worker_id, place.place)
         self.next_worker_id += 1
-        self.workers[worker.worker_id] = worker
+        self.by_id[worker.worker_id] = worker
         place.worker_id = worker.worker_id
         return worker
 
@@ -150,15 +164,15 @@ class Workers:
 
     def _dismiss(self, worker: Worker, state: WorkerState) -> None:
         worker.state = state
-        del self.workers[worker.worker_id]
+        del self.by_id[worker.worker_id]
         self._set_aside(worker)
         self.retiring.pop(worker.worker_id, None)
         self.spent.pop(worker.worker_id, None)
 
     def _set_aside(self, worker: Worker) -> None:
-        for group in (self.idle, self.torn, self.barred, self.ahead, self.parked):
+        for group in (self.idle, self.check_lanes, self.wait_for_gang, self.prefetch, self.parked):
             group.pop(worker.worker_id, None)
-        for gathering in self.gatherings.values():
+        for gathering in self.waiting_gangs.values():
             gathering.members.pop(worker.worker_id, None)
 
     def _vacate(self, place: Place, reason: LossReason) -> list[Command]:
@@ -181,16 +195,16 @@ class Workers:
     @property
     def is_awake(self) -> bool:
         """Whether any worker is not parked."""
-        return len(self.parked) < len(self.workers)
+        return len(self.parked) < len(self.by_id)
 
     @property
     def is_at_rest(self) -> bool:
         """Whether nobody is busy, or about to come up."""
-        return all(worker.state in (WorkerState.IDLE, WorkerState.PARKED) for worker in self.workers.values())
+        return all(worker.state in (WorkerState.IDLE, WorkerState.PARKED) for worker in self.by_id.values())
 
     def park(self) -> list[Command]:
         """End all workers, and keep their places."""
-        awake = [worker for worker in self.workers.values() if worker.worker_id not in self.parked]
+        awake = [worker for worker in self.by_id.values() if worker.worker_id not in self.parked]
         for worker in awake:
             self._dismiss(worker, WorkerState.STOPPED)
             successor = self._hire(self.places[worker.place])
@@ -202,37 +216,37 @@ class Workers:
         """Start all workers that are parked."""
         commands: list[Command] = []
         for number in self.parked:
-            self.workers[number].state = WorkerState.STARTING
-            commands += self.launch(self.workers[number], now)
+            self.by_id[number].state = WorkerState.STARTING
+            commands += self.launch(self.by_id[number], now)
         self.parked.clear()
         return commands
 
     # --- busy and free ------------------------------------------------------------------------------------------------
 
-    def first_idle(self, bench: Bench) -> Worker:
+    def first_idle(self, idle_heap: IdleHeap) -> Worker:
         """Return the idle worker in the lowest place.
 
         A pool that has little to do so keeps to the same few warm workers, and the others stay together for a gang.
         """
-        number = bench.first(self.idle)
+        number = idle_heap.first(self.idle)
         assert number is not None
-        return self.workers[number]
+        return self.by_id[number]
 
     def free(self, worker: Worker) -> None:
         """Note that a worker has nothing in flight any more."""
         worker.state = IDLE
-        if self.ahead:
-            self.ahead.pop(worker.worker_id, None)
+        if self.prefetch:
+            self.prefetch.pop(worker.worker_id, None)
         lanes = self.places[worker.place].lanes.values() if self.lanes else ()
         if lanes and any(lane.queue for lane in lanes):
-            self.torn[worker.worker_id] = None
-        elif self.gatherings and (gathering := self.gathering_for(worker)) is not None:
+            self.check_lanes[worker.worker_id] = None
+        elif self.waiting_gangs and (gathering := self.gathering_for(worker)) is not None:
             gathering.members[worker.worker_id] = None
         else:
             self.idle[worker.worker_id] = None
-            self.bench.seat(worker)
+            self.idle_heap.seat(worker)
             for lane in lanes:
-                lane.bench.seat(worker)
+                lane.idle_heap.seat(worker)
 
     def engage(self, worker: Worker, attempt: Attempt) -> None:
         """Note that a worker has a call, under the next number."""
@@ -246,9 +260,9 @@ class Workers:
         """Let a busy worker take one more call or not, now that `last` is the last that it has."""
         is_brief = last.pace.is_brief and not (last.runs_alone or last.lasts)  # nothing is to wait behind something long
         if is_brief and len(worker.attempts) < policy.MAX_IN_FLIGHT and self._is_for_all(worker):
-            self.ahead[worker.worker_id] = None
-        elif self.ahead:
-            self.ahead.pop(worker.worker_id, None)
+            self.prefetch[worker.worker_id] = None
+        elif self.prefetch:
+            self.prefetch.pop(worker.worker_id, None)
 
     def _is_for_all(self, worker: Worker) -> bool:
         """Whether nothing could keep a worker from what comes next in the pool's queue."""
@@ -288,27 +302,27 @@ class Workers:
     def _join_lane(self, lane: Lane, place: Place) -> None:
         lane.places[place.place] = None
         place.lanes[lane.key] = lane
-        self.ahead.pop(place.worker_id, None)
+        self.prefetch.pop(place.worker_id, None)
         if place.worker_id in self.idle:
-            lane.bench.seat(self.workers[place.worker_id])
+            lane.idle_heap.seat(self.by_id[place.worker_id])
 
     def _leave_lane(self, lane: Lane, place: Place, reason: LossReason) -> None:
         del lane.places[place.place], place.lanes[lane.key]
         if not lane.places:
             lane.lost = reason
-            self.deserted.append(lane)
+            self.lanes_lost.append(lane)
             del self.lanes[lane.key]
 
     # --- gangs --------------------------------------------------------------------------------------------------------
 
     def gathering_for(self, worker: Worker) -> WaitingGang | None:
         """Return the gang that would hold a worker if that were free."""
-        return next((gathering for gathering in self.gatherings.values() if gathering.wants(worker.place)), None)
+        return next((gathering for gathering in self.waiting_gangs.values() if gathering.wants(worker.place)), None)
 
     @property
     def is_reserved(self) -> bool:
         """Whether a gang collects that wants whoever becomes free."""
-        return any(gathering.gang.lane is None for gathering in self.gatherings.values())
+        return any(gathering.gang.lane is None for gathering in self.waiting_gangs.values())
 
     def has_enough(self, gang: Task) -> bool:
         """Whether there are places enough for a gang, free or not."""
@@ -316,14 +330,14 @@ class Workers:
 
     def collect(self, gang: Task) -> None:
         """Hold free workers for a gang until there are enough; those that become free later join it by themselves."""
-        gathering = self.gatherings[gang.spec.task_id] = WaitingGang(gang)
+        gathering = self.waiting_gangs[gang.spec.task_id] = WaitingGang(gang)
         self.tear()
         if gang.lane is None:
             while self.idle and len(gathering.members) < gang.size:
-                self.join(self.first_idle(self.bench), gathering)
+                self.join(self.first_idle(self.idle_heap), gathering)
             return
         for place in gang.lane.places:
-            worker = self.workers[self.places[place].worker_id]
+            worker = self.by_id[self.places[place].worker_id]
             if worker.worker_id in self.idle and len(gathering.members) < gang.size:
                 self.join(worker, gathering)
 
@@ -334,15 +348,15 @@ class Workers:
 
     def assemble(self, gathering: WaitingGang) -> list[Worker]:
         """Let a gang go: return its workers in the order of their ranks."""
-        del self.gatherings[gathering.gang.spec.task_id]
+        del self.waiting_gangs[gathering.gang.spec.task_id]
         self.tear()
-        members = [self.workers[worker_id] for worker_id in gathering.members]
+        members = [self.by_id[worker_id] for worker_id in gathering.members]
         rank = {place: number for number, place in reversed(list(enumerate(gathering.gang.spec.places or ())))}
         return sorted(members, key=lambda worker: (rank.get(worker.place, 0), worker.place))
 
     def give_up(self, gang: Task) -> None:
         """Collect for a gang no more, if that has begun."""
-        gathering = self.gatherings.get(gang.spec.task_id)
+        gathering = self.waiting_gangs.get(gang.spec.task_id)
         if gathering is not None:
             for worker in self.assemble(gathering):
                 self.free(worker)
@@ -350,12 +364,12 @@ class Workers:
     def bar(self, worker: Worker) -> None:
         """Let a free worker wait with the gang that comes first for it."""
         self._set_aside(worker)
-        self.barred[worker.worker_id] = None
+        self.wait_for_gang[worker.worker_id] = None
 
     def tear(self) -> None:
         """Let those that wait with a gang look again what comes first for them."""
-        self.torn.update(self.barred)
-        self.barred.clear()
+        self.check_lanes.update(self.wait_for_gang)
+        self.wait_for_gang.clear()
 
     def recall(self, gang: Task) -> None:
         """Let free workers that a gang wants, which can't collect yet, look what comes first for them: nothing behind it may."""
@@ -363,7 +377,7 @@ class Workers:
         for worker_id in [self.places[place].worker_id for place in wanted] if self.idle else ():
             if worker_id in self.idle:
                 del self.idle[worker_id]
-                self.torn[worker_id] = None
+                self.check_lanes[worker_id] = None
 
     def _stays(self, place_id: int) -> bool:
         place = self.places.get(place_id)

@@ -141,7 +141,7 @@ class Driver:
         self.do(functools.partial(self._end_loan, worker_ids))
 
     def _end_loan(self, worker_ids: Sequence[int]) -> None:
-        workers = self.scheduler.crew.workers
+        workers = self.scheduler.workers.by_id
         for worker_id in filter(workers.__contains__, worker_ids):  # the place of any other has gone meanwhile
             for attempt_id, attempt in workers[worker_id].attempts.items():
                 rank = attempt.slices[0].start
@@ -265,7 +265,7 @@ class Driver:
         self.works[event.spec.task_id] = work
 
     def _info_of(self, worker_id: int) -> WorkerInfo:
-        worker = self.scheduler.crew.workers.get(worker_id)
+        worker = self.scheduler.workers.by_id.get(worker_id)
         return NOBODY if worker is None else self.infos.get(worker.place, NOBODY)
 
     def _note_finished(self, event: m.AttemptFinished, results: Sequence[SliceResult], turn: Turn) -> m.AttemptFinished:
@@ -278,7 +278,7 @@ class Driver:
             self._losses.words = "it had not come up within start_timeout_s; raise that, or look for what keeps the machine busy"
 
     def _note_lost(self, event: m.WorkerLost, words: str | None, turn: Turn) -> None:
-        worker = self.scheduler.crew.workers.get(event.worker_id)
+        worker = self.scheduler.workers.by_id.get(event.worker_id)
         if worker is None:
             return  # it was given up before
         self._losses.words = words or event.reason.value
@@ -287,10 +287,10 @@ class Driver:
         self._bury(worker, event.reason, turn, event.was_idle)
 
     def _note_going(self, event: m.PlaceLeaving | m.PlaceLost, words: str | None, turn: Turn) -> None:
-        place = self.scheduler.crew.places.get(event.place)
+        place = self.scheduler.workers.places.get(event.place)
         if place is None:
             return  # it has gone before
-        worker = self.scheduler.crew.workers[place.worker_id]
+        worker = self.scheduler.workers.by_id[place.worker_id]
         reason = event.reason if isinstance(event, m.PlaceLost) else LossReason.PREEMPTED
         turn.worker = self._info_of(worker.worker_id)
         self._losses.note_going(event.place, words or reason.value)
@@ -308,7 +308,7 @@ class Driver:
             self._returns.note_stopped(attempt_id, is_replaced=True)
 
     def _note_ready(self, event: m.WorkerReady, info: WorkerInfo, _: Turn) -> m.WorkerReady:
-        if (worker := self.scheduler.crew.workers.get(event.worker_id)) is not None:
+        if (worker := self.scheduler.workers.by_id.get(event.worker_id)) is not None:
             self.arrivals.note_ready(worker.place, info)
         return event
 
@@ -398,7 +398,7 @@ class Driver:
         gang = cast("GangWork", self.works[runs[0].slices[0].task_id])
         for run in runs if is_loan else ():
             self._returns.in_flight.send(run.worker_id, run.attempt_id).sent.append(Sent(run.slices[0], None))
-            self._backend.vacate(self.scheduler.crew.workers[run.worker_id].place, keep=True)
+            self._backend.vacate(self.scheduler.workers.by_id[run.worker_id].place, keep=True)
         gang.assemble([(run.worker_id, self._info_of(run.worker_id)) for run in runs])
         for run in reversed(runs) if not is_loan else ():
             self._run(run)
@@ -564,7 +564,7 @@ class LossRecord:
 
     def farewell(self, command: m.DropPlace) -> tuple[str, str]:
         """Return what to say to the user of a place that is dropped, and to whoever waits for a worker there."""
-        left, num_left = self._leaving.pop(command.place, None), self._scheduler.crew.size
+        left, num_left = self._leaving.pop(command.place, None), self._scheduler.workers.size
         if command.reason is LossReason.FAULTY:
             return explanations.faulty(self._vacated, command.failed, command.finished, num_left), explanations.FAULTY
         if left is not None:
@@ -707,7 +707,7 @@ def is_of_use(timer: TimerFired, scheduler: Scheduler) -> bool:
         return True
     if timer.kind in ("retry", "look"):
         return timer.task_id in scheduler.backlog.tasks
-    worker = scheduler.crew.workers.get(timer.worker_id)
+    worker = scheduler.workers.by_id.get(timer.worker_id)
     if worker is None or timer.kind == "leave":
         return worker is not None
     return timer.attempt_id in worker.attempts if timer.kind == "timeout" else worker.state is WorkerState.STARTING

@@ -227,7 +227,7 @@ class Engine:
             place, why = next(iter(failed.items()))
             raise StartupError(explanations.not_started(len(failed), len(places), place, why, self._logs()))
         for place, why in failed.items():
-            logger.warning("Worker %d did not start: %s. The pool has %d.", place, why, self.driver.scheduler.crew.size)
+            logger.warning("Worker %d did not start: %s. The pool has %d.", place, why, self.driver.scheduler.workers.size)
         self._check_devices()
 
     def resize(self, num_workers: int) -> None:
@@ -239,7 +239,7 @@ class Engine:
         """
         with self.backend.sizing():
             self.driver.barrier()
-            more = num_workers - self.driver.scheduler.crew.size
+            more = num_workers - self.driver.scheduler.workers.size
             if more > 0:
                 self.add_workers(more, more)
             elif more < 0:
@@ -255,7 +255,7 @@ class Engine:
         """
         with self.backend.sizing():
             self.driver.barrier()
-            more = most - self.driver.scheduler.crew.size
+            more = most - self.driver.scheduler.workers.size
             if more > 0:
                 self.add_workers(1 if self.profile.backend == "ray" else more, more)
 
@@ -293,10 +293,10 @@ class Engine:
 
     def workers(self) -> list[WorkerInfo]:
         """Return the workers as they are now."""
-        crew = self.driver.scheduler.crew
+        workers = self.driver.scheduler.workers
         infos = []
-        for place in sorted(crew.places.values(), key=lambda place: place.place):
-            worker = crew.workers.get(place.worker_id)
+        for place in sorted(workers.places.values(), key=lambda place: place.place):
+            worker = workers.by_id.get(place.worker_id)
             info = self.driver.infos.get(place.place) or WorkerInfo(place.place, "", 0)
             infos.append(info.with_state(worker.state.value if worker is not None else "lost"))
         return infos

@@ -61,7 +61,7 @@ def running(driver: Driver) -> dict[int, str]:
     found: dict[int, str] = {}
 
     def look() -> None:
-        for worker in driver.scheduler.crew.workers.values():
+        for worker in driver.scheduler.workers.by_id.values():
             if worker.state is WorkerState.BUSY:
                 attempt = next(iter(worker.attempts.values()))  # what follows it only waits
                 found[worker.place] = _described(driver, attempt)

@@ -128,7 +128,7 @@ def manager_of_gpus() -> Any:
     """Return who knows this machine's GPUs for Ray; None if Ray cannot be asked."""
     try:
         import_ray()
-        from ray._private.accelerators import get_accelerator_manager_for_resource
+        from raypool.ray_private import get_accelerator_manager_for_resource
 
         return get_accelerator_manager_for_resource("GPU")
     except Exception:  # it is private to Ray, and may be another one tomorrow

@@ -247,7 +247,7 @@ class SpmdWork:
             return error
         if state is TaskState.CANCELLED:
             return TaskError(f"{self.future.name} was given up while it ran: the pool was shut down.")
-        available = self._engine.driver.scheduler.crew.size
+        available = self._engine.driver.scheduler.workers.size
         return ResourceError(
             f"{self.future.name} has lost a worker that it was to run on before it began: requested {self._size}, available "
             f"{available}. Ask for fewer ranks, or open another pool.",

@@ -340,8 +340,8 @@ class Composite:
                 self._wait(rank, entry, self._call(remove, rank, "deleting rank {} of a Composite"))
 
     def _process_in(self, rank: int) -> int:
-        crew = self._engine.driver.scheduler.crew
-        place = crew.places.get(self._entries[rank].place)
+        workers = self._engine.driver.scheduler.workers
+        place = workers.places.get(self._entries[rank].place)
         if place is None:
             raise CompositeError(
                 f"Worker {self._entries[rank].place} of rank {rank} is no longer in the pool, so nothing can be kept there. "
@@ -486,7 +486,7 @@ def check_located(args: Sequence[Any], engine: Engine, size: int, places: tuple[
         CompositeError: A part is missing, or its worker is lost.
     """
     if places is None:
-        places = tuple(sorted(engine.driver.scheduler.crew.places))
+        places = tuple(sorted(engine.driver.scheduler.workers.places))
     for composite in (arg for arg in args if isinstance(arg, Composite)):
         if len(places) != size:
             raise InvalidValueError(
@@ -506,12 +506,12 @@ def marked(arg: Any) -> Any:
 
 def _is_serial(engine: Engine) -> bool:
     """Whether it may be one of those that are made for a single call: in a task, or for workers=0. These have parts in common."""
-    return engine.profile.backend == "inline" and engine.driver.scheduler.crew.size == 1
+    return engine.profile.backend == "inline" and engine.driver.scheduler.workers.size == 1
 
 
 def _lives(engine: Engine, entry: PartInfo) -> bool:
     """Whether the very process that has the part is there."""
-    worker = engine.driver.scheduler.crew.workers.get(entry.worker_id)
+    worker = engine.driver.scheduler.workers.by_id.get(entry.worker_id)
     return worker is not None and worker.state is not WorkerState.PARKED
 
 
@@ -533,9 +533,9 @@ def forget_on(engine: Engine, key: str, seats: Sequence[tuple[int, int]]) -> Non
     if engine.profile.backend != "ray":
         drop(key)  # one process: nobody else could use what torch's cache holds of the GPU
         return
-    crew = engine.driver.scheduler.crew
+    workers = engine.driver.scheduler.workers
     for worker_id, place in seats:
-        worker = crew.workers.get(worker_id)
+        worker = workers.by_id.get(worker_id)
         if engine.is_over or worker is None or worker.state is WorkerState.PARKED:
             continue
         with contextlib.suppress(RaypoolError):  # the pool has ended meanwhile, and its workers with it

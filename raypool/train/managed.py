@@ -30,9 +30,6 @@ import torch.distributed as dist
 from ray import exceptions as rx
 from ray.train import CheckpointConfig, FailureConfig, LoggingConfig, Result, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
-
-# Private: the file by which Ray Train knows the checkpoints of earlier runs in a folder. A test fails if that changes.
-from ray.train.v2._internal.constants import CHECKPOINT_MANAGER_SNAPSHOT_FILENAME
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.train.v2.api.exceptions import ControllerError, PreemptionError, WorkerGroupError
 from ray.util import placement_group_table, remove_placement_group
@@ -66,6 +63,7 @@ from raypool.errors import (
 from raypool.futures import Future
 from raypool.options import Options
 from raypool.profiles import for_ray
+from raypool.ray_private import CHECKPOINT_MANAGER_SNAPSHOT_FILENAME
 from raypool.spmd.call import SpmdFuture, SpmdWork, submit_gang
 from raypool.spmd.failures import RankFailure, spmd_error
 from raypool.train.checkpoints import RankEnd, TrainingAttempt, latest, ranked
@@ -152,7 +150,7 @@ class ManagedLane:
             ResourceError: Ray Data would have no core.
         """
         self.engine.check_open()  # what is handed in to a pool that is being closed would be cancelled
-        others = self.engine.driver.scheduler.crew.size - size  # which keep what they have
+        others = self.engine.driver.scheduler.workers.size - size  # which keep what they have
         self.check_cores(size, ray.cluster_resources().get("CPU", 0.0) - others * self.bundle().get("CPU", 0.0))
         return ManagedAttempt(self, plan, size, options).begin(places)
 

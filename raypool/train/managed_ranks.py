@@ -19,18 +19,20 @@ from typing import Any
 import ray
 import ray.train
 import torch
-from ray.air._internal import device_manager
 from ray.train import Checkpoint
-
-# Private: the only way to hear who the controller is and what it has kept, and to be asked by `ray.train.report` first. Ray's own
-# comments provide for both. tests/integration/test_train_managed.py fails with a Ray that lacks these.
-from ray.train.v2._internal.execution.callback import ControllerCallback, ReportCallback, WorkerGroupCallback
-from ray.train.v2._internal.execution.train_fn_utils import DistributedTrainFnUtils, set_train_fn_utils
 
 from raypool.backends.ray.packing import Packed, pack_error, snapshot, unpack
 from raypool.channel import capture
 from raypool.channel.outbox import Outbox
 from raypool.errors import CollectiveError
+from raypool.ray_private import (
+    ControllerCallback,
+    DistributedTrainFnUtils,
+    ReportCallback,
+    WorkerGroupCallback,
+    device_manager,
+    set_train_fn_utils,
+)
 from raypool.spmd.failures import is_disconnect
 from raypool.spmd.wire import ordinal
 from raypool.train.checkpoints import TrainingAttempt, forget_deleted, next_index, note_down

@@ -163,7 +163,9 @@ class _Run:
     def _width(self) -> int:
         """Return how many workers there are for it now."""
         places = self._where.places
-        return 1 if self._where.place is not None else max(len(places) if places else self._engine.driver.scheduler.crew.size, 1)
+        return (
+            1 if self._where.place is not None else max(len(places) if places else self._engine.driver.scheduler.workers.size, 1)
+        )
 
     def _note(self, future: Future[Any]) -> None:
         if future.worker is not None:

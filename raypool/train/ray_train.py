@@ -23,13 +23,12 @@ import pyarrow.fs
 import ray
 from ray.train import Checkpoint, CheckpointUploadMode, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
-from ray.train.v2._internal.execution.storage import StorageContext
-from ray.train.v2._internal.execution.train_fn_utils import LocalTrainFnUtils, get_train_fn_utils, set_train_fn_utils
 from ray.train.v2.api.context import LocalTrainContext
 from ray.train.v2.api.reported_checkpoint import ReportedCheckpoint, ReportedCheckpointStatus
 
 from raypool.backends.ray.nodes import look
 from raypool.errors import InvalidTypeError, InvalidValueError
+from raypool.ray_private import LocalTrainFnUtils, StorageContext, get_train_fn_utils, set_train_fn_utils
 from raypool.spmd import collectives
 from raypool.spmd.collectives import all_values, meet
 from raypool.spmd.context import SpmdContext

@@ -19,7 +19,7 @@ from raypool.cli.main import main
 from raypool.cluster import begin, launcher
 from raypool.cluster.checks import check_file
 from raypool.cluster.job_files import Training
-from raypool.cluster.submit import Submission, find_script, run_on_own
+from raypool.cluster.training_jobs import Submission, find_script, run_on_own
 from raypool.errors import CloudError
 from raypool.profiles import Profile
 from tests.cloud import fake_gce
@@ -427,7 +427,7 @@ def test_a_connection_that_is_lost_is_made_again_and_nothing_is_shown_twice(
 ) -> None:
     log.stand_in(monkeypatch, Profile())
     stop_at("nowhere", CloudError("no"), monkeypatch)
-    monkeypatch.setattr("raypool.cluster.submit.RETRY_S", 0.0)
+    monkeypatch.setattr("raypool.cluster.training_jobs.RETRY_S", 0.0)
     asked_from = []
 
     def follow(submission: Submission, jobs: object, job_id: str, seen: int) -> int:

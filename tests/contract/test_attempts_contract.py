@@ -103,7 +103,7 @@ def patient_pool(make_pool: PoolMaker, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 def when_held_at(item: int, pool: ParallelPool, eventually: Any) -> list[Slice]:
     """Return what the only worker has in its two calls, once the first of them does not get beyond this item."""
-    (worker,) = pool._engine.driver.scheduler.crew.workers.values()
+    (worker,) = pool._engine.driver.scheduler.workers.by_id.values()
 
     def pieces() -> list[Slice]:
         return [piece for attempt in list(worker.attempts.values()) for piece in attempt.slices]

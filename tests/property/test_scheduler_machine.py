@@ -514,7 +514,7 @@ class World(RuleBasedStateMachine):
 
     def lend(self, worker_id: int) -> None:
         """A worker that is free ends, and another has its place, and what is bound to it, without starting yet."""
-        place = self.scheduler.crew.workers[worker_id].place
+        place = self.scheduler.workers.by_id[worker_id].place
         before = self.places[place]
         hand = self.hands.pop(before)
         assert hand.is_ready
@@ -604,7 +604,7 @@ class World(RuleBasedStateMachine):
         waiting = [job for job in self.jobs.values() if job.has_more]
         for call in runs:
             started, place = self.jobs[call.slices[0].task_id], self.hands[call.worker_id].place
-            if place in self.scheduler.crew.streaks:
+            if place in self.scheduler.workers.streaks:
                 continue  # it may leave something to others: what it gets fails
             for job in waiting:
                 if job.spec.is_fresh or started.spec.is_fresh:
@@ -768,12 +768,12 @@ class World(RuleBasedStateMachine):
     @invariant()
     def all_is_well_inside(self) -> None:
         check_invariants(self.scheduler)
-        crew = self.scheduler.crew
-        assert {number: w.place for number, w in crew.workers.items() if number not in crew.parked} == {
+        workers = self.scheduler.workers
+        assert {number: w.place for number, w in workers.by_id.items() if number not in workers.parked} == {
             worker_id: hand.place for worker_id, hand in self.hands.items()
         }
         for worker_id, hand in self.hands.items():
-            assert not hand.is_ready or list(crew.workers[worker_id].attempts) == hand.calls
+            assert not hand.is_ready or list(workers.by_id[worker_id].attempts) == hand.calls
         counts = self.scheduler.counts
         assert counts.submitted == sum(job.size for job in self.jobs.values())
         assert counts.finished + counts.failed == sum(len(job.outcomes) for job in self.jobs.values())

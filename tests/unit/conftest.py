@@ -100,7 +100,7 @@ class Pool:
     @property
     def size(self) -> int:
         """How many places it has."""
-        return self.scheduler.crew.size
+        return self.scheduler.workers.size
 
     @property
     def state(self) -> PoolState:
@@ -119,19 +119,19 @@ class Pool:
     @property
     def workers(self) -> list[int]:
         """The workers that there are, ready or not."""
-        return sorted(self.scheduler.crew.workers)
+        return sorted(self.scheduler.workers.by_id)
 
     @property
     def places(self) -> list[int]:
-        return sorted(self.scheduler.crew.places)
+        return sorted(self.scheduler.workers.places)
 
     def calls_of(self, worker_id: int) -> list[m.RunTasks]:
         """Return what a worker is at, and what it has behind that."""
-        return [self.calls[attempt_id] for attempt_id in self.scheduler.crew.workers[worker_id].attempts]
+        return [self.calls[attempt_id] for attempt_id in self.scheduler.workers.by_id[worker_id].attempts]
 
     def worker_in(self, place: int) -> int:
         """Return the worker of a place, ready or not."""
-        return self.scheduler.crew.places[place].worker_id
+        return self.scheduler.workers.places[place].worker_id
 
     # --- what is expected ---------------------------------------------------------------------------------------------
 

@@ -10,8 +10,8 @@ from click.testing import CliRunner
 
 from raypool import InvalidTypeError, InvalidValueError, JournalError, PoolBrokenError, ResourceError, Results, StartupError
 from raypool.cli import demo
-from raypool.cli.failures import errors_said
 from raypool.cli.main import main
+from raypool.cli.output import errors_said
 
 ENDS = [
     (InvalidValueError("no"), 2),

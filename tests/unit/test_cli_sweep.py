@@ -305,7 +305,7 @@ def test_a_job_whose_reader_has_gone_is_followed_no_longer(folder: Path) -> None
     code = """
 import itertools, types
 from raypool.cli.job import _follow_to_end
-from raypool.cli.failures import readers_may_go
+from raypool.cli.output import readers_may_go
 with readers_may_go():
     _follow_to_end(types.SimpleNamespace(follow=lambda job: itertools.repeat("epoch\\n")), "job")
 """

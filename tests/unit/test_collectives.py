@@ -86,7 +86,7 @@ def limit(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", params=[1, 2, 3])
-def crew(request: pytest.FixtureRequest, crew_of: Callable[[int], Crew]) -> Crew:
+def workers(request: pytest.FixtureRequest, crew_of: Callable[[int], Crew]) -> Crew:
     return crew_of(request.param)
 
 
@@ -148,11 +148,11 @@ def use_all(ctx: SpmdContext, make: Callable[[int], Any]) -> dict[str, Any]:
     return results | ({"received": ctx.receive(src=0)} if ctx.rank == last > 0 else {})
 
 
-def test_values_of_every_kind_arrive_as_they_were(limit: None, crew: Crew) -> None:
-    last = crew.size - 1
-    for rank, by_kind in enumerate(crew.well(lambda ctx: {kind: use_all(ctx, make) for kind, make in MAKE.items()})):
+def test_values_of_every_kind_arrive_as_they_were(limit: None, workers: Crew) -> None:
+    last = workers.size - 1
+    for rank, by_kind in enumerate(workers.well(lambda ctx: {kind: use_all(ctx, make) for kind, make in MAKE.items()})):
         for kind, got in by_kind.items():
-            everybody = [MAKE[kind](rank) for rank in range(crew.size)]
+            everybody = [MAKE[kind](rank) for rank in range(workers.size)]
             assert all(map(same, got["all_gather"], everybody)), kind
             assert (got["gather"] is None) == (rank != last), kind
             assert all(map(same, got["gather"] or everybody, everybody)), kind
@@ -194,14 +194,14 @@ def test_reductions_are_those_of_numpy(
         assert same(array, arrays[ctx.rank])
         return [result if result is None else np.asarray(result) for result in results]
 
-    crew = crew_of(size)
-    for rank, results in enumerate(crew.well(body)):
+    workers = crew_of(size)
+    for rank, results in enumerate(workers.well(body)):
         for which, result in enumerate(results):
             assert result is None if which % 2 and rank != 1 else same(result, np.asarray(expected))
 
 
-def test_means(limit: None, crew: Crew) -> None:
-    mean = (crew.size + 1) / 2
+def test_means(limit: None, workers: Crew) -> None:
+    mean = (workers.size + 1) / 2
 
     def body(ctx: SpmdContext) -> Any:
         own = ctx.rank + 1
@@ -214,11 +214,11 @@ def test_means(limit: None, crew: Crew) -> None:
         ]
 
     pair = torch.full((2,), complex(mean, mean))
-    for results in crew.well(body):
+    for results in workers.well(body):
         assert all(map(same, results, [torch.full((2,), mean), np.full(2, mean), np.full(2, mean, "float32"), mean, pair]))
 
 
-def test_functions_fold_in_rank_order(limit: None, crew: Crew) -> None:
+def test_functions_fold_in_rank_order(limit: None, workers: Crew) -> None:
     def body(ctx: SpmdContext) -> Any:
         return [
             ctx.all_reduce(str(ctx.rank), operator.add),
@@ -229,14 +229,14 @@ def test_functions_fold_in_rank_order(limit: None, crew: Crew) -> None:
             ctx.all_reduce(torch.ones(ctx.world_size, 1), lambda a, b: torch.cat([a, b])),
         ]
 
-    order = list(range(crew.size))
+    order = list(range(workers.size))
     number = int("".join(map(str, order)))
-    for rank, (text, numbers, tensor, array, pair, stacked) in enumerate(crew.well(body)):
+    for rank, (text, numbers, tensor, array, pair, stacked) in enumerate(workers.well(body)):
         assert text == "".join(map(str, order))
         assert numbers == order
         assert tensor.item() == array.item() == number
         assert pair == (tuple(order) if rank == 0 else None)
-        assert stacked.shape == (crew.size**2, 1)
+        assert stacked.shape == (workers.size**2, 1)
 
 
 def test_floats_are_the_same_on_every_rank_to_the_last_bit(trio: Crew) -> None:
@@ -268,12 +268,12 @@ def test_tensors_are_changed_in_place_and_nothing_else_is(limit: None, trio: Cre
     trio.well(body)
 
 
-def test_an_open_chain_of_large_tensors(crew: Crew) -> None:
+def test_an_open_chain_of_large_tensors(workers: Crew) -> None:
     def body(ctx: SpmdContext) -> Any:
         right, left = (ctx.rank + 1 if ctx.rank + 1 < ctx.world_size else None), (ctx.rank - 1 if ctx.rank else None)
         return ctx.send_receive(torch.full((1_000_000,), ctx.rank), dst=right, src=left)
 
-    assert [x if x is None else x[-1].item() for x in crew.well(body)] == [None, *range(crew.size - 1)]
+    assert [x if x is None else x[-1].item() for x in workers.well(body)] == [None, *range(workers.size - 1)]
 
 
 def test_messages_overtake_none(trio: Crew) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import shlex
 import tomllib
@@ -55,6 +56,8 @@ RUN_BY: dict[str, dict[str, str] | str] = {
 }
 """Which test runs the Python of a document: by heading, or all of it."""
 
+INTERNALS = [ROOT / "DESIGN.md", *sorted(ROOT.glob("docs/internals/**/*.md"))]
+
 
 def test_a_named_test_runs_each_block_of_python() -> None:
     there = {(block.document, block.heading) for block in all_blocks("python")}
@@ -87,6 +90,24 @@ def test_what_is_named_exists(path: Path) -> None:
     missing += [verb for verb in verbs if not hasattr(raypool.ParallelPool, verb) and not hasattr(Pool, verb)]
     missing += [line for line in commands_of(path.relative_to(ROOT).as_posix()) if not has_its_options(line)]
     assert not missing
+
+
+@pytest.mark.parametrize("path", INTERNALS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_files_and_names_of_the_code_exist(path: Path) -> None:
+    """Paths begin in the repository, in the package, or in the folder of the tests; names with "_" or a capital stand in code."""
+    text = path.read_text()
+    folders = (ROOT, ROOT / "raypool", ROOT / "tests")
+    files = re.findall(r"`((?:[\w.-]+/)*(?:[\w.-]+\.py|[\w.-]+/))(?:::[^`]*)?`", text)
+    names = re.findall(r"`(?:[A-Za-z_]\w*\.)*([A-Za-z_]\w*)`", text)
+    missing = [name for name in files if not any((folder / name).exists() for folder in folders)]
+    missing += [name for name in names if ("_" in name or name != name.lower()) and name not in words_of_the_code()]
+    assert not missing
+
+
+@functools.cache
+def words_of_the_code() -> set[str]:
+    files = [path for folder in ("raypool", "tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
+    return {word for path in files for word in re.findall(r"\w+", path.read_text())}
 
 
 def has_its_options(line: str) -> bool:

@@ -22,7 +22,7 @@ def a_busy(pool_of):
 
 def fly(scheduler, piece):
     """Put a slice into a call that is in flight, and into the books."""
-    attempts = scheduler.crew.workers[2].attempts
+    attempts = scheduler.workers.by_id[2].attempts
     attempt_id, attempt = next(iter(attempts.items()))
     attempts[attempt_id] = attempt._replace(slices=(*attempt.slices, piece))
     scheduler.backlog.tasks[piece.task_id].flights = {attempt_id: 2}
@@ -41,7 +41,7 @@ def settle(scheduler, count):
 
 def collect_in(scheduler, places):
     """Let the gang collect in certain places, after it has begun to do so anywhere."""
-    gathering = scheduler.crew.gatherings[2]
+    gathering = scheduler.workers.waiting_gangs[2]
     gathering.gang = replace(gathering.gang, lane=Lane(places, places=dict.fromkeys(places)))
 
 
@@ -52,15 +52,15 @@ BROKEN = [
     ("complete and has not ended", lambda s: settle(s, 5)),
     ("wrong mark of being queued", lambda s: setattr(s.backlog.tasks[3], "is_queued", False)),
     ("waits in no queue", lambda s: s.backlog.pop(s.backlog.queue)),
-    ("its lane does not know it", lambda s: s.crew.lanes[2].tasks.pop(4)),
-    ("wrong places", lambda s: s.crew.lanes[2].places.setdefault(1)),
-    ("parked although there is work", lambda s: s.crew.parked.setdefault(3)),
-    ("not fresh", lambda s: make_fresh(s.crew.workers[0])),
-    ("busy without an attempt", lambda s: s.crew.workers[0].attempts.clear()),
-    ("in a wrong group", lambda s: setattr(s.crew.workers[3], "state", WorkerState.STARTING)),
-    ("not asked", lambda s: s.crew.torn.setdefault(3)),
-    ("waits although task 3 could run", lambda s: s.crew.bar(s.crew.workers[3])),
-    ("not one live worker", lambda s: setattr(s.crew.places[0], "worker_id", 1)),
+    ("its lane does not know it", lambda s: s.workers.lanes[2].tasks.pop(4)),
+    ("wrong places", lambda s: s.workers.lanes[2].places.setdefault(1)),
+    ("parked although there is work", lambda s: s.workers.parked.setdefault(3)),
+    ("not fresh", lambda s: make_fresh(s.workers.by_id[0])),
+    ("busy without an attempt", lambda s: s.workers.by_id[0].attempts.clear()),
+    ("in a wrong group", lambda s: setattr(s.workers.by_id[3], "state", WorkerState.STARTING)),
+    ("not asked", lambda s: s.workers.check_lanes.setdefault(3)),
+    ("waits although task 3 could run", lambda s: s.workers.bar(s.workers.by_id[3])),
+    ("not one live worker", lambda s: setattr(s.workers.places[0], "worker_id", 1)),
     ("do not add up", lambda s: setattr(s.counts, "finished", 1)),
     ("keeps tasks", lambda s: setattr(s, "state", PoolState.CLOSED)),
 ]
@@ -87,15 +87,15 @@ def gangs(pool_of):
 def test_two_gangs_that_could_take_each_others_workers_are_noticed(gangs):
     gang = gangs.backlog.tasks[2]
     gangs.backlog.pop(gang.lane.queue)
-    gangs.crew.collect(gang)
-    gangs.crew.join(gangs.crew.workers[2], gangs.crew.gatherings[2])
-    gangs.crew.torn.clear()
+    gangs.workers.collect(gang)
+    gangs.workers.join(gangs.workers.by_id[2], gangs.workers.waiting_gangs[2])
+    gangs.workers.check_lanes.clear()
     with pytest.raises(AssertionError, match="collects what another one does"):
         check_invariants(gangs)
 
 
 def test_a_gang_that_waits_for_nothing_is_noticed(gangs):
-    gangs.ledger.end(gangs.backlog.tasks[1], TaskState.CANCELLED)
-    gangs.crew.bar(gangs.crew.workers[2])
+    gangs.outcomes.end(gangs.backlog.tasks[1], TaskState.CANCELLED)
+    gangs.workers.bar(gangs.workers.by_id[2])
     with pytest.raises(AssertionError, match="gang 2 waits although it could collect"):
         check_invariants(gangs)

@@ -234,7 +234,7 @@ def test_where_nothing_can_be_written_it_says_so_at_once(tmp_path):
         open_one(tmp_path / "run")
 
 
-class Leaving:
+class Departure:
     """Ends the process when it is pickled, or opened again."""
 
     def __init__(self, at_opening: bool) -> None:
@@ -246,11 +246,11 @@ class Leaving:
 
 def test_code_of_values_that_wants_to_leave_ends_nothing(tmp_path):
     with open_one(tmp_path) as journal:
-        journal.note_items([("a", 0, Leaving(at_opening=False))])
+        journal.note_items([("a", 0, Departure(at_opening=False))])
         ((_, error),) = journal.write(
             [
-                Outcome("a", 1, "finished", value=Leaving(at_opening=False)),
-                Outcome("b", 1, "finished", value=Leaving(at_opening=True)),
+                Outcome("a", 1, "finished", value=Departure(at_opening=False)),
+                Outcome("b", 1, "finished", value=Departure(at_opening=True)),
             ]
         )
         assert isinstance(error, SerializationError)

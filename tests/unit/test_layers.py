@@ -1,9 +1,10 @@
-"""Imports point downwards, and each kind of foreign package stands where DESIGN.md says."""
+"""Imports point downwards, and each kind of foreign package is imported only where DESIGN.md says."""
 
 from __future__ import annotations
 
 import ast
 import functools
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ FLOORS = [
     "task futures cluster",
     "channel worker options profiles profile_files",
     "core gpus",
-    "errors",
+    "errors ray_private",
 ]
 
 RAY_MAY_STAND_IN = ("backends.ray.", "cluster.", "train.", "gpus.table")  # the last asks Ray of GPUs that are not NVIDIA's
@@ -93,6 +94,11 @@ def test_imports_point_downwards() -> None:
         if name.startswith("raypool.") and floor_of(name.removeprefix("raypool.")) < floor_of(module)
     ]
     assert not upward
+
+
+def test_the_design_has_the_same_floors() -> None:
+    rows = re.findall(r"^\| (\d+) \| `([^`]+)` \|", (PACKAGE.parent / "DESIGN.md").read_text(), re.MULTILINE)
+    assert rows == [(str(len(FLOORS) - level), floor) for level, floor in enumerate(FLOORS)]
 
 
 def test_ray_and_torch_are_imported_only_where_they_may() -> None:

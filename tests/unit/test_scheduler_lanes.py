@@ -63,7 +63,7 @@ def test_it_can_be_cancelled(pool_of):
     assert pool.cancel(0) == [pool.signals(0, 0, 0), EndTask(0, CANCELLED)]
     assert started(pool.finish(0)) == [(0, 1)]
     assert pool.finish(1)[-1] == EndTask(1, FINISHED)
-    assert not pool.scheduler.crew.lanes, "nothing is left of it"
+    assert not pool.scheduler.workers.lanes, "nothing is left of it"
 
 
 def test_it_names_places_or_one_place(pool_of):

@@ -17,7 +17,6 @@ from typing import Any, ParamSpec, TypeVar
 
 import psutil
 import ray
-from ray._private import state
 from ray.util import client
 from ray.util.client.common import ClientActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -26,6 +25,7 @@ import raypool
 from raypool.backends.ray.calls import UNRECORDED, loss_text
 from raypool.channel.exchange import POOL_ENDED
 from raypool.errors import PoolClosedError, StartupError
+from raypool.ray_private import state, worker
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -190,8 +190,7 @@ def is_dead(actor: Any) -> bool:
     """
     if isinstance(actor, ClientActorHandle):
         return actor.actor_ref.id in _dead
-    worker = ray._private.worker.global_worker
-    return bool(worker.core_worker.get_local_actor_state(actor._actor_id) == ACTOR_DEAD)
+    return bool(worker.global_worker.core_worker.get_local_actor_state(actor._actor_id) == ACTOR_DEAD)
 
 
 def note_deaths(actors: Iterable[Any]) -> None:

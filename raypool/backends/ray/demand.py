@@ -16,6 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raypool.backends.ray.calls import UNRECORDED
 from raypool.gpus.sharing import MOST
 from raypool.profiles import WorkerResources, has_labels
+from raypool.ray_private import worker
 
 ACCELERATOR = "accelerator_type:"
 """What a resource's name begins with by which Ray tells kinds of accelerators apart."""
@@ -199,7 +200,7 @@ NONE = Growth()
 
 def growth() -> Growth:
     """Return what Ray's autoscaler may add to the cluster that is connected; nothing if it has none."""
-    node = ray._private.worker.global_worker.node  # private, checked on Ray 2.60; None from outside
+    node = worker.global_worker.node  # None from outside
     if node is not None and node.is_head():
         return NONE  # this process has started it, without any
     heads = [node["NodeID"] for node in living_nodes() if HEAD in node["Resources"]]

@@ -1,6 +1,6 @@
 """What becomes of a pool whose nodes come and go: it leaves a node that is about to go, and makes up later for what was lost.
 
-Knows of nodes, places and time; `ray_nodes` is where Ray is asked.
+`NodeWatch` knows of nodes, places and time only; `look` and `why_cut_off` ask Ray.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import ray
-from ray._private import state
 
 from raypool.backends.base import Post
 from raypool.backends.ray.client import ask_inside
 from raypool.cluster.connect import host_and_port
 from raypool.core.messages import PlaceLeaving, PlaceLost, ResizeRequested, WorkerLost
 from raypool.errors import LossReason, RaypoolError
+from raypool.ray_private import state, worker
 
 LOOK_S = 1.0
 """How often to look at the nodes [s]."""
@@ -322,7 +322,7 @@ def why_cut_off(silent_s: float, is_adrift: bool, is_outside: bool = False) -> C
     """
     if is_outside:
         return _why_lost(silent_s)
-    node = ray._private.worker.global_worker.node if ray.is_initialized() else None
+    node = worker.global_worker.node if ray.is_initialized() else None
     return None if node is None else _why_adrift(node, silent_s, is_adrift)
 
 

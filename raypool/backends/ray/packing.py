@@ -37,6 +37,7 @@ import ray
 from ray import cloudpickle
 from ray import exceptions as rx
 
+from raypool import ray_private
 from raypool.backends.ray import client
 from raypool.backends.ray.calls import loss_text
 from raypool.channel import by_value
@@ -829,7 +830,7 @@ class _Store:
 
     def find(self, address: int, length: int) -> FileRange | None:
         """Return the piece that this memory is in; None if it is not in the store, or that cannot be opened."""
-        worker = ray._private.worker.global_worker  # private, checked on Ray 2.60; the public way would start a Ray
+        worker = ray_private.worker.global_worker
         if not worker.connected:  # so with Ray Client, which has no store here
             return None
         if worker.worker_id != self._worker_id:  # another Ray, whose store may be where that of the last one was

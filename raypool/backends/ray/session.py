@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+from raypool import ray_private
 from raypool.cluster import connect
 from raypool.cluster import connect as shipping
 from raypool.cluster.connect import make_token, token_path
@@ -305,7 +306,7 @@ def _wake() -> list[int]:
     """
     if not is_ours():
         return []
-    node = sys.modules["ray"]._private.worker._global_node  # private, checked on Ray 2.60; None if Ray runs elsewhere
+    node = ray_private.worker._global_node  # None if Ray runs elsewhere
     if node is None:
         return []
     processes = [info.process.pid for infos in node.all_processes.values() for info in infos]
@@ -437,8 +438,7 @@ def _is_initialized() -> bool:
 
 def _reread_environment() -> None:
     """Ray was imported before: what it read from the environment then is out of date. Private names, checked on Ray 2.60."""
-    from ray._private import ray_constants
-    from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
+    from raypool.ray_private import AuthenticationTokenLoader, Config, ray_constants
 
     Config.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()
@@ -472,7 +472,8 @@ def _hush(ray: Any) -> None:
     Ray has no setting for it: `log_to_driver=False` leaves these messages of its node manager. Private names, checked on Ray
     2.60; where they are missing, the messages are printed.
     """
-    module = ray._private.worker
+    from raypool.ray_private import worker as module
+
     show = getattr(module, "print_to_stdstream", None)
     if show is None or hasattr(show, "is_hushed"):
         return
@@ -544,8 +545,7 @@ for a missing address for 40 s."""
 def without_helpers() -> Iterator[None]:
     """Let `ray.init` leave them out. Private names, checked on Ray 2.60; where one is missing, all are started."""
     try:
-        from ray._private import node, parameter, utils
-        from ray._private.ray_constants import DASHBOARD_ADDRESS, KV_NAMESPACE_DASHBOARD
+        from raypool.ray_private import node, parameter, ray_constants, utils
 
         settings, start, why_small = parameter.RayParams, node.Node.start_api_server, utils.get_dashboard_dependency_error
     except (ImportError, AttributeError):
@@ -558,7 +558,9 @@ def without_helpers() -> Iterator[None]:
     def leave_out(node: Any, *_: Any, **__: Any) -> None:
         """Do what is left of `Node.start_api_server`."""
         node._webui_url = ""
-        node.get_gcs_client().internal_kv_put(DASHBOARD_ADDRESS.encode(), NO_SERVER, True, KV_NAMESPACE_DASHBOARD)
+        node.get_gcs_client().internal_kv_put(
+            ray_constants.DASHBOARD_ADDRESS.encode(), NO_SERVER, True, ray_constants.KV_NAMESPACE_DASHBOARD
+        )
 
     parameter.RayParams = functools.partial(settings, **SWITCHES)
     node.Node.start_api_server = leave_out

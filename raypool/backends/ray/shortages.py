@@ -48,7 +48,7 @@ def holders() -> tuple[str, ...]:
 
 
 def _other_actors() -> list[str]:
-    from ray._private import state  # the public state API needs the dashboard
+    from raypool.ray_private import state
 
     return [
         f"perhaps actor {actor['Name'] or actor['ActorClassName']} (process {actor['Pid']})"
