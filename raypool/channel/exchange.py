@@ -14,7 +14,7 @@ import os
 import threading
 import uuid
 import weakref
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any
 
 from raypool.errors import PoolClosedError
@@ -308,7 +308,7 @@ class LocalExchange:
         Raises:
             PoolClosedError: The pool was shut down.
         """
-        future = self._call(getattr(self._exchange, method)(*args))
+        future = self._call(method, args)
         try:
             while not concurrent.futures.wait([future], LOOK_AGAIN_S).done:
                 pass
@@ -318,15 +318,15 @@ class LocalExchange:
         finally:
             future.cancel()
 
-    def _call(self, call: Coroutine[Any, Any, Any]) -> concurrent.futures.Future[Any]:
+    def _call(self, method: str, args: tuple[Any, ...]) -> concurrent.futures.Future[Any]:
         with self._lock:
             if self._closed is not None:
-                call.close()
                 raise PoolClosedError(self._closed)
             if self._loop is None:
                 self._start()
             assert self._loop is not None
-            return asyncio.run_coroutine_threadsafe(call, self._loop)
+            # The coroutine is made no earlier: a task that is cancelled while it waits above would leave it without anybody.
+            return asyncio.run_coroutine_threadsafe(getattr(self._exchange, method)(*args), self._loop)
 
     def _start(self) -> None:
         started = threading.Event()

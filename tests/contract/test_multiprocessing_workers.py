@@ -244,7 +244,7 @@ def test_so_does_ctrl_c_before_it_waits(
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("raypool.interop.multiprocessing.Gathering", interrupt)
+    monkeypatch.setattr("raypool.interop.multiprocessing.CallGroup", interrupt)
     mp = Pool(pool=pool)
     arguments: dict[str, Any] = {"map": ([1, 2, 3], 1), "starmap": ([(), ()],), "apply": ()}
     with pytest.raises(KeyboardInterrupt):
