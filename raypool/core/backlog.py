@@ -1,4 +1,4 @@
-"""What waits: tasks in order of priority, then submission, and how they are cut into calls."""
+"""The tasks that have not ended, ordered by priority, then submission, and how they become calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_IDLE_PACES = 256
 
 
 class Aside(NamedTuple):
-    """What is kept for others for a moment: whole tasks, or items of one."""
+    """Work set aside for other workers for a moment: whole tasks, or items of one."""
 
     tasks: list[Task]
     task: Task

@@ -1,4 +1,4 @@
-"""How much, how often, how long: the scheduler's choices as functions of values."""
+"""The scheduler's policy as pure functions: sizes of calls, prefetching, delays and failure rates."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ LONGEST_RETRY_DELAY_S = 300.0
 
 @dataclass(slots=True)
 class Pace:
-    """How long the items of one function take, how many of them wait, and how many of its calls fail."""
+    """Statistics of one function: how long its items take, how many wait, and how many calls fail."""
 
     mean_s: float = math.inf  # of one item; unknown is taken for long
     items: int = 0
@@ -134,7 +134,7 @@ def chunk_size(pace: Pace, num_workers: int) -> int:
 def should_look_ahead(pace: Pace, num_workers: int) -> bool:
     """Whether a worker that is busy with something short gets its next call now: it need not wait for the driver then.
 
-    Only while there is enough for everybody, since what waits behind a busy worker comes back after half a second at best; the
+    Only while enough waits for every worker, since what waits behind a busy worker comes back after half a second at best; the
     longer an item, and the less alike they are, the more there has to be. Of what takes longer than that, the millisecond or two
     until the next call are not one part in a hundred.
 
@@ -153,7 +153,7 @@ def piece_size(lost: int, attempts_left: int) -> int:
     """Return the size of the pieces into which a lost slice is cut before it runs again.
 
     With several items in a call nobody knows which one killed the worker. The last attempt is made alone; before that the
-    pieces shrink geometrically, so that finding the culprit costs few calls and no innocent item is ever blamed in the end.
+    pieces shrink geometrically, so that finding the culprit costs few calls and no innocent item fails in the end.
 
     Example:
         >>> piece_size(10_000, attempts_left=2), piece_size(100, attempts_left=1)
