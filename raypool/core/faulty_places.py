@@ -1,8 +1,9 @@
 """Detects faulty places: every task fails there, while the same function succeeds elsewhere.
 
-Reasons are a broken GPU, a full disk, or a machine that lacks a library. Such a place is free again at once, and so would eat up the queue. A function that fails everywhere is
-the function's fault, not the place's: so its failures here are compared with its results elsewhere
-since they began. A function that runs nowhere else proves nothing.
+Reasons are a broken GPU, a full disk, or a machine that lacks a library. Such a place is free again
+at once, and so would eat up the queue. Where a function fails everywhere, the place is not at fault:
+so its failures here are compared with its results elsewhere since they began. A function that runs
+nowhere else proves nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""A loop that keeps what becomes of its items in a folder, and goes on from what is there."""
+"""A durable loop (`parfor` with `run_dir`): it records outcomes in a folder, and resumes from there.
+
+`DurableLoop` is the loop, `Recorder` the thread that writes the journal, and `ItemFiles` writes what
+items report and print into files of their own.
+"""
 
 from __future__ import annotations
 
@@ -38,13 +42,13 @@ logger = logging.getLogger("raypool")
 class DurableLoop(LoopWork):
     """The items of one `parfor` with a `run_dir`.
 
-    What the driver hears of an item goes to the recorder, whose thread opens it, writes it into the journal and only then counts
-    it. So what somebody was told of once is there for good.
+    The driver passes outcomes to the recorder, whose thread opens them, writes them into the journal, and
+    only then counts them. So a result that was reported once is never lost.
     """
 
     @classmethod
     def open(cls, fn: Callable[[Any], Any], function: Function, options: LoopOptions, run_dir: Any, rerun: str) -> DurableLoop:
-        """Open a folder for a loop of `fn`; `rerun` says what of it counts.
+        """Open a folder for a loop of `fn`; `rerun` says which of its outcomes count.
 
         Raises:
             JournalError: It is in use, was made for something else, or cannot be written.
@@ -68,10 +72,10 @@ class DurableLoop(LoopWork):
         self._recorder = Recorder(journal, self._files, options.label, self._give_up)
         self._stored: dict[str, Stored] = {}
 
-    # --- before and while it runs, in the thread of whoever called ----------------------------------------------------
+    # --- calls of the user's thread -----------------------------------------------------------------------------------
 
     def take(self, items: Sequence[Any]) -> int:
-        """Take the items, note them down, and find out which of them have to run."""
+        """Take the items, write them down, and find out which of them have to run."""
         self.items = items
         self.keys += [self._names.name(item, index) for index, item in enumerate(items)]
         try:
@@ -100,7 +104,7 @@ class DurableLoop(LoopWork):
         return len(order)
 
     def _check_places(self) -> None:
-        """Say it if random numbers, which depend on an item's number, were given to another item before."""
+        """Warn if the seed of a number was used for another item before: seeds depend on the number only."""
         num_moved = 0
         for run in set(self._runs.values()):
             places = self._journal.positions(run)
@@ -136,7 +140,7 @@ class DurableLoop(LoopWork):
         return folder
 
     def _restore(self, index: int) -> bool:
-        """Take what is there of an item, if that counts."""
+        """Take the saved outcome of an item, if that counts."""
         stored = self._stored.get(self.keys[index])
         if stored is None or (stored.status == "failed" and self._rerun == "failed"):
             return False
@@ -174,11 +178,11 @@ class DurableLoop(LoopWork):
         return text_of_file(self._journal.run_dir / "items" / self.keys[index] / DIARY)
 
     def close(self) -> None:
-        """Write what is there, and let others have the folder."""
+        """Write what is left, and release the folder."""
         self._recorder.close()
         self.trouble = self._recorder.failure
 
-    # --- in the driver's thread ---------------------------------------------------------------------------------------
+    # --- calls of the driver's thread ---------------------------------------------------------------------------------
 
     def settle(self, piece: Slice, result: SliceResult, worker: WorkerInfo) -> None:
         """Have the outcomes written."""
@@ -200,7 +204,7 @@ class DurableLoop(LoopWork):
         self._note_cancelled(state)  # here: by then it may have come back
         self._recorder.end(partial(self._ended, state, error))
 
-    # --- in the recorder's thread -------------------------------------------------------------------------------------
+    # --- calls of the recorder's thread -------------------------------------------------------------------------------
 
     def _settled(self, piece: Slice, result: SliceResult, worker: WorkerInfo) -> Step:
         """Open what has come back."""
@@ -276,7 +280,7 @@ class DurableLoop(LoopWork):
 
 
 def _values_of(piece: Slice, result: SliceResult) -> list[Any]:
-    """Return the values of a slice; where they are lost, what stands for them."""
+    """Return the values of a slice; where they are lost, a stand-in for each."""
     first = result.offset + piece.start - result.start
     try:
         return result.values.get()[first : first + piece.stop - piece.start]
@@ -285,9 +289,10 @@ def _values_of(piece: Slice, result: SliceResult) -> list[Any]:
         return [Missing(lost)] * (piece.stop - piece.start)
 
 
-# --- the recorder: what comes back is written in a thread of its own, and counted when it is there --------------------
+# --- recorder ---------------------------------------------------------------------------------------------------------
 #
-# Where that cannot be done (the disk is full, say), the loop goes on: what has come back waits in memory, and is tried again.
+# A thread of its own writes outcomes; they count once they are written. Where that fails (a full disk, say), the loop
+# continues: outcomes wait in memory, and writing is tried again.
 
 
 SAID_S = 1.0
@@ -309,11 +314,11 @@ def _nothing() -> None:
 
 
 class Step:
-    """Something that counts as soon as it is written.
+    """A step of the recorder: it counts as soon as it is written.
 
     Args:
-        outcomes: Of items.
-        count: Called then.
+        outcomes: The outcomes of items.
+        count: Called once they are written.
         entries: Items that are new: key, number, item.
         unfit: Returns the outcome to write instead of one that can never be written.
     """
@@ -362,7 +367,7 @@ class End(NamedTuple):
 
 
 class Recorder:
-    """The thread that writes.
+    """The thread that writes the journal and the items' files.
 
     Args:
         journal: Closed when all is written.
@@ -401,16 +406,16 @@ class Recorder:
         self._inbox.put(End(tell))
 
     def close(self) -> None:
-        """Write what is there, now or never, and wait for the thread's end."""
+        """Write what is left, without further tries, and wait for the thread's end."""
         is_first = not self._is_hurried
         self._is_hurried = True
         self._inbox.put(End(lambda error: None))
         if self._thread.ident is None:
             self._journal.close()
-        elif is_first:  # whoever was interrupted once waiting for it does not want to wait
+        elif is_first:  # after one Ctrl-C, the user does not want to wait
             self._thread.join()
 
-    # --- in the thread ------------------------------------------------------------------------------------------------
+    # --- work of the thread -------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
         try:
@@ -529,7 +534,7 @@ class Recorder:
         self._try_at = time.monotonic() + self._delay_s
 
 
-# --- what items say, on its way into their files ----------------------------------------------------------------------
+# --- files of items ---------------------------------------------------------------------------------------------------
 
 
 METRICS = "metrics.jsonl"
@@ -537,7 +542,7 @@ DIARY = "diary.txt"
 
 
 class SayingFeed(LoopFeed):
-    """A feed that also hands on what is said, with the item that has said it."""
+    """A feed that also queues what items report and print, for `ItemFiles`."""
 
     __slots__ = ("_new",)
 
@@ -571,17 +576,17 @@ class SayingFeed(LoopFeed):
 
 
 class Unwritten(NamedTuple):
-    """What an item has said that is not in its files yet."""
+    """What an item reported and printed that is not in its files yet."""
 
     lines: list[str]
     texts: list[str]
 
 
 class ItemFiles:
-    """The files of the items of a run: what each has reported, and what it has printed.
+    """The files of the items of a run: what each reported and printed.
 
     Args:
-        feed: Where what they say arrives.
+        feed: Where reports and output arrive.
         keys: The items' names in the run; grows for a generator.
         folder: Returns the folder of an item, which it makes if it is not there.
         run: The number of the run, which stands in every line.
@@ -668,6 +673,6 @@ def rows_of(path: Path, item: int, run: int) -> Iterator[Row]:
 def _row(line: bytes) -> dict[str, Any] | None:
     try:
         row = json.loads(line)
-    except ValueError:  # torn
+    except ValueError:  # a line that was cut off by a crash
         return None
     return row if isinstance(row, dict) else None

@@ -1,4 +1,8 @@
-"""A driver, its backend and the functions that they know: all of a pool but its face."""
+"""The engine of a pool: its driver, its backend and the functions that workers know.
+
+Also here: single calls on a worker (`submit_call`), serial engines for work inside a task, and the
+end of all pools when the interpreter exits or forks.
+"""
 
 from __future__ import annotations
 
@@ -77,9 +81,8 @@ class Engine:
 
     Args:
         profile: Where it runs.
-        inbox: Where everything arrives.
-        make_backend: Makes the backend, given how to post to the driver, where what tasks say comes together, and who counts
-            what goes to workers and comes from there.
+        inbox: Where events for the driver arrive.
+        make_backend: Makes the backend, given `post` of the driver, the hub, and the traffic counter.
         unpack: Undoes what the backend's `pack` does, on any worker.
     """
 
@@ -121,7 +124,7 @@ class Engine:
             self.driver.setups.append(self.function(profile.setup))
 
     def _note(self, text: str) -> None:
-        """Say something, once: a pool that is used now and then comes to rest again and again."""
+        """Say something once: a pool that is used now and then parks its workers again and again."""
         is_news, self._has_noted = not self._has_noted, True
         if is_news and not self.profile.quiet and self.profile.backend == "ray":  # threads have no memory that would be freed
             sys.stdout.write(f"raypool: {text}\n")
@@ -234,7 +237,7 @@ class Engine:
         """Give the pool this many workers; return when they are up.
 
         Raises:
-            ResourceError: There are not so many.
+            ResourceError: There are fewer.
             StartupError: One did not come up.
         """
         with self.backend.sizing():
@@ -312,7 +315,7 @@ class Engine:
             self.driver.closed.wait()
 
     def note_exit(self) -> None:
-        """Let whoever comes with work from now on know that it is the end of the interpreter that closes the pool."""
+        """Note that the interpreter's end closes the pool, for the error about later work."""
         if not self.is_over:
             self._why_closed = (
                 "The interpreter ends, and the pool with it: it cannot schedule new futures after interpreter shutdown. "
@@ -349,8 +352,8 @@ os.register_at_fork(after_in_child=_forget_all)
 def _end_all() -> None:
     """End what is left when the interpreter ends; nothing may stay on a GPU.
 
-    The standard library's executors wait here for what has been handed in, however long it takes. Here it has a few seconds; and
-    none after an error or Ctrl-C.
+    The standard library's executors wait here for all submitted work, however long it takes. Here it has
+    a few seconds, and none after an error or Ctrl-C.
     """
     engines = list(_engines)
     deadline = time.monotonic() + EXIT_GRACE_S
@@ -415,7 +418,7 @@ def serial_engine(find_way: FindWay | None = None, setup: Call | None = None, te
     return engine
 
 
-# --- a single call of a function on a worker --------------------------------------------------------------------------
+# --- single calls -----------------------------------------------------------------------------------------------------
 
 
 T = TypeVar("T")
@@ -440,7 +443,7 @@ def submit_call(
     """
     work = _call_work(engine, engine.function(fn), args, kwargs, options)
     if options.checkpoints is not None:
-        from raypool.journal.keys import content_key  # which those who keep nothing need not wait for
+        from raypool.journal.keys import content_key  # imported late: only calls with checkpoints need it
 
         key = content_key((fn, args, kwargs), f"the call of {work.function.name}")
         work.checkpoints = str(options.checkpoints), (f"calls/{key}/checkpoint",)

@@ -1,4 +1,4 @@
-"""What is said of tasks that get no outcome of their own: the errors for them, in words."""
+"""Errors and messages of the engine: lost workers, failed starts, timeouts and broken pools."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FAULTY = "it failed every task that it was given, while others did not"
 
 
 class Tell(NamedTuple):
-    """Whom the driver tells what: `warn` that the pool is smaller for good, `note` that its workers rest, both in a sentence."""
+    """Callbacks of the driver: `warn` that the pool is smaller for good, `note` that its workers were parked."""
 
     warn: Callable[[str], None]
     note: Callable[[str], None]
@@ -53,7 +53,7 @@ def stranded(what: str, attempt: int, reason: LossReason, words: str) -> WorkerL
 
 
 def parked(num_workers: int) -> str:
-    """Return what to say when workers have ended because there was nothing to do."""
+    """Return what to say when idle workers have ended."""
     count = f"{num_workers} worker" + ("s have" if num_workers != 1 else " has")
     return f"idle; {count} ended, and their memory is free; the next call starts them again"
 

@@ -1,4 +1,4 @@
-"""The calls that were sent to workers and have not come back. A worker is at its first one; any other waits there until then."""
+"""The calls in flight: sent to workers, not yet answered. A worker runs its first; others wait there."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Call:
     """An attempt that was sent to a worker. Only the driver's thread changes it; any may look.
 
     `began_at`: when the worker came to it, as far as is known here [Unix time, s]; None while it waits behind another one.
-    `behind`: the call that it waits for then. `is_over`: it has come back, or its worker is lost.
+    `behind`: the call that it waits for in that case. `is_over`: it has come back, or its worker is lost.
     """
 
     __slots__ = ("attempt_id", "began_at", "behind", "is_over", "sent")

@@ -1,4 +1,4 @@
-"""Where messages for a driver arrive, and the clock that it lives by: one with a thread of its own, and one without."""
+"""Inboxes of a driver, with its clock: `ThreadInbox` for a thread of its own, `InlineInbox` without."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Message = tuple[Event | None, Any]
 
 
 class Inbox(Protocol):
-    """Where messages for the driver arrive, and the clock that it lives by."""
+    """Where messages for the driver arrive, and its clock."""
 
     is_threaded: bool
 

@@ -1,4 +1,4 @@
-"""A loop as the driver knows it: many items in one task, whose outcomes are collected for whoever waits for all of them."""
+"""`LoopWork`, a loop for the driver: many items in one task, whose outcomes are collected in segments."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Restored(NamedTuple):
 class LoopOptions(NamedTuple):
     """How a loop is run.
 
-    `is_fixed`: the user has said how many items a call takes. `order`: the numbers of the items in the order in which they are
+    `is_fixed`: the user has set `chunk_size`. `order`: the numbers of the items in the order in which they are
     handed out; None: as they are. `checkpoints`: a path or URL for what items keep for their next attempt, and
     what the names there begin with.
     """
@@ -78,7 +78,7 @@ class LoopOptions(NamedTuple):
 
 
 class LoopWork:
-    """The items of one `parfor`; its outcomes are collected in segments, for whoever waits to put together.
+    """The items of one `parfor`; its outcomes are collected in segments, which the waiting thread joins.
 
     Slices are cut from the order in which the items are handed out; to the user they are always called by their own numbers.
     """
@@ -269,7 +269,7 @@ class LoopWork:
         return {"worker": worker.index, "gpu": worker.gpu, "host": worker.host} if span is None else span._asdict()
 
     def _let_go(self, piece: Slice) -> Span | None:
-        """Take it that nobody waits for items any more, wherever they were sent; return where and when they ran last."""
+        """Forget where items were sent; return where and when they ran last."""
         share = self._newest(piece, itertools.chain.from_iterable(self._shares.values()))
         if share is None:
             return None
@@ -320,7 +320,7 @@ class LoopWork:
 
 
 class ItemNames:
-    """Gives each item of a loop a name by what it is: equal items have the same one, but for how many there were before."""
+    """Names each item by its content; equal items are told apart by a count."""
 
     def __init__(self, label: str) -> None:
         self._label = label

@@ -1,4 +1,4 @@
-"""The GPUs of a pool's machines as they are now, who of the pool is on each of them, and what runs there."""
+"""The table of a pool's GPUs (`pool.device_table`): their state, the workers on each, what these run."""
 
 from __future__ import annotations
 

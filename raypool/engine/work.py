@@ -1,4 +1,4 @@
-"""A task as the driver knows it: what to send, and what to do with what comes back."""
+"""`Work`, a task for the driver: what to send, and where its results go. `CallWork` is a single call."""
 
 from __future__ import annotations
 
