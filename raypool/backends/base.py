@@ -1,4 +1,4 @@
-"""What stands between the driver and the places where user code runs: a protocol of eleven methods."""
+"""The protocol of a backend: what the driver asks of whatever runs user code."""
 
 from __future__ import annotations
 

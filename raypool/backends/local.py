@@ -1,8 +1,8 @@
-"""The backends without Ray, in this process. With "inline" a task runs in the thread that asks for it.
+"""The backends "inline" and "threads": they run user code in this process, without Ray.
 
-The ranks of a gang run at the same time: the first in the thread that asks for it, each other in one of its own.
-
-With "threads" it is the local mode: the same results as on Ray, milliseconds to start, and a debugger stops in the function.
+With "inline" a task runs in the thread that submits it. The ranks of a gang run at the same time: the
+first in that thread, each other in one of its own. With "threads" each worker is a thread: the same
+results as on Ray, milliseconds to start, and a debugger stops in the function.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class InlineBackend:
     Args:
         profile: How long a cancelled task has to end, and what workers end with.
         post: Tells the driver what has happened.
-        say: Takes what tasks report and print.
+        say: Takes the reports and output of tasks.
         default_workers: How many workers a pool has that does not say.
         find_way: Leads to the exchange of another pool that is to be used.
     """
@@ -303,7 +303,7 @@ class InlineBackend:
                 )
                 with listening():
                     raw = self._run_parts(attempt_id, parts, here)
-        except Exception as error:  # not the user's function: raypool's own mistake, and nobody may wait for it
+        except Exception as error:  # raypool's own mistake, not the user's: nobody may be left waiting
             self._post(WorkerLost(worker_id, LossReason.UNKNOWN), f"raypool failed in it, {type(error).__name__}: {error}")
             self._break_up(parts[0].task_id)
             return False
@@ -352,7 +352,7 @@ def result_of(raw: RawResult) -> SliceResult:
     return result
 
 
-# --- the backend "threads": each worker is a thread of this process ---------------------------------------------------
+# --- backend "threads" ------------------------------------------------------------------------------------------------
 
 
 TEARDOWN_TIMEOUT_S = 10.0

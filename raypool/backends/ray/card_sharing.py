@@ -1,7 +1,8 @@
-"""Several workers to a GPU, in the driver's process: how many share each one of an "auto" pool, by what their items have needed.
+"""Sharing of GPUs in an "auto" pool, the driver's side: how many workers each GPU has.
 
-Each GPU begins with one worker, so that its first items run alone and are measured. An item that runs out of memory beside others
-runs again, alone on its GPU; if it does so then, it has failed.
+Each GPU begins with one worker, so that its first items run alone and are measured. An item that runs
+out of memory beside others runs again, alone on its GPU; if it does so again, it fails. The worker's
+side is `raypool.worker.gpu_turns`, the rule is in `raypool.gpus.sharing`.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Flight(NamedTuple):
 
 
 class Card:
-    """A GPU of the pool, and what is known of it."""
+    """A GPU of the pool, and its measurements."""
 
     def __init__(self, claim: Claim) -> None:
         self.claim = claim
@@ -66,7 +67,7 @@ class Card:
         self.num_done = 0  # items, since the number of workers has changed
         self.since = 0.0  # when the first of them began
         self.most = MOST
-        self.planned = 0  # so many workers may share it soon: what is sent from now on leaves room for them
+        self.planned = 0  # the next number of workers: calls sent from now on leave room for them
         self.ask_at = 0.0  # not before then [s, `time.monotonic`]
         self.is_asking = False
 
@@ -123,7 +124,7 @@ class Cards:
     """The GPUs of an "auto" pool. Its methods may be called from any thread.
 
     Args:
-        seating: Which place stands on what.
+        seating: Tells the claim of each place.
         take_in: Takes note of places that are added, and what they stand on.
         post: Tells the driver.
         ask_usage: Asks how busy a GPU was; None where workers compute at the same time (MPS), and that limits nothing.
@@ -241,7 +242,7 @@ class Cards:
         self._alone[item] = tries + 1
         return True
 
-    # --- how many -----------------------------------------------------------------------------------------------------
+    # --- number of workers --------------------------------------------------------------------------------------------
 
     def _consider(self, card: Card, worker_id: int) -> None:
         """Let a GPU have as many workers as it should, by what is known of it now."""

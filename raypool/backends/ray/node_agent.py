@@ -1,6 +1,6 @@
-"""One on each node that a pool has workers on: ends what must end there, and passes on what workers say.
+"""The agent of a node: an actor that stops workers there, watches GPUs and passes messages on.
 
-An actor of its own beside the workers, since a worker that runs a task answers nobody. It needs no resources.
+It is an actor beside the workers, since a worker that runs a task answers no calls. It claims no resources.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class NodeAgent:
     Args:
         driver: The process of the driver and when it was started, if it is on this node: when it ends, however it does, so does
             everything here.
-        inventory: Who knows the GPUs of a machine.
+        inventory: Tells the GPUs of a machine.
     """
 
     def __init__(self, driver: tuple[int, float] | None, inventory: Inventory) -> None:
@@ -203,7 +203,7 @@ class NodeAgent:
             watched.kill()
         os._exit(0)
 
-    # --- stopping -----------------------------------------------------------------------------------------------------
+    # --- end of workers -----------------------------------------------------------------------------------------------
 
     async def signal(self, _: None, worker_id: int, attempt_id: int, task_id: int, wish: Signal, grace_s: float) -> bool:
         """Tell a worker that the slices of a task are not wanted any more, or should end early, or elsewhere.
@@ -218,7 +218,7 @@ class NodeAgent:
             watched.tell(attempt_id, task_id, wish)
             return await self._see_to_it(watched, (attempt_id, task_id), wish is Signal.CANCEL, grace_s)
         except (ProcessLookupError, BrokenPipeError):
-            return False  # it is gone, and whoever calls it hears of that
+            return False  # it is gone, and the call itself tells the driver
 
     async def _see_to_it(self, watched: Watched, key: tuple[int, int], is_cancel: bool, grace_s: float) -> bool:
         deadline = time.monotonic() + grace_s
@@ -237,7 +237,7 @@ class NodeAgent:
                     return False
 
     async def oversee(self, _: None, worker_id: int, limit: int) -> int | None:
-        """Wait until a worker, with all that it has started, uses more memory than this [bytes].
+        """Wait until a worker and its descendants use more memory than this [bytes].
 
         Returns:
             How much it uses then; None when it has ended.
@@ -280,7 +280,7 @@ class NodeAgent:
         except OSError as error:
             return error
 
-    # --- its GPUs -----------------------------------------------------------------------------------------------------
+    # --- GPUs ---------------------------------------------------------------------------------------------------------
 
     async def devices(self) -> list[GpuDevice]:
         """Return all GPUs of this node, whoever may use them."""
@@ -301,7 +301,7 @@ class NodeAgent:
             self._mps_started = asyncio.create_task(asyncio.to_thread(self._mps.start, settings))
         return await asyncio.shield(self._mps_started)
 
-    # --- what workers say ---------------------------------------------------------------------------------------------
+    # --- messages from workers ----------------------------------------------------------------------------------------
 
     async def push(self, worker_id: int, number: int, batch: bytes) -> None:
         """Take what a worker has to say, in order; return when there is room for more."""
@@ -367,7 +367,7 @@ def _lives(process: psutil.Process) -> bool:
         return False
 
 
-# --- how much memory a worker uses, with all that it has started ------------------------------------------------------
+# --- memory of worker processes ---------------------------------------------------------------------------------------
 
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")

@@ -1,6 +1,6 @@
-"""What becomes of a pool whose nodes come and go: it leaves a node that is about to go, and makes up later for what was lost.
+"""Watches the nodes of a pool: it leaves nodes that are about to go, and later replaces lost workers.
 
-Knows of nodes, places and time; `ray_nodes` is where Ray is asked.
+`NodeWatch` decides; the functions below it ask Ray for the nodes, and whether Ray still answers.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Nodes(NamedTuple):
 
 
 class Ground(Protocol):
-    """What a pool stands on."""
+    """The backend for `NodeWatch`: the nodes of the cluster, and the places of the pool."""
 
     def look(self) -> Nodes:
         """Ask for the nodes of the cluster."""
@@ -79,10 +79,10 @@ class Ground(Protocol):
 
 
 class NodeWatch:
-    """Watches over the nodes that a pool stands on, in a thread of its own.
+    """Watches the nodes of a pool, in a thread of its own.
 
     Args:
-        ground: What the pool stands on.
+        ground: The pool's places and the cluster's nodes.
         post: Tells the driver.
         grace_s: How long a task that is interrupted may take to end [s].
     """
@@ -163,7 +163,7 @@ class NodeWatch:
         """Whether a node is there and not about to go, by the last look."""
         return node not in self._going
 
-    # --- fewer of them ------------------------------------------------------------------------------------------------
+    # --- nodes that go ------------------------------------------------------------------------------------------------
 
     def _where_now(self, nodes: Nodes) -> dict[int, str | None]:
         """Return where each place is; Ray may have moved the claims of those whose node has died."""
@@ -230,11 +230,11 @@ class NodeWatch:
             return False
 
     def lose_all(self, words: str) -> None:
-        """Tell the driver that nothing is left to stand on."""
+        """Tell the driver that all places are lost."""
         for place in self._ground.places():
             self._post(PlaceLost(place, LossReason.NODE), words)
 
-    # --- more of them -------------------------------------------------------------------------------------------------
+    # --- nodes that come ----------------------------------------------------------------------------------------------
 
     def _make_up(self, nodes: Nodes) -> None:
         """Try to grow if a node has come, and otherwise now and then: somebody else may have given something back."""
@@ -274,7 +274,7 @@ def _workers(count: int) -> str:
     return f"{count} more worker" + ("s" if count != 1 else "")
 
 
-# --- what Ray says of nodes, and how to find out that it will say nothing any more ------------------------------------
+# --- questions to Ray -------------------------------------------------------------------------------------------------
 
 
 REFUSED_S = 3.0

@@ -1,4 +1,4 @@
-"""Starts Ray on this machine, safe and quiet, or joins the one that is there; ends only what it started."""
+"""Starts Ray on this machine, safe and quiet, or joins a running one; ends only a Ray that it started."""
 
 from __future__ import annotations
 
@@ -337,7 +337,7 @@ def _shut_down(processes: Sequence[int]) -> None:
         ending.join(SHUTDOWN_S)
     _is_given_up = ending.is_alive()
     if _is_given_up:
-        atexit.unregister(ray.shutdown)  # it would keep this process from ending
+        atexit.unregister(ray.shutdown)  # it could hang, and keep this process from ending
         logger.error("Ray has not let go of this process within %g s; what it holds here stays.", 2 * SHUTDOWN_S)
 
 
@@ -391,7 +391,7 @@ def is_ours() -> bool:
 
 
 def _prepare(profile: Profile, address: str | None) -> None:
-    """See to the environment that Ray reads when it is imported, and to whatever can be seen to be in the way."""
+    """Prepare the environment that Ray reads when it is imported, and check for problems."""
     connect.prepare(profile)
     if address is None:
         for name, value in ENVIRONMENT.items():
@@ -526,7 +526,7 @@ def _connect(ray: Any, address: str | None, inventory: Inventory | None, shipped
             raise
 
 
-# --- a Ray without the processes that have nothing to do --------------------------------------------------------------
+# --- start without idle processes -------------------------------------------------------------------------------------
 #
 # `ray.init` starts, and waits for, the server of a dashboard that is off, the autoscaler's monitor, where nothing can be added,
 # and a process that reads all logs for a driver that does not want them. The dashboard's agent has to be there. It is Ray's

@@ -1,6 +1,6 @@
-"""How busy the GPUs of a node have been: its agent looks at them once a second while workers of the pool have them.
+"""Use of the GPUs of a node: the agent reads them once a second while the pool's workers have them.
 
-Whoever asks a GPU's driver may wait for long, if that is in trouble: it is asked in a thread of its own, and nobody else waits.
+A GPU's driver that is in trouble may take long to answer: so a thread of its own asks it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""What runs inside a Ray worker's process."""
+"""The actor of a worker on Ray (`PoolWorker`), and what its process needs around it.
+
+`WorkerFolders` are the folders of its machine, `WorkerLink` is its connection to the pool, and `pin`
+limits the process to its GPUs.
+"""
 
 from __future__ import annotations
 
@@ -116,7 +120,7 @@ class PoolWorker:
     Args:
         index: Its number in the pool.
         worker_id: The number of this process among all that the pool starts.
-        inventory: Who knows the GPUs of a machine.
+        inventory: Tells the GPUs of a machine.
         sharing: How it shares its GPU with other workers, if it does.
         max_leftover_bytes: How much of its GPU's memory its tasks may leave over; see `Upkeep`.
     """
@@ -214,7 +218,8 @@ class PoolWorker:
     def attach(self, agent: Any, home: Any, is_far: bool, home_name: tuple[str, int]) -> None:
         """Take note of the agent of this node, and of the one where the pool's exchange is; of others, when they have died.
 
-        `is_far`: the driver is on none of their machines. `home_name`: what the home is called, and the how-many-th it is.
+        `is_far`: the driver is on none of their machines. `home_name`: the home agent's
+        name (it has the pool's exchange), and its number among all homes of the pool.
         """
         self._agent = agent
         self._folders.attach(agent, home, is_far)
@@ -249,7 +254,7 @@ class PoolWorker:
         must_run = is_known or parts[0].is_rank
         if self._outdated and not self._renew_modules(must_run or bool(kept.treasures)):
             self._is_spent = True
-        is_too_late = self._is_spent and not must_run  # it was sent before anybody knew
+        is_too_late = self._is_spent and not must_run  # the driver had sent it before it knew that
         if is_too_late or (self._early is not None and self._early.is_behind(behind)):
             results = [RawResult(part.start) for part in parts]
         else:
