@@ -1,4 +1,4 @@
-"""What a script defines is made again in other processes: what cloudpickle leaves out of that, and what multiprocessing does."""
+"""Pickling by value what a script defines: what cloudpickle leaves out, and help for multiprocessing."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def note_globals(fn: Callable[..., Any]) -> None:
 
 
 def _reduced_for_child(pickler: Any, value: Any) -> Any:
-    import cloudpickle  # only who starts processes needs it
+    import cloudpickle  # imported late: only code that starts processes needs it
 
     by_value = reduced(value)
     if by_value is NotImplemented and isinstance(value, (type, types.FunctionType)):

@@ -1,4 +1,4 @@
-"""Finds the random generators and the models that a function captures: in its closure, its global variables, its arguments.
+"""Finds the random generators and models that a function captures (closure, global variables, arguments).
 
 A function takes a copy of each to its worker. Copies of a generator would give all workers the same numbers, so each item seeds
 its own. A model that a function changes stays unchanged in the script, so raypool warns.

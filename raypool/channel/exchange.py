@@ -1,7 +1,8 @@
-"""What the processes of a pool ask of each other while tasks run: room in queues, values of the pool's store, where to meet.
+"""The exchange of a pool: what its processes ask while tasks run (queues, the store, meetings of ranks).
 
-`Exchange` runs in an event loop: of the node agent on Ray, or of a thread of this process (`LocalExchange`). Its methods return
-what is to be expected (no such key, a queue that was closed) and raise nothing. It knows keys and packed values only.
+`Exchange` runs in an event loop: of a node agent on Ray, or of a thread of this process
+(`LocalExchange`). Its methods return expected failures (no such key, a closed queue) and raise
+nothing. It knows keys and packed values only.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ PassOn = Callable[[str, int, bytes], object]
 
 
 class Exchange:
-    """The one place that all processes of a pool ask.
+    """The one place where all processes of a pool ask.
 
     Args:
         pass_on: Hands a value that is offered to a queue to the process that has opened the pool: queue, ticket, value. What
@@ -120,7 +121,7 @@ class NewGroup:
 
 
 class QueueEnds:
-    """Who has to know of the end of which queue. Queues with a limit need it not: their workers ask each time."""
+    """Tells workers which queues were closed. Queues with a limit do not need it: their workers ask each time."""
 
     def __init__(self) -> None:
         self._workers: dict[str, set[int]] = {}  # by queue
@@ -183,7 +184,7 @@ class QueueEnds:
 
 
 class StoreWatcher:
-    """Somebody who wants to know of every change of the store."""
+    """A listener for changes of the store."""
 
     def __init__(self) -> None:
         self.changed: list[Any] = []
@@ -280,7 +281,7 @@ class Shelf:
 
 
 def _to_nobody(queue: str, ticket: int, value: bytes) -> None:
-    """In one process queues need nobody between."""
+    """Do nothing: in one process, queues need no exchange."""
 
 
 class LocalExchange:

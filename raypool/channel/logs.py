@@ -1,7 +1,7 @@
-"""Log records of tasks in other processes, on their way to the loggers of the same name in the driver's process.
+"""Log records of tasks in other processes: they go to the loggers of the same name in the driver's process.
 
-The levels of the driver's loggers travel with calls, as often as they have changed, so a worker makes and sends just the records
-that the driver's loggers take.
+The levels of the driver's loggers travel with a call whenever they have changed, so a worker makes and
+sends only the records that the driver's loggers take.
 """
 
 from __future__ import annotations

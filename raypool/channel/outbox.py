@@ -1,7 +1,7 @@
-"""What a worker has to say, collected and sent in batches.
+"""The outbox of a worker: it collects reports, output and log records, and sends them in batches.
 
-Saying something puts it into a queue, which takes about a microsecond. A thread sends what is there, at once after a silence and
-then every `INTERVAL_S`; what is left when a call ends travels with its answer.
+Adding an entry takes about a microsecond. A thread sends the entries, at once after a pause and then
+every `INTERVAL_S`; what is left when a call ends travels with its answer.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ logger = logging.getLogger("raypool")
 
 
 class Outbox:
-    """Sends what is said by any thread of this process.
+    """Sends entries from any thread of this process.
 
     Args:
         send: Takes a batch (numbers count from 1) to those who listen, and returns when it may have another: until then what is
@@ -123,7 +123,7 @@ class Outbox:
         return self._num_bytes >= MAX_BYTES or self._entries.qsize() >= MAX_ENTRIES
 
     def _wait_for_room(self) -> bool:
-        """Return whether there is room now; not, if nothing gets through: a training that stands still helps nobody."""
+        """Wait for room; return False (and drop entries) if nothing gets through: the training must not stall."""
         while self._is_full():
             if not self._gets_through or self._closed.is_set():
                 return False
@@ -131,7 +131,7 @@ class Outbox:
         return True
 
     def flush(self) -> tuple[int, bytes]:
-        """Take what waits: return the number of the newest batch, and that batch itself, or b"" if it was sent by the thread.
+        """Take what waits: return the newest batch's number, and that batch, or b"" if the thread has sent it.
 
         It is to travel with the answer to a call: so a short task that reports costs no message of its own.
         """

@@ -1,6 +1,7 @@
-"""Values on their way from tasks to whoever made the queue: each sender's in order, and none lost.
+"""Data queues: values from tasks to the process that made the queue, in each sender's order, none lost.
 
-A queue lives in the process that has made it. It travels as a key; what is put elsewhere comes here::
+A queue (`QueueOwner`) lives in the process that has made it. Elsewhere it is a key (`QueueProxy`);
+values put there travel here::
 
     worker: put ──▶ link.send ──▶ the pool's agent ──▶ hub ──▶ deliver(key, payload)            without a limit, or "latest"
     worker: put ──▶ link.ask("offer") ──▶ Exchange ──▶ offer(key, payload, answer) ──▶ answer   with a limit: it waits for room
@@ -93,7 +94,7 @@ class DataQueue(Generic[T]):
             _here[key] = self
             weakref.finalize(self, end.abandon).atexit = False
 
-    # --- in tasks and here --------------------------------------------------------------------------------------------
+    # --- methods for tasks and the owner ------------------------------------------------------------------------------
 
     def put(self, value: T) -> None:
         """Put a value in. It waits only where the queue has a limit, is full, and is to "block".
@@ -122,7 +123,7 @@ class DataQueue(Generic[T]):
         """Whether it was closed, as far as is known here."""
         return self._end.is_closed
 
-    # --- here ---------------------------------------------------------------------------------------------------------
+    # --- methods for the owner ----------------------------------------------------------------------------------------
 
     def get(self, timeout_s: float | None = None) -> T:
         """Return the value that has waited longest, waiting for one if there is none.
@@ -238,7 +239,7 @@ class DataQueue(Generic[T]):
         return f"<DataQueue{limit}: {where}{', closed' if self.is_closed else ''}>"
 
 
-# --- who is here ------------------------------------------------------------------------------------------------------
+# --- queues of this process -------------------------------------------------------------------------------------------
 
 _here: weakref.WeakValueDictionary[str, DataQueue[Any]] = weakref.WeakValueDictionary()  # by key
 
@@ -304,7 +305,7 @@ def check_timeout(timeout_s: Any) -> None:
         raise InvalidValueError(f"timeout_s={timeout_s} is no time to wait. Give 0 to look only, None to wait for ever.")
 
 
-# --- where a queue was made: there it is read and closed --------------------------------------------------------------
+# --- owner: the process that reads and closes a queue -----------------------------------------------------------------
 
 
 Answer = Callable[[str], object]
@@ -386,7 +387,7 @@ def opened(entry: Any) -> Any:
 
 
 class _Putter:
-    """A value that waits for room. Whoever has put it is woken by `bell` to read `outcome`, or is told by `answer` elsewhere."""
+    """A value that waits for room. `bell` wakes the thread that put it, or `answer` tells another process."""
 
     __slots__ = ("answer", "bell", "entry", "outcome")
 
@@ -411,7 +412,7 @@ sources: list[Source] = []
 
 
 class QueueOwner:
-    """What a queue is in the process that has made it."""
+    """A queue in the process that has made it."""
 
     def __init__(self, key: str, maxsize: int | None, keeps_latest: bool) -> None:
         self.key = key
@@ -423,16 +424,16 @@ class QueueOwner:
         self._num_taken = 0
         self._putters: deque[_Putter] = deque()
         self._listeners: list[Listener] = []
-        # The queue may be collected, and so call `abandon`, at any line of a thread that holds the lock. And whoever takes it may
-        # be interrupted at any line: a lock by itself is not left locked then, a condition would be.
+        # Reentrant: the queue may be collected, and so call `abandon`, in a thread that holds the lock. And whoever takes it
+        # may be interrupted at any line: that does not leave a plain lock locked, as it would a condition.
         self._lock = threading.RLock()
-        self._filled = threading.Condition(self._lock)  # readers wait for it
-        self._emptied = threading.Condition(self._lock)  # whoever closes the queue
+        self._filled = threading.Condition(self._lock)  # readers wait for it: something has arrived
+        self._emptied = threading.Condition(self._lock)  # `close` waits for it
         self._is_closing = False  # closed, but something may still be on its way
         self._server: threading.Thread | None = None
         self._is_handing_out = False
 
-    # --- in -----------------------------------------------------------------------------------------------------------
+    # --- values that arrive -------------------------------------------------------------------------------------------
 
     def put(self, value: Any) -> None:
         """Put a value in, waiting for room."""
@@ -497,7 +498,7 @@ class QueueOwner:
             self._serve()
         self._filled.notify()
 
-    # --- out ----------------------------------------------------------------------------------------------------------
+    # --- values that are taken ----------------------------------------------------------------------------------------
 
     def take(self, timeout_s: float | None, waited_s: float | None = None) -> Any:
         """Return the oldest entry."""
@@ -593,7 +594,7 @@ class QueueOwner:
                     self.values.appendleft(entry)
                     self._filled.notify()
 
-    # --- the end ------------------------------------------------------------------------------------------------------
+    # --- close --------------------------------------------------------------------------------------------------------
 
     def catch_up(self) -> bool:
         """Wait for what tasks that have ended had put; return whether there could be any."""
@@ -653,11 +654,11 @@ def closed_error() -> QueueClosedError:
     return QueueClosedError("The queue was closed, so nothing more can be put into it. Whoever has made it wants no more.")
 
 
-# --- in a worker: a key, and a way to where the queue was made --------------------------------------------------------
+# --- proxy: a queue in a worker ---------------------------------------------------------------------------------------
 
 
 class QueueProxy:
-    """What a queue is elsewhere: a key, and a way to where it was made."""
+    """A queue in any other process: its key, and a connection to its owner."""
 
     def __init__(self, key: str, maxsize: int | None, policy: str, is_of_task: bool) -> None:
         self.key = key

@@ -1,4 +1,4 @@
-"""Values by name that all of a pool may put and read while tasks run."""
+"""The value store (`pool.store`): values by name that the pool's owner and all its tasks put and read."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class ValueStore:
         self._way = way
         self._key = key  # by which the store is known, where it matters; None: whatever store there is
 
-    # --- one value ----------------------------------------------------------------------------------------------------
+    # --- single values ------------------------------------------------------------------------------------------------
 
     def put(self, key: Any, value: Any) -> None:
         """Put a value in, instead of any that was there. `store[key] = value` does the same.
@@ -124,7 +124,7 @@ class ValueStore:
             raise TimeoutError(f"Nobody has put {key!r} into the store within {timeout_s:g} s.")
         return self._way.unpack(packed)
 
-    # --- all of them --------------------------------------------------------------------------------------------------
+    # --- keys ---------------------------------------------------------------------------------------------------------
 
     def keys(self) -> list[Any]:
         """Return the keys that there are, in the order in which they were put first."""
@@ -146,7 +146,7 @@ class ValueStore:
         except (PoolClosedError, WorkerLostError):
             return "<ValueStore: closed>"
 
-    # --- what happens to them -----------------------------------------------------------------------------------------
+    # --- changes ------------------------------------------------------------------------------------------------------
 
     def on_change(self, fn: Callable[[ValueStore, Any], object]) -> Listener:
         """Call `fn(store, key)` here after each time that anybody puts or removes a value: `key in store` tells which.
@@ -195,7 +195,7 @@ class ValueStore:
         with contextlib.suppress(PoolClosedError, WorkerLostError):
             self._ask("unwatch", number)
 
-    # --- the way there ------------------------------------------------------------------------------------------------
+    # --- connection to the exchange -----------------------------------------------------------------------------------
 
     def _ask(self, verb: str, *args: Any) -> Any:
         answer = self._way.ask("store", self._key, verb, *args)

@@ -1,7 +1,8 @@
-"""The GPUs of a machine, and this process's memory on the one that it has: what is known of them, and who knows it.
+"""GPUs of a machine (`GpuDevice`), and two protocols: `Inventory` tells the GPUs, `Allocator` their memory.
 
-Two know it. `NvmlInventory` and `TorchAllocator` ask the driver and torch; `SimulatedGpus` stands for cards that do not exist, so
-that everything that is built on these can be tested on a machine without any.
+`NvmlInventory` and `TorchAllocator` ask NVIDIA's driver and torch. `SimulatedGpus` simulates GPUs, so
+that everything built on these can be tested on a machine without any. Also here: which GPUs the
+environment lets a process see, processor cores, and InfiniBand interfaces.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class GpuDevice:
 
 
 class Inventory(Protocol):
-    """Knows the GPUs of the machine that it is asked on. It can be pickled, and asked from any thread; it never raises."""
+    """Tells the GPUs of the machine that it is asked on. It can be pickled, and asked from any thread; it never raises."""
 
     def devices(self) -> list[GpuDevice]:
         """Return all GPUs of this machine, by index, whatever this process may use of them."""
@@ -159,7 +160,7 @@ def memory_of(cards: Sequence[GpuDevice]) -> int | None:
     return None if None in used else sum(filter(None, used))
 
 
-# --- what the environment lets a process see --------------------------------------------------------------------------
+# --- visible GPUs -----------------------------------------------------------------------------------------------------
 #
 # Source:
 #     NVIDIA, CUDA Programming Guide, CUDA Environment Variables: CUDA_VISIBLE_DEVICES names indices or UUIDs, which may be

@@ -1,4 +1,4 @@
-"""GPUs that do not exist, for tests: a folder says what there is, and processes note there what they take of it."""
+"""Simulated GPUs for tests: their state is in a folder, where processes also record what they allocate."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class SimulatedGpus:
         if cards is not None:
             self._write([dataclasses.asdict(card) for card in cards])
 
-    # --- what a test does to them -------------------------------------------------------------------------------------
+    # --- changes by a test --------------------------------------------------------------------------------------------
 
     def change(self, index: int, **fields: Any) -> None:
         """Let something be otherwise: `used_bytes` is what others use, outside of the pool; None stands for unknown."""
@@ -99,7 +99,7 @@ class SimulatedGpus:
         with self.allocator().computing(utilisation):
             yield
 
-    # --- what everybody sees ------------------------------------------------------------------------------------------
+    # --- inventory ----------------------------------------------------------------------------------------------------
 
     def devices(self) -> list[GpuDevice]:
         """Return all cards."""

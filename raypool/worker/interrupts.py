@@ -1,8 +1,9 @@
-"""Stops what a worker runs, from outside: only the slice that was meant, and only while code of the user's runs.
+"""Interrupts tasks from outside: only the slice that was meant, and only while the user's code runs.
 
-A wish names an attempt and a task. What is at hand is interrupted by raising `TaskCancelled` in it: in a worker process by a
-signal, whose handler runs in the main thread, where tasks run, and so also ends a `time.sleep`; in a thread by an asynchronous
-exception, which waits until the thread runs Python code again.
+A request (a "wish" below) names an attempt and a task. The running slice is interrupted by raising
+`TaskCancelled` in it. In a worker process a signal does that: its handler runs in the main thread,
+where tasks run, and so also ends a `time.sleep`. In a thread it is an asynchronous exception, which
+arrives when the thread runs Python code again.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class Deadline(Protocol):
 
 
 class Guard:
-    """Knows what is to be stopped, and what is running.
+    """Knows which slice is running, and which requests to stop are for it.
 
     The runner calls `begin_call`, `approach`, `begin` and `end`; wishes come from elsewhere.
     """
@@ -369,7 +370,7 @@ def _let_arrive() -> None:
         pass  # a loop is where Python looks for it
 
 
-# --- time limits for the backend "inline", where the driver waits for the call ----------------------------------------
+# --- time limits of the backend "inline" ------------------------------------------------------------------------------
 
 
 AGAIN_S = 0.05

@@ -1,4 +1,8 @@
-"""Runs the slices of a call: user code is called here and nowhere else, in every backend."""
+"""Runs the slices of a call: every backend calls user code here, and nowhere else.
+
+Also here: reports about calls that last (`Early`, `Watch`, `OpenCall`), torch's modes, and functions
+with `async def`.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +37,11 @@ from raypool.worker.running import Running, Say, is_retired, item_seed, running,
 if TYPE_CHECKING:
     from raypool.backends.ray.packing import ParcelKeeper  # which imports Ray
 
-# --- calls that last: what is done is told before they end, and what they have not begun is handed back ---------------
+# --- calls that last --------------------------------------------------------------------------------------------------
 #
-# Short items share a call, and the next call waits at its worker. If one of them takes long after all, nothing may wait for it
-# that others could do, or that is done: somebody may wait for that, perhaps the long one itself.
+# Short items share a call, and the next call waits at its worker. If one item takes long after all, the worker reports the
+# items that are done before the call ends, and hands back those that it has not begun: somebody may wait for them, perhaps
+# the long item itself.
 
 
 LASTS_S = 0.5
@@ -85,7 +90,7 @@ class Early:
 
 
 class Watch:
-    """Looks, in a thread of its own, which calls last; of each it is told once."""
+    """Finds calls that last, in a thread of its own, and reports each once."""
 
     def __init__(self) -> None:
         self._calls: dict[int, tuple[OpenCall, Early]] = {}  # by attempt
@@ -138,7 +143,7 @@ CALL_LIMIT_S = 0.2
 
 
 class Surroundings(NamedTuple):
-    """What a worker has to run slices with.
+    """What the runner needs from a worker.
 
     `functions` finds a function by its id, `unpack` opens the items of a part. `guard` stops a slice that somebody cancels. `say`
     takes what a task reports and prints. `keeper` has the values until they travel (None: they stay here). `find_way` finds the
@@ -413,7 +418,7 @@ def _generators_kept(own: Sequence[Generator]) -> Iterator[None]:
             generator.set_state(state)
 
 
-# --- a call while it runs ---------------------------------------------------------------------------------------------
+# --- running calls ----------------------------------------------------------------------------------------------------
 
 
 class RawResult:
@@ -564,7 +569,7 @@ class OpenCall:
         return Narrowed(self.attempt_id, told, tuple(kept))
 
 
-# --- torch's modes, which belong to a thread --------------------------------------------------------------------------
+# --- torch's modes of a thread ----------------------------------------------------------------------------------------
 #
 # Torch leaves such a block by Python code of its own, which an interruption may hit too: no later task of the worker would train.
 

@@ -1,4 +1,4 @@
-"""What runs in this process: the note of each task, the way to its pool, and what holds for the whole process."""
+"""State of this process: the `Running` note of each task, the connections to its pool, process-wide flags."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ os.register_at_fork(after_in_child=_fall_silent)
 
 
 class Way(Protocol):
-    """A way to a pool's `Exchange`."""
+    """A connection to a pool's `Exchange`."""
 
     def ask(self, method: str, *args: Any) -> Any:
         """Call a method of it, and wait for its answer."""
@@ -187,7 +187,7 @@ class Way(Protocol):
 
 
 class Link(Way, Protocol):
-    """A worker process's way to the rest of its pool."""
+    """A worker process's connection to the rest of its pool."""
 
     @property
     def worker_id(self) -> int:
