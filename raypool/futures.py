@@ -1,4 +1,7 @@
-"""Futures that know where their tasks are, and functions over several of them."""
+"""Futures of tasks (`Future`), the results of `map`, and functions over several futures.
+
+The functions are `fetch_next`, `fetch_outputs`, `wait`, `gather`, `after_each` and `after_all`.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +34,14 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-# --- a future that takes little memory until somebody waits for it ----------------------------------------------------
+# --- lean base class of futures ---------------------------------------------------------------------------------------
 
 
 class Meeting:
-    """Where those meet who wait for a future: its lock, and the lists of who is to be told.
+    """The lock of a future, and the lists of those that wait for it or are to be called.
 
-    It stands for a `threading.Condition`, which takes ten times as much memory; it has one once a thread waits for this very
-    future.
+    It stands in for a `threading.Condition`, which takes ten times as much memory; it makes one once a
+    thread waits for this future.
     """
 
     __slots__ = ("_awaited", "_lock", "callbacks", "waiters")
@@ -126,7 +129,7 @@ ENDED = frozenset({IS_CANCELLED, CANCELLED_AND_NOTIFIED, FINISHED})
 logger = logging.getLogger("raypool")
 
 
-# --- the future of a task ---------------------------------------------------------------------------------------------
+# --- future of a task -------------------------------------------------------------------------------------------------
 
 
 class Deferred:
@@ -156,15 +159,15 @@ class Deferred:
 
 
 class Owner(Protocol):
-    """Who brings a future to its end."""
+    """The thread that brings a future to its end."""
 
     @property
     def is_own_thread(self) -> bool:
-        """Whether this code runs in the thread that does it: waiting here would be for ever."""
+        """Whether this code runs in the thread that does it: waiting here would never end."""
 
 
 class Future(LeanFuture[T], Generic[T]):
-    """The handle of one task: a `concurrent.futures.Future` with the task's own story beside its result.
+    """The handle of one task: a `concurrent.futures.Future` that also knows the task's state, metrics and output.
 
     `concurrent.futures.wait` and `as_completed`, `asyncio.wrap_future` and `add_done_callback` take it as it is, and a coroutine
     may `await` it. Its callbacks run in the pool's own thread, in which nothing else runs meanwhile: keep them short. Futures of
@@ -179,9 +182,9 @@ class Future(LeanFuture[T], Generic[T]):
         started_at: When its (last) run began, None before.
         finished_at: When it ended, None before.
         stop_requested: Whether `request_stop` was called.
-        worker_replaced: What its cancellation has cost, if it was running then: False, the task has stopped and the worker goes
-            on; True, it did not stop and was killed with its worker, which is replaced; None while that is not known, or was not
-            asked.
+        worker_replaced: Whether its cancellation has cost the worker. False: the task has stopped, and the worker continues.
+            True: it did not stop in time, and was killed with its worker, which is replaced. None: not known yet, or it was
+            not cancelled while it ran.
         peak_memory_bytes: The most that its worker had of its (first) GPU's memory while it ran [bytes]; None before its end,
             or if it had none.
         read: Whether `fetch_next` or `fetch_outputs` has delivered it.
@@ -256,7 +259,7 @@ class Future(LeanFuture[T], Generic[T]):
     def reason(self) -> str | None:
         """Why it has no value, in a word or two, such as "cancelled" or "gpu out of memory"; None until then, or if it has one.
 
-        See `raypool.errors.reason_of` for all of them. Never waits.
+        See `raypool.errors.reason_of` for all reasons. Never waits.
         """
         if self.cancelled():
             return CANCELLED
@@ -330,7 +333,7 @@ class Future(LeanFuture[T], Generic[T]):
             value: Any = self._result
             return value.fetch() if type(value) is Deferred else value  # type: ignore[no-any-return]
         finally:
-            del self, error  # which the error, by its traceback, would hold, and they it
+            del self, error  # else the error's traceback would hold them, and they the error: a cycle
 
     def __await__(self) -> Generator[Any, None, T]:
         """Wait for the result in an asyncio program, whose event loop goes on meanwhile.
@@ -351,7 +354,7 @@ class Future(LeanFuture[T], Generic[T]):
         return self._awaited().__await__()
 
     async def _awaited(self) -> T:
-        import asyncio  # which most need not wait for
+        import asyncio  # imported late: most programs do not need it
 
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[None] = loop.create_future()
@@ -622,7 +625,7 @@ def gather(futures: Sequence[Future[Any]], name: str) -> Future[list[Any]]:
     return whole
 
 
-# --- `map`: results in the order of their arguments, each brought here when somebody asks for it ----------------------
+# --- results of `map` -------------------------------------------------------------------------------------------------
 
 
 P = ParamSpec("P")
@@ -631,8 +634,8 @@ P = ParamSpec("P")
 class MapResults(Iterator[T], Generic[T]):
     """What `PoolView.map` returns.
 
-    It goes on after a call that has failed. What is left is cancelled by `close`, when the time is up, and when nobody holds it
-    any more after the first result.
+    It continues after a failed call. The calls that are left are cancelled by `close`, when the time is up,
+    and when the iterator is dropped after its first result.
 
     Args:
         submit: Hands in the call with these arguments.
@@ -968,7 +971,7 @@ def _has_value(future: Future[Any]) -> bool:
 
 
 class _Follower(Future[T]):
-    """A future of a call that is made here when others have ended."""
+    """A future of a call that runs in this process when other futures have ended."""
 
     def cancel(self) -> bool:
         """Cancel it if its call has not begun; return whether it is cancelled. What runs in this process cannot be stopped."""
@@ -1011,15 +1014,15 @@ class _Follower(Future[T]):
 
 
 class _Dispatcher:
-    """Makes calls one after the other, in a thread that is there as long as there are any.
+    """Makes calls one after the other, in a thread that ends when none is left.
 
-    The interpreter waits for that thread at its end: what has come in by then is not lost.
+    The interpreter waits for that thread at its exit, so calls submitted by then are not lost.
     """
 
     def __init__(self) -> None:
         self._calls: deque[Callable[[], None]] = deque()
         self._thread: threading.Thread | None = None
-        self._lock = threading.RLock()  # the collector may end a pool, and its futures, in the middle of `put`
+        self._lock = threading.RLock()  # reentrant: the collector may end a pool, and so call `put`, within `put`
 
     @property
     def is_here(self) -> bool:
@@ -1048,7 +1051,7 @@ class _Dispatcher:
                     return
                 call = self._calls.popleft()
             call()
-            del call  # while it waits for the next, it holds nothing
+            del call  # so that a waiting thread keeps nothing alive
 
 
 _dispatcher = _Dispatcher()

@@ -1,4 +1,7 @@
-"""The pool: what a user holds."""
+"""The pool: `parpool` opens a `ParallelPool`, whose verbs are those of `PoolView`.
+
+Also here: parts of a pool (`PoolPart`), the current pool (`gcp`), and `fit` on it.
+"""
 
 from __future__ import annotations
 
@@ -43,18 +46,18 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-# --- the verbs: what can be asked of a pool, under whatever options ---------------------------------------------------
+# --- verbs of a pool --------------------------------------------------------------------------------------------------
 
 
 class PoolView(LoopVerbs, TrainingVerbs, concurrent.futures.Executor):
-    """The verbs of a pool, under certain options. `ParallelPool` is one itself; `options` gives others of the same pool."""
+    """The verbs of a pool, with given options. `ParallelPool` is one itself; `options` returns others of the same pool."""
 
     def __init__(
         self, engine: Engine, options: Options, pool: PoolView | None = None, places: tuple[int, ...] | None = None
     ) -> None:
         self._engine = engine
         self._options = options
-        self._pool = pool  # kept from being collected, which would end it
+        self._pool = pool  # a reference, so that the pool is not collected, which would end it
         if places is None and pool is not None:
             places = pool._places
         self._places: tuple[int, ...] | None = places  # of its workers; None: of all
@@ -100,7 +103,7 @@ class PoolView(LoopVerbs, TrainingVerbs, concurrent.futures.Executor):
         return _serial_view, ()
 
     def _engine_here(self) -> Engine:
-        """Return the engine for work that is called for here: in a task, a serial one."""
+        """Return the engine for work submitted here: in a task, a serial one."""
         if in_task():
             return serial_engine()
         self._check_open()
@@ -170,13 +173,13 @@ class PoolView(LoopVerbs, TrainingVerbs, concurrent.futures.Executor):
         self._check_open()
         return device_table(self._engine.backend.devices(), running(self._engine.driver), self._numbers())
 
-    # --- one at a time ------------------------------------------------------------------------------------------------
+    # --- single calls -------------------------------------------------------------------------------------------------
 
     def parfeval(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
         """Call `fn(*args, **kwargs)` on the next free worker; return a future at once.
 
         What is sent is what the arguments are now: changing them later changes nothing. Inside a task the call runs at once. A
-        coroutine that `fn` returns, as functions with `async def` do, is run there, in an event loop of its own.
+        coroutine that `fn` returns (`async def`) runs on the worker, in an event loop of its own.
 
         Raises:
             InvalidTypeError: `fn` cannot be called, or is a generator function.
@@ -305,7 +308,7 @@ class PoolView(LoopVerbs, TrainingVerbs, concurrent.futures.Executor):
         engine.driver.setups.append(setup)
         return functools.partial(engine.driver.setups.remove, setup)
 
-    # --- every worker at once -----------------------------------------------------------------------------------------
+    # --- spmd ---------------------------------------------------------------------------------------------------------
 
     def spmd(self, fn: Callable[..., Any], /, *args: Any, workers: int | Iterable[int | WorkerInfo] | None = None) -> Composite:
         """Call `fn(context, *args)` on all workers at the same time, each of which is a rank; return what they keep.
@@ -370,7 +373,7 @@ class PoolView(LoopVerbs, TrainingVerbs, concurrent.futures.Executor):
             2
         """
         from raypool.spmd.call import submit_spmd
-        from raypool.spmd.composite import workers_of  # a fifth of what importing raypool would take
+        from raypool.spmd.composite import workers_of  # imported late: it would add a fifth to the time of `import raypool`
 
         check_callable(fn)
         if self._options.fresh_process:
@@ -402,7 +405,7 @@ def _serial_view() -> PoolView:
     return PoolView(serial_engine(), Options())
 
 
-# --- what a pool and its parts have in common, and how a pool is parted -----------------------------------------------
+# --- workers, queue and parts of a pool -------------------------------------------------------------------------------
 
 
 Works = list[tuple[int, Work]]
@@ -439,7 +442,7 @@ def _whole_of(future: Future[Any]) -> Future[Any]:
 
 
 class StaffedView(PoolView):
-    """A view with workers of its own to show: all of the pool's (`ParallelPool`), or some of them (`PoolPart`)."""
+    """A view that shows its workers: all of the pool's (`ParallelPool`), or some of them (`PoolPart`)."""
 
     @property
     def workers(self) -> list[WorkerInfo]:
@@ -574,7 +577,7 @@ class StaffedView(PoolView):
         count = f"{self.num_workers} worker" + ("s" if self.num_workers != 1 else "")
         return f"<{type(self).__name__}: {'closed' if self.is_closed else f'{count}, {self.idle_workers} idle'}>"
 
-    # --- parts --------------------------------------------------------------------------------------------------------
+    # --- partition ----------------------------------------------------------------------------------------------------
 
     def partition(
         self, *, per_gpu: int | None = None, per_host: int | None = None, workers: Iterable[int | WorkerInfo] | None = None
@@ -692,7 +695,7 @@ def _picked(workers: Iterable[WorkerInfo], names: Callable[[WorkerInfo], Sequenc
     return picked
 
 
-# --- the pool ---------------------------------------------------------------------------------------------------------
+# --- pool -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -756,7 +759,7 @@ class ParallelPool(StaffedView):
         New ones are up on return. Free ones are given back first; a busy one ends after what it is running.
 
         Raises:
-            ResourceError: There are not so many; the pool stays as it is.
+            ResourceError: There are fewer; the pool stays as it is.
         """
         num_workers = checked_count("num_workers", num_workers, least=1)
         self._engine.check_open()
@@ -899,7 +902,7 @@ def gcp(create: bool = True) -> ParallelPool | None:
     if not create:
         return None
     global _made_here
-    _made_here = parpool()  # nobody else holds it
+    _made_here = parpool()  # keeps the pool alive: nobody else holds it
     return _made_here
 
 
