@@ -246,13 +246,13 @@ def durable_loop(
 
 
 LOOK_AHEAD = 16
-"""So many items per worker are drawn from a generator before their turn: enough to share calls, few enough to draw lazily."""
+"""How many items per worker are drawn ahead from a generator: enough to share calls, few enough to stay lazy."""
 
 TICK_S = 0.1
-"""How often a progress display is brought up to date [s]."""
+"""How often a progress display is updated [s]."""
 
 PLAIN = frozenset({int, float, str, bool, bytes, complex, type(None)})
-"""Types whose values can always be pickled, so that nobody need try."""
+"""Types whose values can always be pickled, so that no test is needed."""
 
 
 class Watcher(Protocol):

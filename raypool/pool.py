@@ -489,7 +489,7 @@ class StaffedView(PoolView):
 
     @property
     def store(self) -> ValueStore:
-        """The values by name that whoever has opened the pool and all its tasks share; parts of it too."""
+        """The value store, shared by the process that opened the pool, its tasks and its parts."""
         return self._engine.store
 
     def constant(self, source: T | Callable[[], T], cleanup: Callable[[T], object] | None = None) -> Constant[T]:
@@ -638,7 +638,7 @@ class StaffedView(PoolView):
 class PoolPart(StaffedView):
     """Some of the workers of a pool, with the verbs of a pool. Made by `partition`, which says what it is for.
 
-    Its `queue`, `busy` and `cancel_all` are about what may run on its own workers only, whoever has handed that in.
+    Its `queue`, `busy` and `cancel_all` cover the work that may run only on its own workers, whoever submitted it.
     """
 
     def __init__(self, pool: StaffedView, places: Sequence[int]) -> None:
@@ -656,7 +656,7 @@ class PoolPart(StaffedView):
         super()._check_open()
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Take no more work here. The workers stay with the pool, which goes on.
+        """Take no more work here. The workers stay with the pool, which stays open.
 
         Args:
             wait: Return when the single calls that were handed in here have ended.
@@ -839,7 +839,7 @@ def open_pool(
     initargs: Iterable[Any] = (),
     **changes: Any,
 ) -> ParallelPool:
-    """Do as `parpool` does, but for whoever opens a pool for itself and ends it: it never becomes the current one (`gcp`)."""
+    """Do as `parpool` does, for code that ends the pool itself: it never becomes the current one (`gcp`)."""
     asked = checked_range(num_workers)
     if initializer is not None:
         changes = _with_setup(initializer, initargs, changes)

@@ -356,7 +356,7 @@ def result_of(raw: RawResult) -> SliceResult:
 
 
 TEARDOWN_TIMEOUT_S = 10.0
-"""What a worker ends with may take so long [s]."""
+"""How long the teardown of a worker may take [s]."""
 
 END_TIMEOUT_S = 1.0
 """A pool that closes waits this long for functions that are still running, after it has cancelled them [s]."""

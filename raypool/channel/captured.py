@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 MOST_VALUES = 5_000
-"""So many values are looked at for a function, no more."""
+"""How many values are searched at most for a function."""
 
 MOST_ENTRIES = 1_000
 """A list or dict with more entries is data, and not looked into."""

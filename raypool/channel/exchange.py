@@ -29,7 +29,7 @@ MAX_CHANGES = 100_000
 POOL_ENDED = "What the tasks of a pool share has gone: the pool was shut down. Read it before."
 
 LOOK_AGAIN_S = 0.05
-"""Who waits looks again so often [s]: a cancelled task in a thread is told only while it runs Python code."""
+"""Waits are cut into pieces of this length [s]: a thread notices a cancellation only while it runs Python code."""
 
 PassOn = Callable[[str, int, bytes], object]
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 RECENT_BYTES = 16 * 1024
-"""So much of each record stays in memory."""
+"""How much of each record stays in memory."""
 
 SEGMENT_BYTES = 256 * 1024 * 1024
 """A file of the spool is this long at most; it is gone with the last feed that has something in it."""
@@ -36,7 +36,7 @@ ROWS_AT_ONCE = 256
 """So many rows are pickled together: by itself, each would bring its names along."""
 
 TEXT_BYTES = 1024 * 1024
-"""So much of what was printed is kept, the newest."""
+"""How much output is kept, the newest."""
 
 LOOP_TEXT_BYTES = 64 * TEXT_BYTES
 """So much of what all items of a loop have printed is kept: beyond that, those that printed longest ago lose theirs."""
@@ -45,7 +45,7 @@ PIECE_BYTES = 4096
 """What an item prints is put together in pieces of about this size: a line that is an object takes twice its size."""
 
 AGAIN = b"\n[raypool: it runs again]\n"
-"""Stands between what a task printed in one run and in the next one."""
+"""The line between the output of one attempt and the next."""
 
 LAST_ITEMS = 1024
 """The last values of so many items are known, those that have reported last."""

@@ -23,10 +23,10 @@ from raypool.worker.running import Running
 logger = logging.getLogger("raypool")
 
 CATCH_UP_S = 5.0
-"""How long a reader waits for what was said before a task ended, and has not arrived [s]."""
+"""How long a reader waits for messages that were sent before a task ended, and have not arrived [s]."""
 
 MAX_EARLY = 100
-"""When so many batches wait for one before them, it is lost."""
+"""When so many batches wait for an earlier one, that counts as lost."""
 
 
 class Holder(Protocol):

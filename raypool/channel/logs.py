@@ -24,10 +24,10 @@ PICKLED_BYTES = 64 * 1024
 """A field that somebody has added to a record travels as text if it is larger."""
 
 SILENCE_S = 0.5
-"""The thread that hands out records ends when so long none has come [s]."""
+"""The thread that delivers records ends after so long without one [s]."""
 
 WAIT_S = 5.0
-"""Whoever waits for the driver's handlers to have taken all records waits so long [s] at most."""
+"""How long to wait at most for the driver's handlers to take all records [s]."""
 
 
 class Levels(NamedTuple):

@@ -26,7 +26,7 @@ INTERVAL_S = 0.02
 
 MAX_ENTRIES = 100_000
 MAX_BYTES = 64 * 1024 * 1024
-"""Where more than this waits to be sent, whoever says something has to wait too."""
+"""When more than this waits to be sent, threads that add entries wait too."""
 
 RETRY_S = 1.0
 """How soon a batch that could not be sent is tried again [s]."""

@@ -318,10 +318,10 @@ LINGER_S = 0.5
 """How long the thread of the listeners waits for another value before it ends [s]; the next value starts another."""
 
 LOOK_AGAIN_S = 0.05
-"""Who waits looks again so often [s]: a cancelled task in a thread is told only while it runs Python code."""
+"""Waits are cut into pieces of this length [s]: a thread notices a cancellation only while it runs Python code."""
 
 PATIENCE_S = 10.0
-"""When nobody has read anything for so long, whoever waits for room is told what he waits for [s]."""
+"""When nothing was read for so long, a warning tells what `put` waits for [s]."""
 
 NOBODY_READS = (
     "put() has waited for room in a queue of at most %d values for %g s, in which nobody has read any. Read in another thread "
@@ -405,7 +405,7 @@ class _Putter:
 
 
 kept: dict[str, object] = {}
-"""Queues with listeners, by key: they live without anybody who holds them."""
+"""Queues with listeners, by key: this reference keeps them alive."""
 
 sources: list[Source] = []
 """The pools from whose workers values may come."""

@@ -19,12 +19,12 @@ MOST_STREAKS = 8
 
 
 SUSPECT_AFTER = 3
-"""A place where so many calls have failed in a row gets what is further behind in the queue, each time further."""
+"""After so many failed calls in a row, a place gets items from further behind in the queue, each time further."""
 
 MOST_SKIPPED = 16
 
 TRIAL = 16
-"""After so many it would have been taken out, if what fails there did not fail elsewhere."""
+"""After so many failures it would have been taken out, if the same functions did not fail elsewhere too."""
 
 
 class FaultyPlaces:

@@ -11,19 +11,19 @@ SHORT_S = 0.050
 """An item that takes less than this on average shares its call with others [s]."""
 
 LOOK_AHEAD_S = 0.250
-"""Where none has taken longer than this of late, one may wait at its worker for the one that runs there [s]."""
+"""If no recent item took longer than this, the next call may wait at a busy worker [s]."""
 
 FADING = 0.9
-"""What is left of how long the longest item has taken, with each call after it."""
+"""Decay of the longest recent time with each later call."""
 
 PLENTY = 4
-"""So many items for each worker are enough for that: who waits behind one that takes longer after all is not the last to run."""
+"""With so many items left for each worker, calls are sent ahead: an item stuck behind a long one is not the last to run."""
 
 EVEN_BELOW_S = 0.100
-"""Where none of the short ones has taken longer than this of late, as many as there are workers are enough [s]."""
+"""If no recent item took longer than this, one item left for each worker is enough for that [s]."""
 
 CHUNK_S = 0.050
-"""What a shared call should last [s]: long beside the millisecond that a call costs, short beside anybody's patience."""
+"""How long a shared call should take [s]: much longer than the millisecond that a call costs, too short to notice."""
 
 LEAST_CHUNK_S = 0.005
 """Towards the end of a queue, calls get smaller, but not below this [s]: they would cost more than they balance."""
@@ -41,16 +41,16 @@ MAX_FAILED_STARTS = 3
 """A place where so many starts in a row have failed is given up."""
 
 FORGIVEN = (LossReason.STOPPED, LossReason.PREEMPTED)
-"""A worker that is lost for this is held against nobody: neither what it ran nor its place has done it."""
+"""Losses for these reasons count neither against what the worker ran nor against its place."""
 
 FAULTY_BELOW = 1e-5
-"""A place is taken out if so many failures in a row are less likely than this there, by what the same does elsewhere."""
+"""A place is taken out if its consecutive failures are less likely than this, judged by the same functions elsewhere."""
 
 FIRST_DELAY_S = 0.5
 LONGEST_DELAY_S = 30.0
 
 LONGEST_RETRY_DELAY_S = 300.0
-"""Nothing waits longer than this before it runs again [s]."""
+"""The longest delay before an item runs again [s]."""
 
 
 @dataclass(slots=True)

@@ -34,7 +34,7 @@ from raypool.journal.keys import FunctionSource
 from raypool.journal.rows import Outcome, Stored, row_of
 
 UNCHANGEABLE = frozenset({int, float, bool, str, bytes, type(None)})
-"""Types whose values stay what they are."""
+"""Types whose values cannot change."""
 
 logger = logging.getLogger("raypool")
 
@@ -296,17 +296,17 @@ def _values_of(piece: Slice, result: SliceResult) -> list[Any]:
 
 
 SAID_S = 1.0
-"""So often is written what items say while they run [s]."""
+"""How often reports and output of running items are written [s]."""
 
 FIRST_DELAY_S = 0.5
 MAX_DELAY_S = 10.0
-"""Where that cannot be done, it is tried again after this time [s], then after twice as long each time, up to this."""
+"""Delays before a failed write is tried again [s]: the first, which doubles each time, and the longest."""
 
 PATIENCE_S = 60.0
-"""So long does a loop that has ended wait for room for what it has brought back [s]."""
+"""How long a loop that has ended waits for room on the disk for its results [s]."""
 
 BATCH = 4096
-"""So much is written together."""
+"""How much is written at once."""
 
 
 def _nothing() -> None:
@@ -589,7 +589,7 @@ class ItemFiles:
         feed: Where reports and output arrive.
         keys: The items' names in the run; grows for a generator.
         folder: Returns the folder of an item, which it makes if it is not there.
-        run: The number of the run, which stands in every line.
+        run: The number of the run, written in every line.
     """
 
     def __init__(self, feed: SayingFeed, keys: Sequence[str], folder: Callable[[str], Path], run: int) -> None:

@@ -48,10 +48,10 @@ KNOWN_BYTES = 1024 * 1024
 """So many bytes of pickled functions are remembered, to tell a function that is called again from a new one."""
 
 BY_VALUE = b"cloudpickle"
-"""What stands in the pickle of a function that has code with it: of a script, a notebook or a closure."""
+"""What the pickle of a function contains that has code with it: of a script, a notebook or a closure."""
 
 EXIT_GRACE_S = 5.0
-"""So long what has not ended has left when the interpreter ends by itself [s]."""
+"""How long unfinished work has when the interpreter exits normally [s]."""
 
 EXIT_TIMEOUT_S = 10.0
 

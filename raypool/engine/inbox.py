@@ -10,10 +10,10 @@ from typing import Any, Protocol
 from raypool.core.messages import Event
 
 BURST = 8
-"""With so many messages waiting, whoever hands in more lets the driver run."""
+"""With so many messages waiting, a thread that posts another lets the driver run."""
 
 LONGEST_WAIT_S = 3600.0
-"""Operating systems do not take any number of seconds; whoever waits longer looks again."""
+"""Operating systems limit the length of a wait; a longer wait is repeated."""
 
 Message = tuple[Event | None, Any]
 """An event, and what goes with it but not into the core. Without an event: something to call."""

@@ -178,7 +178,7 @@ class LoopWork:
         return {share.worker.index: (share.items, share.call.began_at or 0.0) for share in self._running_shares()}
 
     def _running_shares(self) -> list[CallItems]:
-        shares = itertools.chain.from_iterable(self._shares.copy().values())  # at once: the driver's thread goes on
+        shares = itertools.chain.from_iterable(self._shares.copy().values())  # one copy: the driver's thread changes it meanwhile
         return [share for share in shares if share.call.is_running]
 
     def part(self, piece: Slice, pack: Pack) -> Part:
@@ -287,7 +287,7 @@ class LoopWork:
         return max(reversed(fitting), key=lambda share: share.call.attempt_id, default=None)
 
     def end(self, state: TaskState, error: BaseException | None) -> None:
-        """Wake whoever waits; what still runs then runs for nobody."""
+        """Wake the waiting threads; results that still arrive are dropped."""
         del self.function  # whoever holds the loop, as the traceback of its error does, need not keep it in workers
         self._note_cancelled(state)
         self._wake(state, error)

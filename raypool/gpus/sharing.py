@@ -14,13 +14,13 @@ Source:
 """
 
 MOST = 16
-""""auto" puts so many workers on a GPU at most."""
+"""The most workers on a GPU with "auto"."""
 
 MARGIN = 0.1
-"""This part of a GPU's memory is left free by "auto": items differ, and memory is fragmented."""
+"""The part of a GPU's memory that "auto" leaves free: items differ, and memory is fragmented."""
 
 SATURATED = 0.9
-"""Where workers together keep a GPU busy for this part of the time, one more gets hardly anything done."""
+"""When a GPU is busy for this part of the time, one more worker hardly helps."""
 
 
 class Load(NamedTuple):

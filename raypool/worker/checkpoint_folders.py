@@ -22,7 +22,7 @@ from raypool.worker.folders import TemporaryFolder, make_folders, make_private
 from raypool.worker.running import Running, in_task, note_here
 
 PIECE_BYTES = 64 * 1024 * 1024
-"""So much of a file travels at once."""
+"""How much of a file is copied at once."""
 
 JUST_NOW_NS = 100_000_000
 """A file that was written so short a time before it was looked at may be written again without looking different [ns]."""

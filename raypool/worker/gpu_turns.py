@@ -20,12 +20,12 @@ from raypool.gpus.devices import Inventory
 from raypool.gpus.sharing import fraction_for
 
 PATIENCE_S = 30.0
-"""Whoever comes lets go first what wants to run alone, but no longer than this [s]: what is awaited may itself wait for him."""
+"""Items that wait to run alone go first, but no longer than this [s]: what they wait for may wait for the newcomer."""
 
 POLL_S = 0.01
 
 WEIGH_S = 0.5
-"""The GPU is looked at so often at most [s]."""
+"""The shortest time between two looks at the GPU [s]."""
 
 
 class Sharing(NamedTuple):

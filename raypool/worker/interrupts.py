@@ -374,7 +374,7 @@ def _let_arrive() -> None:
 
 
 AGAIN_S = 0.05
-"""What could not be interrupted where it was is tried again after this time [s]."""
+"""The pause before another try, where an interruption was not possible [s]."""
 
 
 class TimeLimit:

@@ -136,7 +136,7 @@ class Watch:
 
 
 UNCHANGEABLE = frozenset({int, float, bool, str, bytes, type(None)})
-"""Types whose values stay what they are."""
+"""Types whose values cannot change."""
 
 CALL_LIMIT_S = 0.2
 """A call that was meant to be short hands back what it has not begun after this time [s]: others may be free by now."""

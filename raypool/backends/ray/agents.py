@@ -39,17 +39,17 @@ from raypool.gpus.devices import Inventory
 logger = logging.getLogger("raypool")
 
 FINISH_TIMEOUT_S = 5.0
-"""How long to wait at the end for what workers have said last [s]."""
+"""How long to wait at the end for the last messages of workers [s]."""
 
 ANSWER_S = 3.0
-"""What is known of a node's GPUs is waited for so long [s]."""
+"""How long to wait for a node's answer about its GPUs [s]."""
 
 END_TIMEOUT_S = 60.0
 """An agent that has not ended a worker by then, or a task that was cancelled, answers nobody any more [s]: far above what it
 may take."""
 
 NODE_NEWS_S = 5.0
-"""After an agent has gone, what runs on its node has so long to tell that the node has gone too [s]; Ray takes about 1 s."""
+"""After the loss of an agent, calls on its node have so long to show that the node is lost too [s]; Ray takes about 1 s."""
 
 Chore = Callable[[], object]
 

@@ -52,10 +52,10 @@ from raypool.worker.running import Way
 CLOSE_TIMEOUT_S = 5.0
 
 GIVEN_UP_S = 60.0
-"""So long the end of a pool waits at most once its Ray was given up [s]."""
+"""How long closing a pool waits at most once its Ray was given up [s]."""
 
 WIND_UP_TIMEOUT_S = 10.0
-"""What workers end with may take so long [s]."""
+"""How long the teardown of workers may take [s]."""
 
 WOUND_UP_LATE = "What worker %d ends with (teardown, cleanup of constants) had not ended after %g s; it is killed."
 

@@ -29,16 +29,16 @@ if TYPE_CHECKING:
     from raypool.backends.ray.backend import Slot
 
 REMEMBERED = 32
-"""What a GPU's last items have needed, so many of them, decides how many workers share it."""
+"""The number of a GPU's last items whose needs decide how many workers share it."""
 
 TRIES_ALONE = 2
-"""So often an item runs alone. The first time, idle workers beside it may still have some memory; then they are sent away."""
+"""How often an item may run alone. The first time, idle workers may still hold memory; then they are sent away."""
 
 ALONE = (1.0, True)
 """The turn of an item that runs alone; see `Part`."""
 
 ASK_S = 1.0
-"""A GPU that was found busy is not asked for so long whether it still is [s]."""
+"""How long a GPU that was busy is not asked again [s]."""
 
 logger = logging.getLogger("raypool")
 
@@ -78,7 +78,7 @@ class Card:
 
     @property
     def load(self) -> Load:
-        """What the policy has to know."""
+        """The measurements for the rules in `raypool.gpus.sharing`."""
         return Load(
             self.claim.room,
             self.weight.total_bytes,

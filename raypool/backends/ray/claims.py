@@ -37,7 +37,7 @@ from raypool.profiles import for_ray
 POLL_S = 0.01
 
 SILENT_S = 1.0
-"""Nobody is told of a wait that is shorter [s]."""
+"""Shorter waits are not reported [s]."""
 
 logger = logging.getLogger("raypool")
 
@@ -148,7 +148,7 @@ def wait_released(claims: Sequence[Claim], timeout_s: float) -> None:
 
 
 NO_LIMIT = 10**6
-"""So many, and nobody has said how many."""
+"""No limit: the user has given no number."""
 
 SETTLE_S = 1.0
 """How long to wait for resources that somebody seems to hold, when any number will do: they may just have been given back [s]."""
@@ -413,7 +413,7 @@ class Choice:
                 raise ResourceError(f"{name_of(node)}: {words}", requested=len(indices), available=0, holders=())
 
     def _check_others(self, needed: int, wanted: Wanted) -> None:
-        """Make sure that other open pools of this process leave enough of them: these would be waited for in vain."""
+        """Make sure that other open pools of this process leave enough of them: waiting for these would be in vain."""
         taken = {Spot(str(claim.node_id), claim.gpu or 0) for claims in wanted.others.values() for claim in claims if claim.cards}
         left = [spot.node_id for spot in self._meant if spot not in taken]
         rooms = {str(node["NodeID"]): self._demand.fits(node) for node in shortages.without(wanted.others, self._nodes.values())}
@@ -526,7 +526,7 @@ class Choice:
 
 
 PROBE_TIMEOUT_S = 10.0
-"""How long a task that only looks may take on a machine that is very busy [s]; after that, nothing is known of its GPUs."""
+"""How long a survey task may take on a busy machine [s]; after that, its GPUs count as unknown."""
 
 AGAIN_S = 0.25
 """How often to look whether somebody has given memory back [s]."""
@@ -537,7 +537,7 @@ class Survey:
 
     Args:
         inventory: Who knows the GPUs of a machine; it is asked on the machine itself.
-        min_free_bytes: Cards of which less is free are of no use; those of which it is not known count as free. None: all are.
+        min_free_bytes: GPUs with less free memory are left out; unknown counts as free. None: all count as free.
     """
 
     def __init__(self, inventory: Inventory, min_free_bytes: int | None) -> None:
@@ -587,11 +587,11 @@ class Survey:
                 del self._asked[claim]
 
     def is_crowded(self, claim: Claim) -> bool:
-        """Whether too little memory is free on one of its cards."""
+        """Whether too little memory is free on one of its GPUs."""
         return bool(self.crowd([claim]))
 
     def crowd(self, claims: Iterable[Claim]) -> dict[tuple[str, int], GpuDevice]:
-        """Return the cards among those of these claims that have too little memory, by machine and index."""
+        """Return the GPUs of these claims that have too little free memory, by machine and index."""
         least = self.min_free_bytes or 0
         return {
             (claim.host, card.index): card

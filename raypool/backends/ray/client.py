@@ -33,7 +33,7 @@ T = TypeVar("T")
 ACTOR_DEAD = 4  # ray.core.generated.gcs_pb2.ActorTableData.DEAD
 
 AT_ONCE = 8
-"""So many questions the scout answers at a time: one that takes long holds up no other."""
+"""How many questions the scout answers at a time: a slow one must not hold up others."""
 
 
 class Scout:

@@ -26,13 +26,13 @@ from pathlib import Path
 UP = "up"
 
 START_TIMEOUT_S = 10.0
-"""So long the daemon has to start, and its server [s]."""
+"""How long the daemon, and then its server, may take to start [s]."""
 
 ASK_TIMEOUT_S = 5.0
-"""So long the daemon has to answer [s]."""
+"""How long the daemon may take to answer [s]."""
 
 QUIT_S = 1
-"""So long the server has to end by itself [s]; both have as much again before they are killed."""
+"""How long the server has to end by itself [s]; both have as long again before they are killed."""
 
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 

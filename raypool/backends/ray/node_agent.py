@@ -33,13 +33,13 @@ from raypool.worker.interrupts import AT_HAND, NOTHING, SIGNALS, STOP_SIGNAL, WH
 
 FIRST_LOOK_S = 0.02
 LONGEST_LOOK_S = 0.5
-"""Whether a wish was taken is looked at soon, then less and less often; as long as it was not, the signal is sent again [s]."""
+"""Pauses between looks whether a worker has read a wish; until it has, the signal is sent again [s]."""
 
 BY_ITSELF_S = 0.5
-"""Ray has so long to end a worker's process before it is killed [s]."""
+"""How long Ray has to end a worker's process before it is killed [s]."""
 
 GONE_TIMEOUT_S = 10.0
-"""How long a killed process may take to be gone, with its memory on the GPU [s]."""
+"""How long a killed process, and its memory on the GPU, may take to vanish [s]."""
 
 STEADY_S = 1.0
 """A GPU's memory that is not back where it was, but has not changed for so long, is in use by somebody else [s]."""
@@ -48,10 +48,10 @@ MEMORY_LOOK_S = 0.2
 """How often the memory of a worker that has a limit is looked at [s]."""
 
 OFFERED = -1
-"""Stands in the mailbox where else a worker's id is."""
+"""Takes the place of a worker's id in the mailbox, for offers to queues."""
 
 MAILBOX_BYTES = 64 * 1024 * 1024
-"""When so much waits for the driver, workers that have more to say wait too."""
+"""When so much waits for the driver, workers wait before they send more."""
 
 
 class WorkerProcess(NamedTuple):

@@ -28,16 +28,16 @@ LOOK_S = 1.0
 """How often to look at the nodes [s]."""
 
 MARGIN_S = 2.0
-"""What runs on a node that is about to go is interrupted so long before there is need to [s]: it runs again elsewhere."""
+"""Margin before the end of a node: its tasks are interrupted so much earlier, to run again elsewhere [s]."""
 
 NEWS_S = 1.0
-"""A node that will be gone so much sooner, or later, than was said is news [s]: a spot machine that waits for maintenance."""
+"""A change of a node's announced end by more than this is reported [s]."""
 
 LAST_S = 120.0
-"""Where no node of the pool stays, nothing is moved; what runs is told so long before the end [s]."""
+"""If no node of the pool stays, tasks are not moved, but told so long before the end [s]."""
 
 GROW_S = 5.0
-"""How often to see whether there is room again for workers that were lost, beside whenever a node comes [s]."""
+"""How often to look for room for lost workers, besides whenever a node arrives [s]."""
 
 logger = logging.getLogger("raypool")
 
@@ -278,7 +278,7 @@ def _workers(count: int) -> str:
 
 
 REFUSED_S = 3.0
-"""When nothing was heard for so long, it is looked whether anybody listens at all [s]."""
+"""After so long without an answer, this process checks whether Ray still listens [s]."""
 
 CONNECT_TIMEOUT_S = 1.0
 

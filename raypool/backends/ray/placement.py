@@ -28,7 +28,7 @@ _seatings: weakref.WeakSet[Seating] = weakref.WeakSet()
 LEND_TIMEOUT_S = 5.0
 
 Found = dict[WorkerResources, list[Claim]]
-"""For each kind of worker what it may stand on."""
+"""For each kind of worker, what it needs of a cluster."""
 
 
 class Seating:

@@ -35,18 +35,18 @@ LOOPBACK_ONLY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """With "0" Ray binds everything to 127.0.0.1; for Linux it is not documented, and a test looks at the ports."""
 
 GIVE_UP_S = 5.0
-"""How long to try to fetch what is in a Ray that is beyond help [s]."""
+"""How long to try to fetch values from a Ray that no longer works [s]."""
 
 BRING_HOME_S = 60.0
-"""How long to try to fetch what is in a Ray that is about to end [s]."""
+"""How long to try to fetch values from a Ray that is about to end [s]."""
 
 SHUTDOWN_S = 20.0
-"""So long a Ray may take to let go of this process before its processes are killed, and then once more [s]."""
+"""How long Ray may take to shut down before its processes are killed, and then once more [s]."""
 
 RAYS_THREAD = "worker.io"
 
 CLIENT_TRIES = 3
-"""So often a server of Ray Client is asked for."""
+"""How often connecting to Ray Client is tried."""
 
 FORKED = (
     "This process was forked from one that uses Ray, and Ray's threads did not come along: no pool on Ray can work here. "

@@ -65,13 +65,13 @@ from raypool.worker.running import is_retired, let_notes_travel, mark_worker_pro
 from raypool.worker.setup_globals import call_setup, share_left
 
 COLLECT_BYTES = 16 * 1024 * 1024
-"""If a process has grown by so much, it looks for garbage when it forgets a function, also if something waits to run."""
+"""A process that has grown by so much collects garbage when it forgets a function, even if a call waits."""
 
 DRAIN_TIMEOUT_S = 2.0
-"""How long a worker that ends waits until what it has said last is sent [s]."""
+"""How long a worker that ends waits for its last messages to be sent [s]."""
 
 NEXT_HOME_S = 10.0
-"""How long a worker waits for the next home of its pool [s]: after a few seconds there is one, unless the machine has gone."""
+"""How long a worker waits for the next home agent [s]: it takes a few seconds, unless the machine has gone."""
 
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
