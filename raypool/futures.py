@@ -67,19 +67,19 @@ class Meeting:
         self._lock.release()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait to be notified; whoever calls this has the lock, and has it again then."""
+        """Wait to be notified; the caller holds the lock, and holds it again on return."""
         if self._awaited is None:
             self._awaited = threading.Condition(self._lock)
         return self._awaited.wait(timeout)
 
     def notify_all(self) -> None:
-        """Wake up whoever waits; whoever calls this has the lock."""
+        """Wake the waiting threads; the caller holds the lock."""
         if self._awaited is not None:
             self._awaited.notify_all()
 
 
 class _Making:
-    """Held for an instant, by whoever is the first at a future: one lock for all of them."""
+    """Held for an instant while a future makes its `Meeting`: one lock for all futures."""
 
     lock = threading.RLock()
 
@@ -172,7 +172,7 @@ class Future(LeanFuture[T], Generic[T]):
     `concurrent.futures.wait` and `as_completed`, `asyncio.wrap_future` and `add_done_callback` take it as it is, and a coroutine
     may `await` it. Its callbacks run in the pool's own thread, in which nothing else runs meanwhile: keep them short. Futures of
     the same pool that have not ended cannot be waited for there: `result`, `fetch_next` and the like raise an error, but
-    `concurrent.futures.wait` and `as_completed` would wait for ever. The functions of `after_each` and `after_all` may wait for
+    `concurrent.futures.wait` and `as_completed` would wait forever. The functions of `after_each` and `after_all` may wait for
     them.
 
     Attributes:
@@ -236,7 +236,7 @@ class Future(LeanFuture[T], Generic[T]):
 
     @property
     def submitted_at(self) -> datetime:
-        """When it was handed in."""
+        """When it was submitted."""
         return datetime.fromtimestamp(self._submitted_at, UTC)
 
     @property
@@ -319,7 +319,7 @@ class Future(LeanFuture[T], Generic[T]):
         """Return the value that the task returned, waiting for it at most `timeout` seconds.
 
         Raises:
-            TimeoutError: It has not ended by then; it goes on.
+            TimeoutError: It has not ended by then; it keeps running.
             concurrent.futures.CancelledError: It was cancelled.
             InvalidValueError: It has not ended, and this is a callback of its own pool, which would wait for itself.
             Exception: What the task raised, as itself.
@@ -403,7 +403,7 @@ class Future(LeanFuture[T], Generic[T]):
         """Make sure that this thread does not wait for what only it can bring to an end. For the pool, while that is to come.
 
         Raises:
-            InvalidValueError: It would, for ever or until the time is up.
+            InvalidValueError: It would, forever or until the time is up.
         """
         if timeout is not None and timeout <= 0:
             return
@@ -638,10 +638,10 @@ class MapResults(Iterator[T], Generic[T]):
     and when the iterator is dropped after its first result.
 
     Args:
-        submit: Hands in the call with these arguments.
+        submit: Submits the call with these arguments.
         rows: The arguments of each call.
         timeout: When `next` stops waiting [s], from now; None: never.
-        buffersize: So many calls are handed in ahead of the results; None: all, now.
+        buffersize: So many calls are submitted ahead of the results; None: all, now.
 
     Raises:
         SerializationError: The arguments of a call cannot be sent; none of the calls is left.
@@ -680,7 +680,7 @@ class MapResults(Iterator[T], Generic[T]):
         self._has_begun = True
         try:
             self._hand_in()
-        except Exception as error:  # of the user's iterable, or since nothing can be handed in any more
+        except Exception as error:  # of the user's iterable, or since nothing can be submitted any more
             self._calls, self._why = iter(()), error
         except BaseException:  # Ctrl-C: a row that was drawn in this instant would be missing without a word
             self.close()
@@ -727,7 +727,7 @@ class MapResults(Iterator[T], Generic[T]):
 
 
 def unless_interrupted(submit: Callable[P, Future[T]]) -> Callable[P, Future[T]]:
-    """Let Ctrl-C in a call that runs while it is handed in end the handing in: it means all the calls."""
+    """Let Ctrl-C in a call that runs inline end the submission of further calls: it means all of them."""
 
     def submit_unless(*args: P.args, **kwargs: P.kwargs) -> Future[T]:
         future = submit(*args, **kwargs)
@@ -768,7 +768,7 @@ def fetch_next(futures: Sequence[Future[T]], timeout_s: float | None = None) -> 
 
     Args:
         futures: Futures of any pools, also those of `after_each`.
-        timeout_s: Longest wait [s]; None waits for ever.
+        timeout_s: Longest wait [s]; None waits forever.
 
     Raises:
         ValueError: All have been read.
@@ -990,7 +990,7 @@ class _Follower(Future[T]):
         error: BaseException | None = None
         try:
             value = call()
-        except BaseException as raised:  # also one that would end this thread: others wait for it
+        except BaseException as raised:  # also one that would end this thread: other futures wait for it
             error = raised
         self.duration_s = time.perf_counter() - before
         self.finished_at = datetime.now(UTC)
@@ -1003,7 +1003,7 @@ class _Follower(Future[T]):
         """Make sure that neither the thread of the calls waits for it, nor that of a pool whose future it comes after.
 
         Raises:
-            InvalidValueError: It would, for ever.
+            InvalidValueError: It would, forever.
         """
         if timeout is None and _dispatcher.is_here:
             raise InvalidValueError(
@@ -1033,7 +1033,7 @@ class _Dispatcher:
         """Make a call, soon, in its turn; it must not raise."""
         with self._lock:
             self._calls.append(call)
-            if self._thread is not None and self._thread.is_alive():  # it does not live in a forked child
+            if self._thread is not None and self._thread.is_alive():  # in a forked child it is not alive
                 return
             self._thread = threading.Thread(target=self._make_calls, name="raypool-callbacks", daemon=False)
             try:

@@ -77,10 +77,10 @@ class PoolView(LoopVerbs, TrainingVerbs, concurrent.futures.Executor):
                 `ray.train.report`, say, and another is in a collective of torch's. A rank that computes may take any time.
                 `fresh_process`: an item runs in a process in which nothing has run before, and which ends after it, whatever it
                 leaves behind there (it costs a worker's start; in pools of this process it means nothing). `priority`: higher
-                goes first; equal ones go in the order in which they were handed in. `worker`: run on the worker with this
+                goes first; equal ones go in the order in which they were submitted. `worker`: run on the worker with this
                 number only; if that one is lost, so is the task. `name`: what to call the work in messages and displays.
                 `checkpoints`: a folder that all machines of the pool see, or a URL ("gs://..."), in which
-                `current_task().checkpoint_dir` of each item is kept, for whoever hands in an equal one later too (of the same
+                `current_task().checkpoint_dir` of each item is kept, for whoever submits an equal one later too (of the same
                 function, with equal arguments); equal calls that run at the same time share it.
 
         Raises:
@@ -222,7 +222,7 @@ class PoolView(LoopVerbs, TrainingVerbs, concurrent.futures.Executor):
             timeout: From now on, so long a result is waited for [s]; then `TimeoutError` is raised. None: as long as it takes.
             chunksize: Changes nothing: short calls travel together by measured time.
             buffersize: At most so many calls are ahead of the results that were taken, so the iterables may be without end.
-                None: all are handed in now.
+                None: all are submitted now.
 
         Returns:
             An iterator over the values, with a method `close`.
@@ -315,7 +315,7 @@ class PoolView(LoopVerbs, TrainingVerbs, concurrent.futures.Executor):
 
         The ranks are in one process group, through which `context` (an `SpmdContext`) lets them talk: `context.all_reduce(x)` and
         the like, and `torch.distributed` as it is, so that DDP, FSDP and tensor parallel work. The group stays warm for the next
-        call. No rank begins before all their workers are free, and what is handed in later waits for them; no rank ever runs
+        call. No rank begins before all their workers are free, and what is submitted later waits for them; no rank ever runs
         twice. Inside a task there is one rank, right there.
 
         Args:
@@ -409,7 +409,7 @@ def _serial_view() -> PoolView:
 
 
 Works = list[tuple[int, Work]]
-"""Tasks by id, in the order in which they were handed in."""
+"""Tasks by id, in the order of their submission."""
 
 
 class TaskQueue:
@@ -420,7 +420,7 @@ class TaskQueue:
 
     @property
     def queued(self) -> list[Future[Any]]:
-        """Those that wait for a worker, in the order in which they were handed in."""
+        """The calls that wait for a worker, in the order of their submission."""
         return self._in_state("queued")
 
     @property
@@ -475,7 +475,7 @@ class StaffedView(PoolView):
         return self._engine.is_over
 
     def _works(self) -> Works:
-        """Return what has been handed in and has not ended, as far as it is bound to these workers."""
+        """Return what has been submitted and has not ended, as far as it is bound to these workers."""
         self._engine.driver.barrier()
         works = list(self._engine.driver.works.items())
         if self._places is None:
@@ -659,7 +659,7 @@ class PoolPart(StaffedView):
         """Take no more work here. The workers stay with the pool, which stays open.
 
         Args:
-            wait: Return when the single calls that were handed in here have ended.
+            wait: Return when the single calls that were submitted here have ended.
             cancel_futures: Cancel what is queued. A loop that is half done counts as queued.
         """
         self._is_over = True

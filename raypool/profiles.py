@@ -186,7 +186,7 @@ class Profile:
         working_dir: A folder that all workers have as a copy, and as their working directory, so that they can import its
             modules. What its .gitignore and .rayignore name stays here.
         packages: What `pip` is to install for the workers, as in a requirements file.
-        jobs_address: Where jobs are handed in: the URL of the cluster's dashboard. None: see `jobs_url`.
+        jobs_address: Where jobs are submitted: the URL of the cluster's dashboard. None: see `jobs_url`.
         resources: What each worker gets; or a list of that, one for each worker, in the order of the workers. The pool then has
             exactly so many: `[WorkerResources(gpus=0)] * 6 + [WorkerResources(gpus=1)] * 2`.
         gpus: Only these GPUs of this machine, by index; on a cluster a mapping of machines (their names, addresses or Ray's node
@@ -210,7 +210,7 @@ class Profile:
             machines without InfiniBand; see docs/several_gpus.md.
         setup: A function without arguments that runs once in each worker process, before its first task; also in one that
             replaces another. If it raises, the worker does not start. What it leaves in global variables is there for tasks that
-            travel by value (of a script or a notebook) too, but for a variable that has changed in this process since: of that
+            travel by value (of a script or a notebook) too, except for a variable that has changed in this process since: of that
             they see the new value.
         teardown: A function without arguments that runs once in each worker process at its orderly end: not in one that was
             killed.
@@ -292,7 +292,7 @@ class Profile:
 
     @property
     def jobs_url(self) -> str:
-        """Where jobs are handed in: `jobs_address`, else port 8265 of this machine, where the dashboard or a tunnel to it is.
+        """Where jobs are submitted: `jobs_address`, else port 8265 of this machine, where the dashboard or a tunnel to it is.
 
         Raises:
             InvalidValueError: The cluster is on another machine, whose dashboard, as a rule, only that machine itself reaches.

@@ -110,7 +110,7 @@ def _function_in_child(module: str, make: Callable[..., Any], code: Any, variabl
 
 
 def _set_in_child(set_state: Callable[..., None], function: Any, state: tuple[dict[str, Any], dict[str, Any]]) -> None:
-    """Let a function have what it brings, but for global variables that are there: what an initializer has set stays."""
+    """Let a function have what it brings, except for global variables that are there: what an initializer has set stays."""
     there = function.__globals__
     state[1]["__globals__"] = {name: value for name, value in state[1]["__globals__"].items() if name not in there}
     set_state(function, state)

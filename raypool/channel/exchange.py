@@ -341,7 +341,7 @@ class LocalExchange:
         started.wait()
 
     def close(self) -> None:
-        """End it; whoever waits gets `PoolClosedError`."""
+        """End it; waiting threads get `PoolClosedError`."""
         with self._lock:
             self._closed = POOL_ENDED
             if self._loop is not None and self._ended is not None:

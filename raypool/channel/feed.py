@@ -68,7 +68,7 @@ class TemporaryFile:
     def add(self, data: bytes) -> FileBytes:
         """Append some data."""
         start = self.size
-        self.size += len(data)  # first: what was written by half is never written over
+        self.size += len(data)  # first: a half-written piece is never overwritten
         written = 0
         while written < len(data):
             written += os.pwrite(self.file.fileno(), data[written:], start + written)

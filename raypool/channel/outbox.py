@@ -51,7 +51,7 @@ class Outbox:
 
     def __init__(self, send: Callable[[int, bytes], object]) -> None:
         self._send = send
-        # Simple queues and plain locks only: a signal may interrupt whoever says something, and raise there.
+        # Simple queues and plain locks only: a signal may interrupt a thread that adds an entry, and raise there.
         self._entries: queue.SimpleQueue[Entry] = queue.SimpleQueue()
         self._bell: queue.SimpleQueue[str] = queue.SimpleQueue()  # what the first entry is
         self._is_resting = False  # the thread waits for the bell

@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 class DataQueue(Generic[T]):
-    """A queue from tasks to here: they `put`, and whoever made it reads with `get`, in a loop, or by `after_each`.
+    """A queue from tasks to the process that made it: tasks `put`; it reads with `get`, in a loop, or by `after_each`.
 
     It goes to tasks like any value: in an argument, in a closure, in a list. What a task puts arrives while the task runs, in the
     order in which it was put there; nothing is lost, also not what was put just before a task ended or was cancelled. (A worker
@@ -129,7 +129,7 @@ class DataQueue(Generic[T]):
         """Return the value that has waited longest, waiting for one if there is none.
 
         Args:
-            timeout_s: How long to wait [s]; 0 only looks, None waits for ever.
+            timeout_s: How long to wait [s]; 0 only looks, None waits forever.
 
         Raises:
             TimeoutError: Nothing came in this time.
@@ -347,7 +347,7 @@ class Listener:
         self.is_removed = False
 
     def remove(self) -> None:
-        """Call the function no more; a call that has begun goes on. Twice does nothing."""
+        """Stop calling the function; a running call completes. A second `remove` does nothing."""
         self.is_removed = True
         self._on_remove(self)
 
@@ -650,7 +650,7 @@ def _tell(putters: list[_Putter]) -> None:
 
 
 def closed_error() -> QueueClosedError:
-    """Return the error for whoever puts something into a queue that was closed."""
+    """Return the error for `put` into a closed queue."""
     return QueueClosedError("The queue was closed, so nothing more can be put into it. Whoever has made it wants no more.")
 
 

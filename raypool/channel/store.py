@@ -24,7 +24,7 @@ FindWay = Callable[[], Way]
 class ValueStore:
     """Values by name, of one pool: `pool.store`, and in its tasks `current_task().store`.
 
-    Every task, and whoever has opened the pool, may put, read and remove at any time; the last one who puts wins. On Ray, what is
+    Every task, and the process that opened the pool, may put, read and remove at any time; the last `put` wins. On Ray, what is
     kept is what the value is at `put`, and who reads gets a copy; in pools of this process it is the value itself. The values
     are in the memory of one process beside the workers, and go with the pool. Outside a pool `current_task().store` is a
     store of this process, so that a function runs unchanged by itself.
@@ -103,10 +103,10 @@ class ValueStore:
 
         Args:
             key: The key.
-            timeout_s: How long to wait [s]; None waits for ever.
+            timeout_s: How long to wait [s]; None waits forever.
 
         Raises:
-            TimeoutError: Nobody has in this time.
+            TimeoutError: Nobody has put it in this time.
 
         Example:
             >>> from raypool import parpool

@@ -68,7 +68,7 @@ class Backlog:
         task.pace.waiting += count
 
     def push(self, task: Task, queue: Queue) -> None:
-        """Put a task into a queue, if it can be dispatched and does not stand there already."""
+        """Put a task into a queue, if it can be dispatched and is not in it already."""
         if not task.is_queued and task.is_ready:
             task.is_queued = True
             queue.push(task.order)

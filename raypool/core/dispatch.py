@@ -117,7 +117,7 @@ class Dispatcher:
                 self._out += self._timer(worker, attempt_id, attempt)
 
     def _first_elsewhere(self, worker: Worker, queue: Queue) -> Order | None:
-        """Return what comes first for a worker that does not stand in this queue: in others, or a gang that collects."""
+        """Return what comes first for a worker besides this queue: a task of another queue, or a gang that collects."""
         workers = self._workers
         queues = [self._backlog.queue, *(lane.queue for lane in workers.places[worker.place].lanes.values())]
         heads = [self._backlog.head(other) for other in queues if other is not queue]

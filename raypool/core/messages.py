@@ -28,7 +28,7 @@ class Signal(Enum):
 
 
 class TaskSubmitted(NamedTuple):
-    """A task was handed in."""
+    """A task was submitted."""
 
     spec: TaskSpec
 
@@ -187,7 +187,7 @@ class RunTasks(NamedTuple):
 class RunGang(NamedTuple):
     """Make these calls at the same time: the ranks of a gang, in order.
 
-    `is_loan`: nobody is called. Whatever is in the places of these workers, which have not started, ends; whoever has handed in
+    `is_loan`: no worker is called. Processes in the places of these workers, which have not started, end; the submitter of
     the gang has the places until `AttemptFinished` comes for each rank.
     """
 

@@ -1,6 +1,6 @@
 """The nouns of the scheduler: tasks, slices, attempts, workers, places.
 
-A **task** is what a user handed in under one id: one call (`parfeval`) or the items of one loop (`parfor`), numbered
+A **task** is what a user submitted under one id: one call (`parfeval`) or the items of one loop (`parfor`), numbered
 from 0. A **slice** is a run of consecutive items of one task; it is what travels. An **attempt** is one call to one worker
 with one or more slices in it. A **place** is a claim on a device, and outlives the worker processes that come and go in it.
 Ids are small integers, never used twice. No value of the user's is stored here.
@@ -238,14 +238,14 @@ class Task:
     is_open: bool
     lane: Lane | None = None  # where it waits; None: in the pool's queue
     cursor: int = 0  # the first item that was never dispatched
-    again: deque[Slice] | None = None  # to run before the cursor goes on; None is much smaller than an empty deque
+    again: deque[Slice] | None = None  # slices to run before the cursor advances; None is much smaller than an empty deque
     flights: dict[int, int] | None = None  # attempt -> worker, of what is in flight and still counts; None is smaller
     rests: list[Rest] | None = None  # a heap; None is smaller
     num_rests: int = 0  # so far
     items_in_flight: int = 0
     items_resting: int = 0
     settled: int = 0
-    is_queued: bool = False  # stands in a queue
+    is_queued: bool = False  # it is in a queue
 
     @property
     def order(self) -> Order:

@@ -101,7 +101,7 @@ class Outcomes:
         return LossReason.PREEMPTED if gang.spec.task_id in self.thinned else LossReason.UNKNOWN
 
     def send_elsewhere(self, worker: Worker, signal: m.Signal) -> None:
-        """Tell what a worker runs to come back, to run again elsewhere. What may run once only goes on while it can.
+        """Tell what a worker runs to come back, to run again elsewhere. Items that may run only once continue while they can.
 
         Of a gang all ranks are told that one has to leave: it goes as a whole, and may first save together what it has.
         """
@@ -157,7 +157,7 @@ class Outcomes:
             self._break_up(gang)
 
     def _break_up(self, gang: Task) -> None:
-        """Stop the ranks that are left of a gang, once: without the one that has failed they might wait for ever."""
+        """Stop the other ranks of a gang, once: without the failed one they might wait forever."""
         if gang.spec.task_id not in self.broken_up:
             self.broken_up[gang.spec.task_id] = None
             self.signal(gang, m.Signal.CANCEL)

@@ -31,7 +31,7 @@ class Queue:
             self._line.append(order)
 
     def first(self) -> Order | None:
-        """Return what stands at the head; None if nothing waits."""
+        """Return the head; None if nothing waits."""
         if self._beside and (not self._line or self._beside[0] < self._line[0]):
             return self._beside[0]
         return self._line[0] if self._line else None

@@ -74,7 +74,7 @@ class Workers:
         return [StartWorker(number, worker.place), SetTimer(now + self._start_timeout_s, "ready", number)]
 
     def replace(self, worker: Worker, reason: LossReason, now: float) -> list[Command]:
-        """Put another worker in the place of one that is lost; give the place back if it was to go, or is of no use."""
+        """Put another worker in the place of one that is lost; give the place back if it was to go, or is useless."""
         place = self.places[worker.place]
         is_retiring = worker.worker_id in self.retiring
         if worker.state is WorkerState.STARTING:
@@ -117,7 +117,7 @@ class Workers:
             self.spent[worker.worker_id] = None
 
     def renew_spent(self, now: float) -> list[Command]:
-        """Replace the workers that are spent, but for those that still run something, or to which something is bound."""
+        """Replace the workers that are spent, except those that still run something, or to which something is bound."""
         free = [number for number in self.spent if not self.by_id[number].attempts and number not in self.lanes]
         return [command for number in free for command in self.launch(self.renew(self.by_id[number]), now)]
 
@@ -199,7 +199,7 @@ class Workers:
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether nobody is busy, or about to come up."""
+        """Whether no worker is busy, or about to come up."""
         return all(worker.state in (WorkerState.IDLE, WorkerState.PARKED) for worker in self.by_id.values())
 
     def park(self) -> list[Command]:
@@ -321,7 +321,7 @@ class Workers:
 
     @property
     def is_reserved(self) -> bool:
-        """Whether a gang collects that wants whoever becomes free."""
+        """Whether a gang collects that wants any worker that becomes free."""
         return any(gathering.gang.lane is None for gathering in self.waiting_gangs.values())
 
     def has_enough(self, gang: Task) -> bool:

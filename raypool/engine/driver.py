@@ -108,7 +108,7 @@ class Driver:
             self._drain()
 
     def submit(self, work: Work, make_spec: Callable[[int], TaskSpec]) -> int:
-        """Hand in a task; return its number. If that is interrupted (Ctrl-C) the task is cancelled: nobody else knows of it."""
+        """Submit a task; return its number. If that is interrupted (Ctrl-C) the task is cancelled: nobody else knows of it."""
         task_id = -1
         try:
             with self._submit_lock:  # numbers arrive in order, and none arrives at a driver that has gone
@@ -375,7 +375,7 @@ class Driver:
             work = self.works[piece.task_id]
             known = None
             if not work.begin(piece, worker, call):
-                # It was cancelled in this instant. Whoever does that will say so, but may be held up by a callback until then.
+                # It was cancelled in this instant. The thread that does so will post it, but a callback may hold that up.
                 known = nothing_done()
                 self._cancel(piece.task_id)
             else:
@@ -566,7 +566,7 @@ class LossRecord:
         return explanations.stranded(what, items.attempt, reason, explanations.FAULTY if reason is LossReason.FAULTY else words)
 
     def farewell(self, command: m.DropPlace) -> tuple[str, str]:
-        """Return what to say to the user of a place that is dropped, and to whoever waits for a worker there."""
+        """Return the message about a dropped place, for the user and for threads that wait for a worker there."""
         left, num_left = self._leaving.pop(command.place, None), self._scheduler.workers.size
         if command.reason is LossReason.FAULTY:
             return explanations.faulty(self._vacated, command.failed, command.finished, num_left), explanations.FAULTY

@@ -199,7 +199,7 @@ class DurableLoop(LoopWork):
         self._recorder.put(partial(self._missed, piece, why, where))
 
     def end(self, state: TaskState, error: BaseException | None) -> None:
-        """Wake whoever waits, when all is written."""
+        """Wake the waiting thread, when all is written."""
         del self.function
         self._note_cancelled(state)  # here: by then it may have come back
         self._recorder.end(partial(self._ended, state, error))
@@ -284,7 +284,7 @@ def _values_of(piece: Slice, result: SliceResult) -> list[Any]:
     first = result.offset + piece.start - result.start
     try:
         return result.values.get()[first : first + piece.stop - piece.start]
-    except BaseException as error:  # also what code of the user's raises when it is unpickled
+    except BaseException as error:  # also what the user's code raises when it is unpickled
         lost = error if isinstance(error, Exception) else TaskError(f"A value cannot be opened: {type(error).__name__}: {error}")
         return [Missing(lost)] * (piece.stop - piece.start)
 

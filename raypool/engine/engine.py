@@ -435,7 +435,7 @@ class Where(NamedTuple):
 def submit_call(
     engine: Engine, fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options, where: Where
 ) -> Future[T]:
-    """Hand in a call; return its future.
+    """Submit a call; return its future.
 
     Raises:
         SerializationError: The function or an argument cannot be sent; it names the variable.
@@ -453,7 +453,7 @@ def submit_call(
 def submit_function(
     engine: Engine, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options, where: Where
 ) -> Future[Any]:
-    """Hand in a call of a function that was made ready before: for many calls of one that is large.
+    """Submit a call of a function that was made ready before: for many calls of one that is large.
 
     Raises:
         SerializationError: An argument cannot be sent; it names the variable.

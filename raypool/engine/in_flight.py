@@ -57,7 +57,7 @@ class InFlight:
         return self._calls.get(worker_id, {}).get(attempt_id)
 
     def narrow(self, worker_id: int, attempt_id: int) -> tuple[Call, list[Call]]:
-        """Return what stands for a call from now on, which goes on with less, and the calls behind it, which are taken back."""
+        """Replace a call that continues with fewer items; return the new one, and the calls behind it, which are taken back."""
         calls = self._calls[worker_id]
         numbers = list(calls)
         behind = [calls.pop(number) for number in numbers[numbers.index(attempt_id) + 1 :]]

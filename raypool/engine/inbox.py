@@ -85,7 +85,7 @@ class InlineInbox:
         return not self._messages
 
     def give_way(self) -> None:
-        """Do nothing: whoever hands something in is the driver."""
+        """Do nothing: the posting thread itself is the driver."""
 
     def get(self, until: float | None) -> Message | None:
         """Return what is there; if only time can bring more, wait for that."""

@@ -143,7 +143,7 @@ class LoopWork:
         return self
 
     def take(self, items: Sequence[Any]) -> int:
-        """Take the items, before the loop is handed in; return how many of them are to run."""
+        """Take the items, before the loop is submitted; return how many of them are to run."""
         self.items = items
         if self._home is not None:
             self.keys = [self._names.name(item, index) for index, item in enumerate(items)]

@@ -26,7 +26,7 @@ class Work(Protocol):
 
     @property
     def holder(self) -> Any:
-        """Whoever is told what the task reports and prints, for as long as somebody holds it."""
+        """The object (future or loop) that gets the task's reports and output, as long as somebody holds it."""
 
     def begin(self, piece: Slice, worker: WorkerInfo, call: Call) -> bool:
         """Note that a slice is about to be sent with a call, or is left of one; False if nobody wants it any more."""
@@ -105,7 +105,7 @@ class CallWork:
         return True
 
     def part(self, piece: Slice, pack: Pack) -> Part:
-        """Return the call, which was packed when it was handed in."""
+        """Return the call, which was packed when it was submitted."""
         future = self.future
         return Part(
             piece.task_id,

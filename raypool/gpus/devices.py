@@ -164,7 +164,7 @@ def memory_of(cards: Sequence[GpuDevice]) -> int | None:
 #
 # Source:
 #     NVIDIA, CUDA Programming Guide, CUDA Environment Variables: CUDA_VISIBLE_DEVICES names indices or UUIDs, which may be
-#     abbreviated; what stands behind something invalid is not visible; an empty value hides all. CUDA_DEVICE_ORDER: by default
+#     abbreviated; entries after an invalid one are not visible; an empty value hides all. CUDA_DEVICE_ORDER: by default
 #     the fastest comes first, with PCI_BUS_ID the order is that of nvidia-smi.
 #     PyTorch, torch.cuda._parse_visible_devices, does as the driver does where that says nothing: a device named twice hides all,
 #     the first entry decides whether all are numbers or UUIDs, and a number ends where its digits do.
@@ -281,7 +281,7 @@ def _one_instance(seen: Sequence[VisibleGpu], devices: Sequence[GpuDevice]) -> t
 
 
 def _alike(names: Sequence[str], beginning: str) -> list[str]:
-    """Return the names before the first that begins otherwise; none, if one stands there twice."""
+    """Return the names before the first with another prefix; none, if one occurs twice."""
     alike: list[str] = []
     for name in names:
         if name in alike:
@@ -293,7 +293,7 @@ def _alike(names: Sequence[str], beginning: str) -> list[str]:
 
 
 def _numbers(text: str) -> list[int]:
-    """Return the numbers before the first that is none; none at all, if one stands there twice."""
+    """Return the numbers before the first entry that is none; none at all, if one occurs twice."""
     numbers: list[int] = []
     for entry in text.split(","):
         match = re.match(r"[+-]?[0-9]+", entry.strip())

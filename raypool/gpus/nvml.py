@@ -187,7 +187,7 @@ class Nvml:
         )
 
     def _processes(self, index: int) -> tuple[GpuProcess, ...] | None:
-        """Return who uses a GPU, to compute or to draw; those that do both stand there once."""
+        """Return the processes that use a GPU, to compute or to draw; those that do both occur once."""
         computing = self._ask(index, "nvmlDeviceGetComputeRunningProcesses")
         if computing is None:
             return None

@@ -321,7 +321,7 @@ class LocalCopy:
 
 
 def files_in(folder: Path) -> Iterator[str]:
-    """Yield the paths, in a folder, of its files, but for those that are not finished."""
+    """Yield the paths, in a folder, of its files, except those that are not finished."""
     for path, _, names in os.walk(folder):
         for name in names:
             file = Path(path) / name

@@ -332,7 +332,7 @@ def _run_items(
             break
     result.done = len(values)
     if note.has_heard and not note.should_stop:
-        result.take_back_last()  # it may have ended early since its machine is about to go; nobody has wished for that
+        result.take_back_last()  # it may have ended early because its machine is about to go, which the user has not asked for
 
 
 def as_error(error: BaseException) -> BaseException:
@@ -640,13 +640,13 @@ def finished(value: Any) -> Any:
 
 
 def _run(coroutine: CoroutineType[Any, Any, Any]) -> Any:
-    import asyncio  # which most need not wait for
+    import asyncio  # imported late: most programs do not need it
 
     note = running.get()
     try:
         if asyncio._get_running_loop() is None:
             return _run_here(coroutine)
-        with ThreadPoolExecutor(1) as other:  # a task that runs inline was handed in by a coroutine, whose loop has this thread
+        with ThreadPoolExecutor(1) as other:  # a task that runs inline was submitted by a coroutine, whose loop has this thread
             return other.submit(copy_context().run, _run_here, coroutine).result()
     except BaseException as error:
         if note is None or note.shelter is None or not note.shelter.is_cancelled or isinstance(error, TaskCancelled):

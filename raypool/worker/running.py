@@ -162,7 +162,7 @@ def end_thread() -> None:
 
 
 def _fall_silent() -> None:
-    """In a forked child (of a DataLoader, say) nobody is left who would pass on what it says."""
+    """Turn off reports and output in a forked child (of a DataLoader, say): no thread is left that would send them."""
     global _link
     _link = None
     for note in (running.get(), _running_in_process):

@@ -119,5 +119,5 @@ def _digest(value: Any) -> bytes:
         )
         pickler.dump(getattr(value, "__code__", value))
         return digest.digest()
-    except Exception:  # it runs code of the user's
+    except Exception:  # it runs the user's code
         return b""

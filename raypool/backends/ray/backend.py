@@ -392,7 +392,7 @@ class RayBackend:
                     self._look_after(worker_id, seat)
 
     def _let_go(self, cut_off: CutOff) -> None:
-        """Let go of a Ray that will answer nobody any more: whoever asked it something would wait, and in the end it ends us."""
+        """Let go of a Ray that no longer answers: any question to it would hang, and in the end Ray ends this process."""
         if self._ending != RAY_ENDED or (self._closed.is_set() and not is_up()):
             return  # it is known
         self._ending = cut_off.why
@@ -532,7 +532,7 @@ class Slot:
         self.claim = claim
         self.actor: Any = None
         self.run: Any = None  # its method, ready to be called
-        self.lock = threading.Lock()  # held by whoever tells the worker which functions to forget, or calls it
+        self.lock = threading.Lock()  # held while the worker is called, or told which functions to forget
         self.take_in(-1)
 
     def take_in(self, worker_id: int) -> None:

@@ -109,7 +109,7 @@ def end(control: Control) -> None:
 
 
 def _reaped() -> bool:
-    """Whether there are no children any more, but for those that have just ended."""
+    """Whether there are no children any more, except those that have just ended."""
     with contextlib.suppress(ChildProcessError):
         while True:
             pid, _ = os.waitpid(-1, os.WNOHANG)

@@ -141,7 +141,7 @@ class NodeWatch:
         while not self._closed.wait(LOOK_S):
             try:
                 self.check()
-            except Exception:  # Ray is at its end, or between two; whoever finds the silence too long acts
+            except Exception:  # Ray has ended, or is being replaced; `silent_s` tells if that takes too long
                 logger.debug("The nodes could not be looked at.", exc_info=True)
 
     def check(self) -> None:

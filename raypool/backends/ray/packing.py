@@ -202,7 +202,7 @@ def load(parcel: Parcel) -> Any:
 
 
 def _arrived_buffer(buffer: Any) -> Any:
-    """Return memory that whoever has it may change: a private mapping of a large buffer, a copy of a smaller one."""
+    """Return memory that may be changed: a private mapping of a large buffer, a copy of a smaller one."""
     view = memoryview(buffer)
     return own(buffer) if view.nbytes >= MAPPED_BYTES else bytearray(view)
 
@@ -297,7 +297,7 @@ def load_each(parcel: Parcel) -> list[Any]:
         own = Parcel(header, list(islice(buffers, num_buffers)), list(islice(refs, num_refs)))
         try:
             values[position] = load(own)
-        except (Exception, SystemExit) as error:  # it runs code of the user's, which may not end this process
+        except (Exception, SystemExit) as error:  # it runs the user's code, which may not end this process
             values[position] = Unloadable(error)
     return values
 
@@ -311,7 +311,7 @@ def _is_plain_data(value: Any) -> bool:
 
 
 def snapshot(value: Any, what: str) -> bytes:
-    """Pickle a value as it is now, all in one piece that belongs to nobody, so that it outlives whoever sends it.
+    """Pickle a value as it is now, in one piece outside the object store, so that it outlives its sender.
 
     Raises:
         SerializationError: It cannot be pickled, or has object references of Ray's in it, which end with their owner.
@@ -351,7 +351,7 @@ def pack(value: Any, what: str, *, is_trial: bool = False) -> Packed:
 
 
 def _try(value: Any) -> None:
-    """Pickle a value for nobody: its buffers are not looked at."""
+    """Pickle a value as a test: the result is discarded, and buffers are not read."""
     _Pickler(_Nowhere(), [], lambda _: False).dump(value)
 
 
@@ -400,7 +400,7 @@ def unpicklable(value: Any, what: str, error: BaseException) -> SerializationErr
         return SerializationError(f"Cannot send {what}: {error}", what=type(value).__name__)
     try:
         named = str(find_culprit(value, _Pickler(_Nowhere(), [], lambda _: False), error))
-    except Exception:  # it runs code of the user's
+    except Exception:  # it runs the user's code
         named = kind_of(value)
     reason = f"{type(error).__name__}: {error}".splitlines()[0]
     advice = "Make it inside the function, or pass what it is made from."
@@ -558,7 +558,7 @@ def pack_error(error: BaseException) -> bytes:
         parcel = dump(error, sys.maxsize)
         body = cloudpickle.dumps(error) if parcel.refs else bytes(parcel.header)
         pickle.loads(body)
-    except BaseException:  # it runs code of the user's
+    except BaseException:  # it runs the user's code
         body = None
     return pickle.dumps((body, summary, text, [str(note) for note in getattr(error, "__notes__", ())]), protocol=5)
 
@@ -568,7 +568,7 @@ def unpack_failure(packed: bytes) -> Failure:
     body, summary, text, notes = pickle.loads(packed)
     try:
         error = pickle.loads(body)
-    except BaseException:  # it runs code of the user's
+    except BaseException:  # it runs the user's code
         error = None
     if not isinstance(error, BaseException):
         error = TaskError(f"{summary} (the exception itself could not travel; the remote traceback is its cause)")

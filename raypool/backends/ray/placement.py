@@ -34,7 +34,7 @@ Found = dict[WorkerResources, list[Claim]]
 class Seating:
     """The places of a pool on Ray, numbered in the order of its workers. No number is used twice.
 
-    `claim` may take long, in the thread of whoever asks for it; `leave` and `close` are for the driver's.
+    `claim` may take long, and runs in the caller's thread; `leave` and `close` are for the driver's.
     """
 
     def __init__(self, profile: Profile) -> None:
@@ -289,7 +289,7 @@ class Seating:
         claim.release()
 
     def stop_claiming(self) -> None:
-        """Let whoever is claiming give up, and wait for that; nobody can claim any more."""
+        """Let running claims give up, and wait for that; no thread can claim any more."""
         self._closed.set()
         with self._claiming:
             pass

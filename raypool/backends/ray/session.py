@@ -106,7 +106,7 @@ _ended = threading.Event()
 _shipped: dict[str, Any] = {}  # with our connection
 _ours: str | None = None  # the connection that raypool has made; unique, so that no other is taken for it
 _files: tuple[Path, int] | None = None  # the folder of that Ray, and the descriptor that holds it
-_is_given_up = False  # whoever asked the Ray that this process is connected to would wait forever
+_is_given_up = False  # Ray no longer answers: a question to it would hang
 
 
 def join_ray(profile: Profile | None = None, inventory: Inventory | None = None) -> None:
@@ -186,7 +186,7 @@ def _exit_terminated(number: int, frame: FrameType | None) -> NoReturn:
 def is_forked() -> bool:
     """Whether this process was forked from one that is connected to Ray: it has inherited the connection, but no thread of Ray's.
 
-    Whoever asks Ray anything in such a process waits forever.
+    Any question to Ray hangs in such a process.
     """
     return _has_forked or (_is_initialized() and _lacks_threads())
 
