@@ -521,7 +521,7 @@ def _error_of(value: Any) -> BaseException | Literal[False]:
         return False
     try:
         value.fetch()
-    except Exception as error:
+    except Exception as error:  # it runs the user's code, to unpickle the value
         return error
     return False
 

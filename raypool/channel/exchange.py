@@ -162,7 +162,7 @@ class QueueEnds:
         for worker_id in sorted(workers):
             self._news.setdefault(worker_id, []).append(queue)
             self._rung.setdefault(worker_id, asyncio.Event()).set()
-        with contextlib.suppress(TimeoutError):
+        with contextlib.suppress(TimeoutError):  # a worker that was killed never answers
             await asyncio.wait_for(all_know.wait(), END_TIMEOUT_S)
         del self._unaware[queue], self._numbers[queue], self._all_know[queue]
         return numbers

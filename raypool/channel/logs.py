@@ -141,11 +141,11 @@ def packed(record: logging.LogRecord, worker: int, item: int) -> bytes:
 
 def _described(value: Any) -> tuple[bytes | None, str]:
     pickled = None
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(Exception):  # a value that cannot be pickled travels as text
         pickled = pickle.dumps(value, protocol=5)
     try:
         text = repr(value)
-    except Exception:
+    except Exception:  # the user's own __repr__
         text = f"<{type(value).__name__}>"
     return None if pickled is None or len(pickled) > PICKLED_BYTES else pickled, text
 
@@ -156,7 +156,7 @@ def unpacked(payload: bytes) -> logging.LogRecord:
     for name, (pickled, text) in others.items():
         fields[name] = text
         if pickled is not None:
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception):  # its class may be missing here: the text stays
                 fields[name] = pickle.loads(pickled)
     return logging.makeLogRecord(fields)
 

@@ -167,7 +167,7 @@ class DataQueue(Generic[T]):
             >>> list(queue)
             [0, 1, 2]
         """
-        with contextlib.suppress(QueueClosedError):
+        with contextlib.suppress(QueueClosedError):  # closed, and read to its end: the loop ends
             while True:
                 yield self.get()
 
@@ -267,7 +267,7 @@ def add_source(source: Source) -> None:
 
 def drop_source(source: Source) -> None:
     """Note that nothing more will come from a pool."""
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError):  # it was dropped before
         sources.remove(source)
 
 
@@ -601,7 +601,7 @@ class QueueOwner:
         if not self.has_travelled or not sources:
             return False
         for source in tuple(sources):
-            with contextlib.suppress(PoolClosedError, WorkerLostError):
+            with contextlib.suppress(PoolClosedError, WorkerLostError):  # nothing more can come from there
                 source.catch_up({})
         return True
 
@@ -616,7 +616,7 @@ class QueueOwner:
         try:
             if is_first and self.has_travelled:
                 for source in tuple(sources):
-                    with contextlib.suppress(PoolClosedError, WorkerLostError):
+                    with contextlib.suppress(PoolClosedError, WorkerLostError):  # nothing more can come from there
                         source.catch_up(source.ask("end_queue", self.key))
         finally:
             with self._lock:

@@ -182,7 +182,7 @@ class ValueStore:
 
     def _pass_on(self, number: int, listener: Listener) -> None:
         """Tell a listener what has changed, until it is removed or the pool has ended."""
-        with contextlib.suppress(PoolClosedError, WorkerLostError):
+        with contextlib.suppress(PoolClosedError, WorkerLostError):  # the end of the store ends its listeners
             while (keys := self._ask("changes", number)) is not None:
                 for key in keys:
                     if listener.is_removed:
@@ -192,7 +192,7 @@ class ValueStore:
                 logger.warning("A listener of a store is too slow: too many changes wait for it. It hears of no more.")
 
     def _unwatch(self, number: int) -> None:
-        with contextlib.suppress(PoolClosedError, WorkerLostError):
+        with contextlib.suppress(PoolClosedError, WorkerLostError):  # the store has ended
             self._ask("unwatch", number)
 
     # --- connection to the exchange -----------------------------------------------------------------------------------

@@ -465,7 +465,7 @@ class Recorder:
         pause = SAID_S if self._trouble is None else max(min(self._try_at - now, SAID_S), 0.0)
         if self._tell is not None and (self._trouble is None or self._is_hurried):
             pause = 0.0
-        with contextlib.suppress(queue.Empty):
+        with contextlib.suppress(queue.Empty):  # all is taken
             for _ in range(BATCH):
                 self._note(self._inbox.get(timeout=pause))
                 pause = 0.0
@@ -666,7 +666,7 @@ def rows_of(path: Path, item: int, run: int) -> Iterator[Row]:
     for line in lines:
         row = _row(line)
         if row is not None and row.get("run") == run:
-            with contextlib.suppress(KeyError, TypeError, ValueError):
+            with contextlib.suppress(KeyError, TypeError, ValueError):  # a line that is no complete row
                 yield float(row["time"]), item, int(row["attempt"]), dict(row["metrics"])
 
 

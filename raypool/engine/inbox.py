@@ -59,7 +59,7 @@ class ThreadInbox:
     def give_way(self) -> None:
         """Let the driver begin with a burst of messages, once: else it has Python's lock only after `sys.getswitchinterval()`."""
         if self._queue.qsize() == BURST:
-            time.sleep(0)
+            time.sleep(0)  # gives Python's lock to the driver's thread
 
     def get(self, until: float | None) -> Message | None:
         """Wait for a message, or until the time has come."""

@@ -124,7 +124,7 @@ def token_of(folder: str) -> str:
         OSError: The folder cannot be written.
     """
     file = make_folders(Path(folder)) / TOKEN
-    with contextlib.suppress(FileExistsError):
+    with contextlib.suppress(FileExistsError):  # another process has made it: its token counts
         spare = file.with_name(f"{TOKEN}.{uuid.uuid4().hex}{PARTIAL}")
         spare.write_text(uuid.uuid4().hex)
         try:

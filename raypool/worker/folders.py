@@ -133,7 +133,7 @@ def remove_unheld(folder: Path) -> None:
     except OSError:  # somebody is about to hold it
         return
     try:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # another process holds it
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)
     finally:

@@ -68,7 +68,7 @@ class Upkeep:
         """Return the most that the process had of its GPU's memory since then [bytes], None if it had nothing."""
         try:
             return self._allocator.peak() or None
-        except Exception:
+        except Exception:  # a GPU that fails; `settle` sees to that
             return None
 
     def describe_peak(self) -> str:

@@ -220,7 +220,7 @@ def _settings_here() -> dict[str, Any] | None:
     import yaml
 
     for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
+        with contextlib.suppress(psutil.Error):  # it has just ended, or is another user's
             for word in process.cmdline():
                 if word.startswith(OPTION):
                     content: dict[str, Any] = yaml.safe_load(Path(word.removeprefix(OPTION)).expanduser().read_text("utf-8"))

@@ -83,7 +83,7 @@ class Control:
 
     def _last_words(self, name: str) -> str:
         """Return the last line of a log, to follow a sentence."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # there is no such log
             lines = (self._log / name).read_text(errors="replace").split("\n")
             return next((f": {line.strip()}" for line in reversed(lines) if line.strip()), "")
         return ""
@@ -103,14 +103,14 @@ def end(control: Control) -> None:
         time.sleep(0.02)
     while not _reaped():
         for pid in _children():
-            with contextlib.suppress(ProcessLookupError, PermissionError):
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # it has just ended
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
 
 
 def _reaped() -> bool:
     """Whether there are no children any more, except those that have just ended."""
-    with contextlib.suppress(ChildProcessError):
+    with contextlib.suppress(ChildProcessError):  # no child is left
         while True:
             pid, _ = os.waitpid(-1, os.WNOHANG)
             if not pid:
@@ -121,7 +121,7 @@ def _reaped() -> bool:
 def _children() -> list[int]:
     found = []
     for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError, ValueError, IndexError):
+        with contextlib.suppress(OSError, ValueError, IndexError):  # no process, or one that has just ended
             parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
             if parent == os.getpid():
                 found.append(int(entry.name))

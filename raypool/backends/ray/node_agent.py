@@ -97,28 +97,28 @@ class Watched:
     def kill_others(self) -> list[psutil.Process]:
         """Kill its descendants and what else is in its process group; return them, they may take a moment."""
         others = _group(self.pid)
-        with contextlib.suppress(psutil.Error):
+        with contextlib.suppress(psutil.Error):  # it has ended
             others += self.process.children(recursive=True)
         for other in others:
-            with contextlib.suppress(psutil.Error):
+            with contextlib.suppress(psutil.Error):  # it has ended
                 other.kill()
         return others
 
     @property
     def family(self) -> list[int]:
         """Its number, and those of its descendants."""
-        with contextlib.suppress(psutil.Error):
+        with contextlib.suppress(psutil.Error):  # it has ended
             return [self.pid, *(process.pid for process in self.process.children(recursive=True))]
         return []
 
     def freeze(self) -> None:
         """Let it do nothing more until it is killed."""
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError):  # it has ended
             signal.pidfd_send_signal(self._descriptor, signal.SIGSTOP)
 
     def kill(self) -> None:
         """Kill it itself."""
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError):  # it has ended
             signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
 
     @property
@@ -136,7 +136,7 @@ def _group(number: int) -> list[psutil.Process]:
     """Return the processes of a group but for its head, which they may have outlived."""
     members = []
     for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, ProcessLookupError):
+        with contextlib.suppress(psutil.Error, ProcessLookupError):  # it has just ended
             if process.pid != number and os.getpgid(process.pid) == number:
                 members.append(process)
     return members
@@ -190,7 +190,7 @@ class NodeAgent:
             return
         pid, created_at = self._driver
         self._driver = None
-        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):  # no such process on this machine
             descriptor = os.pidfd_open(pid)
             if abs(psutil.Process(pid).create_time() - created_at) > 1:
                 raise ProcessLookupError  # another machine's numbers: the driver is connected from outside

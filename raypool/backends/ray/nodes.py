@@ -257,7 +257,7 @@ class NodeWatch:
                 logger.warning("The pool grows again: %s on %s.", _workers(len(places)), self._on(places))
         except RaypoolError:
             pass  # the pool ends
-        except Exception:
+        except Exception:  # whatever it is: the next look tries again
             logger.debug("The pool could not grow.", exc_info=True)
 
     def _on(self, places: Iterable[int]) -> str:

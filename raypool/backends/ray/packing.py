@@ -381,7 +381,7 @@ class Fetched:
     """How many bytes this process has got from the object store to open what was packed for it."""
 
     num_bytes = 0
-    lock = threading.Lock()
+    lock = threading.Lock()  # `+=` from several threads
 
 
 def unpack(packed: Packed) -> Any:
@@ -870,7 +870,7 @@ class _Store:
 def _open(device: int, inode: int) -> int:
     """Open a file that has no name any more, through the process of Ray's that holds it: the node's raylet; -1: in vain."""
     for process in _raylets():
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # it has just ended, or is another user's
             for path in Path(f"/proc/{process.pid}/fd").iterdir():
                 with contextlib.suppress(OSError):  # it may be closed meanwhile
                     found = path.stat()

@@ -316,7 +316,7 @@ def _wake() -> list[int]:
 
 def _signal(processes: Sequence[int], number: int) -> None:
     for process in processes:
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
             os.kill(process, number)
 
 
