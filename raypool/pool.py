@@ -178,7 +178,7 @@ class PoolView(LoopVerbs, TrainingVerbs, concurrent.futures.Executor):
     def parfeval(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
         """Call `fn(*args, **kwargs)` on the next free worker; return a future at once.
 
-        What is sent is what the arguments are now: changing them later changes nothing. Inside a task the call runs at once. A
+        The arguments are sent as they are now: later changes to them have no effect. Inside a task the call runs at once. A
         coroutine that `fn` returns (`async def`) runs on the worker, in an event loop of its own.
 
         Raises:
@@ -213,13 +213,14 @@ class PoolView(LoopVerbs, TrainingVerbs, concurrent.futures.Executor):
     ) -> MapResults[T]:
         """Call `fn` with the first of each iterable, the second of each, and so on; return the results in this order, lazily.
 
-        A call that fails raises its error where its result would be; the next result follows. When nobody holds the results any
-        more after the first, at `close()`, or when the time is up, what is left of the calls is cancelled, what runs included.
+        A call that fails raises its error where its result would be; the next result follows. When the iterator is
+        dropped after its first result, at `close()`, or when the time is up, the other calls are
+        cancelled, running ones included.
 
         Args:
             fn: Any function; it is shipped to each worker once.
-            *iterables: What to call it with. The shortest says how many calls there are.
-            timeout: From now on, so long a result is waited for [s]; then `TimeoutError` is raised. None: as long as it takes.
+            *iterables: The arguments. The shortest iterable sets the number of calls.
+            timeout: How long to wait for a result, from now on [s]; then `TimeoutError` is raised. None: as long as it takes.
             chunksize: Changes nothing: short calls travel together by measured time.
             buffersize: At most so many calls are ahead of the results that were taken, so the iterables may be without end.
                 None: all are submitted now.
@@ -315,7 +316,7 @@ class PoolView(LoopVerbs, TrainingVerbs, concurrent.futures.Executor):
 
         The ranks are in one process group, through which `context` (an `SpmdContext`) lets them talk: `context.all_reduce(x)` and
         the like, and `torch.distributed` as it is, so that DDP, FSDP and tensor parallel work. The group stays warm for the next
-        call. No rank begins before all their workers are free, and what is submitted later waits for them; no rank ever runs
+        call. No rank begins before all their workers are free, and later work waits for them; no rank ever runs
         twice. Inside a task there is one rank, right there.
 
         Args:
@@ -564,7 +565,7 @@ class StaffedView(PoolView):
             self._engine.driver.post(CancelRequested(task_id))
 
     def delete(self) -> None:
-        """Cancel what is queued and loops that are half done, wait for single calls that run, and give everything back.
+        """Cancel queued calls and unfinished loops, wait for single calls that run, and release everything.
 
         Twice does nothing.
         """
@@ -660,7 +661,7 @@ class PoolPart(StaffedView):
 
         Args:
             wait: Return when the single calls that were submitted here have ended.
-            cancel_futures: Cancel what is queued. A loop that is half done counts as queued.
+            cancel_futures: Cancel queued work. An unfinished loop counts as queued.
         """
         self._is_over = True
         works = self._works()
@@ -723,7 +724,7 @@ class ParallelPool(StaffedView):
     """Workers that each hold a GPU (or a core) for as long as the pool lives. Open one with `parpool`.
 
     A `concurrent.futures.Executor`, with MATLAB's verbs beside the standard ones. As a context manager it waits for its work at
-    the end; if the block ends with an error, what is queued is cancelled. Safe to use from several threads.
+    the end; if the block ends with an error, queued work is cancelled. Safe to use from several threads.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -766,11 +767,11 @@ class ParallelPool(StaffedView):
         self._engine.resize(num_workers)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Take no more work, and give everything back when what is left is done.
+        """Take no more work, and release everything when all work is done.
 
         Args:
             wait: Return only then.
-            cancel_futures: Cancel what is queued. A loop that is half done counts as queued: what runs of it is given up.
+            cancel_futures: Cancel queued work. An unfinished loop counts as queued: its running items are given up.
         """
         self._engine.shutdown(wait, cancel_queued=cancel_futures)
 

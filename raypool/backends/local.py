@@ -108,7 +108,7 @@ class InlineBackend:
         return [NodeDevices(platform.node(), gpus_here(self._profile.inventory)[0], list(self._workers.values()))]
 
     def gpu_memory(self, take: Callable[[dict[int, GpuMemory]], object]) -> None:
-        """Say nothing: which GPU a worker uses, if any, nobody knows here."""
+        """Do nothing: it is unknown which GPU a worker uses, if any."""
 
     def _way_of_own(self) -> Way:
         from raypool.channel.exchange import LocalExchange  # which imports asyncio, for the few who need it
@@ -156,7 +156,7 @@ class InlineBackend:
         return info
 
     def _set_up(self, worker_id: int, info: WorkerInfo, setups: Sequence[Function]) -> bool:
-        """Call what a worker begins with, in its thread, and tell what came of it."""
+        """Call the setups of a worker, in its thread, and post the result."""
         try:
             set_up([setup.packed for setup in setups], info)
         except (Exception, SystemExit) as error:
@@ -324,7 +324,7 @@ class InlineBackend:
         return raw
 
     def signal(self, worker_id: int, attempt_id: int, task_id: int, wish: Signal) -> None:
-        """Pass on what somebody wants of a slice; here nobody can want anything while it runs but its own thread."""
+        """Pass on a request about a slice; only its own thread can make one while it runs."""
         guard = self._guards.get(worker_id)
         if guard is not None:
             guard.request(wish, attempt_id, task_id)
@@ -452,7 +452,7 @@ class ThreadsBackend(InlineBackend):
         self._calls[worker_id].put(call)
 
     def _tell_early(self, worker_id: int, call: OpenCall, narrowed: Narrowed) -> None:
-        """Tell what is done of a call that lasts, and hold it no more: somebody may want it freed."""
+        """Report the finished items of a call that lasts, and drop them: the user may want them freed."""
         kept, results = narrowed.kept, [result_of(result) for result in narrowed.results]
         self._post(AttemptNarrowed(worker_id, narrowed.attempt_id, (), kept), results)
         call.let_go(narrowed)

@@ -38,7 +38,7 @@ class Holder(Protocol):
 class Hub:
     """Delivers what tasks send. Holders are referred to weakly: what arrives for one that is gone is dropped.
 
-    `on_early` takes what workers tell of calls that last: worker, message.
+    `on_early` takes reports about calls that last: worker, message.
     """
 
     on_early: Callable[[int, bytes], object] | None = None
@@ -90,12 +90,12 @@ class Hub:
         return functools.partial(self._wait, worker_id, number)
 
     def catch_up(self) -> None:
-        """Wait for all that somebody could wait for: what calls had said that have ended."""
+        """Wait for all messages of calls that have ended."""
         for worker_id, number in list(self._awaited.items()):
             self._wait(worker_id, number)
 
     def forget(self, worker_id: int) -> None:
-        """Note that a worker has gone: nobody need wait for it, but what still comes counts."""
+        """Note that a worker has gone: no thread waits for it, but late messages count."""
         with self._changed:
             self._gone.add(worker_id)
             self._skip(worker_id)

@@ -135,7 +135,7 @@ class Driver:
         return threading.current_thread() is self._thread or threading.get_ident() == self._drainer
 
     def _ask_call(self, future: Future[Any]) -> None:
-        """Pass on what somebody wants of a call: that it ends, or that it ends early by itself."""
+        """Pass on a request about a call: to cancel it, or to end early by itself."""
         self.post(m.CancelRequested(future.task_id) if future.cancelled() else m.StopRequested(future.task_id))
 
     def end_loan(self, worker_ids: Sequence[int]) -> None:
@@ -234,7 +234,7 @@ class Driver:
             self._end_leftovers()
 
     def _end_leftovers(self) -> None:
-        """End what came too late, or all there is after a failure."""
+        """End works that came too late, or all works after a failure."""
         while not self._inbox.is_empty and (message := self._inbox.get(None)) is not None:
             event, payload = message
             if isinstance(event, m.TaskSubmitted):
@@ -301,7 +301,7 @@ class Driver:
             self._bury(worker, reason, turn)
 
     def _bury(self, worker: Worker, reason: LossReason, turn: Turn, was_idle: bool = False) -> None:
-        """Let go of what is known of a worker that is lost."""
+        """Forget a lost worker, and record what it was running."""
         turn.worker = self._info_of(worker.worker_id)
         self._hub.forget(worker.worker_id)
         calls = self._returns.in_flight.lose(worker.worker_id)
@@ -348,7 +348,7 @@ class Driver:
             case m.DropPlace():
                 self._drop(command)
             case m.BreakPool():
-                pass  # the tasks that end now say so
+                pass  # the tasks that end now report it
             case m.ClosePool():
                 self._close()
 
@@ -397,7 +397,7 @@ class Driver:
         self._inbox.put((m.CancelRequested(task_id), None))
 
     def _run_gang(self, runs: Sequence[m.RunTasks], is_loan: bool) -> None:
-        """Call the ranks of a gang, which know of each other then. The first comes last: "inline" runs it in this very thread."""
+        """Call the ranks of a gang, which now know each other. The first comes last: "inline" runs it in this thread."""
         gang = cast("GangWork", self.works[runs[0].slices[0].task_id])
         for run in runs if is_loan else ():
             self._returns.in_flight.send(run.worker_id, run.attempt_id).sent.append(Sent(run.slices[0], None))
@@ -451,7 +451,7 @@ class Arrivals:
             self.changed.notify_all()
 
     def note_failed(self, place: int, why: str) -> bool:
-        """Note that nobody need wait for the worker in a place; return whether somebody does, and so will be told."""
+        """Note that the worker in a place will not come up; return whether a thread waits for it, and so gets the error."""
         with self.changed:
             self._failed.setdefault(place, why)
             self.changed.notify_all()
@@ -463,7 +463,7 @@ class Arrivals:
             self.infos.pop(place, None)
 
     def expect(self, places: Sequence[int]) -> None:
-        """Say that somebody is going to `wait` for the workers in these places."""
+        """Announce a later `wait` for the workers in these places."""
         with self.changed:
             self._awaited.update(places)
 
@@ -509,7 +509,7 @@ class Turn:
         self.missed: list[tuple[Slice, Why]] = []
 
     def result(self, items: Slice) -> SliceResult:
-        """Return what has come of these items."""
+        """Return the results of these items."""
         return next(result for piece, result in self.results[items.task_id] if piece.start <= items.start < piece.stop)
 
 
@@ -530,8 +530,8 @@ class LossRecord:
     """Why workers and places were lost, for the errors that follow. For the driver's thread."""
 
     def __init__(self, scheduler: Scheduler) -> None:
-        self.words = ""  # what was said of the newest loss
-        self._leaving: dict[int, str] = {}  # by place: what was said of its end
+        self.words = ""  # the text about the newest loss
+        self._leaving: dict[int, str] = {}  # by place: the text about its end
         self._vacated = NOBODY  # who was in the place that was given back last
         self._scheduler = scheduler
 

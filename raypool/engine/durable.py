@@ -161,7 +161,7 @@ class DurableLoop(LoopWork):
         return True
 
     def caught_up(self) -> Feed:
-        """Return what all items have said, also those that need not run; what the others said was there before they counted."""
+        """Return the feed of all items, also restored ones; what the others sent arrived before they counted."""
         if not self.restored:
             return self.feed
         feed = Feed()
@@ -481,7 +481,7 @@ class Recorder:
             self._waiting.append(wish())
 
     def _write(self) -> None:
-        """Write what waits; what has just been refused waits a while longer."""
+        """Write all steps that are due; those that have just been refused wait longer."""
         is_due = self._trouble is None or self._is_hurried or time.monotonic() >= self._try_at
         if not is_due and self._is_total:
             return
@@ -601,7 +601,7 @@ class ItemFiles:
 
     @property
     def num_unwritten(self) -> int:
-        """How many items have said something that could not be written."""
+        """How many items have reports or output that could not be written."""
         return len(self._unwritten)
 
     def write(self) -> OSError | None:
@@ -639,7 +639,7 @@ class ItemFiles:
 
 
 def append(path: Path, data: bytes, is_lines: bool = False) -> None:
-    """Add something to a file, all of it or nothing; behind a line that somebody was killed in the midst of, a new one begins."""
+    """Append to a file, all or nothing; after a line that was cut off by a crash, a new line begins."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     try:
         size = os.fstat(file).st_size

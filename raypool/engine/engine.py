@@ -97,7 +97,7 @@ class Engine:
         self.constants: list[str] = []  # by key
         self._unpack = unpack
         self.hub = Hub()
-        idle_timeout_s = profile.idle_timeout_s if inbox.is_threaded else None  # without a thread, nobody would notice
+        idle_timeout_s = profile.idle_timeout_s if inbox.is_threaded else None  # without a thread, no timer would fire
         scheduler = Scheduler(profile.start_timeout_s, idle_timeout_s)
         self._trace: TraceWriter | None = None
         if profile.trace is not None:
@@ -115,7 +115,7 @@ class Engine:
         self.is_closing = False
         self.is_forked = False  # this process is a fork of the one that has opened the pool
         self._why_closed = "The pool was shut down. Open another with parpool()."
-        self.helpers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # they hand in more work of what is not done yet
+        self.helpers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # they submit the rest of unfinished work
         self._has_noted = False
         self._searched: set[tuple[str, Any]] = set()  # functions, for generators of their own
         self.driver.start(self.backend)
@@ -305,7 +305,7 @@ class Engine:
         return infos
 
     def shutdown(self, wait: bool, cancel_queued: bool = False, cancel_running: bool = False) -> None:
-        """Take no more work; end when what is left is done."""
+        """Take no more work; end when all work is done."""
         if wait and not (cancel_queued or cancel_running or self.is_closing or self.driver.is_own_thread or in_task()):
             self._wait_for_helpers()
         self.is_closing = self.backend.is_ending = True
@@ -350,7 +350,7 @@ os.register_at_fork(after_in_child=_forget_all)
 
 @atexit.register
 def _end_all() -> None:
-    """End what is left when the interpreter ends; nothing may stay on a GPU.
+    """End all pools when the interpreter exits; no process may stay on a GPU.
 
     The standard library's executors wait here for all submitted work, however long it takes. Here it has
     a few seconds, and none after an error or Ctrl-C.
@@ -359,7 +359,7 @@ def _end_all() -> None:
     deadline = time.monotonic() + EXIT_GRACE_S
     for engine in engines:
         engine.note_exit()
-    if not hasattr(sys, "last_type"):  # what the interpreter itself notes of an exception that nobody has caught
+    if not hasattr(sys, "last_type"):  # the interpreter sets it after an uncaught exception
         for engine in engines:
             engine.shutdown(wait=False)
         for engine in engines:

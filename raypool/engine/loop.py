@@ -40,7 +40,7 @@ class Lost(NamedTuple):
 
 
 class CallItems(NamedTuple):
-    """What a call to a worker holds of a loop. Which of these items it is at is not known before it comes back."""
+    """The items of a loop in one call. Which of them is running is unknown until the call comes back."""
 
     items: Slice
     worker: WorkerInfo
@@ -53,7 +53,7 @@ class CallItems(NamedTuple):
 
 
 class Restored(NamedTuple):
-    """What an earlier run of a loop has left of an item: its value or, if it had failed, its error; and how it ran."""
+    """The outcome of an item from an earlier run: its value or error, and how it ran."""
 
     value: Any
     error: BaseException | None
@@ -94,7 +94,7 @@ class LoopWork:
         if options.checkpoints is not None:
             self._home, self._owner = options.checkpoints
         self.keys: list[str] = []  # of the items, where something is kept of them
-        self.run_dir: Path | None = None  # where what becomes of the items is kept
+        self.run_dir: Path | None = None  # the folder for results
         self.trouble: BaseException | None = None  # why not all of it could be kept
         self.restored: dict[int, Restored] = {}  # items that need not run
         self.segments: list[Segment] = []
@@ -109,7 +109,7 @@ class LoopWork:
         self.broken_by: BaseException | None = None
         self.num_settled = 0
         self.changed = threading.Condition()
-        self.on_settled: Callable[[], object] | None = None  # called where nobody can wait for `changed`
+        self.on_settled: Callable[[], object] | None = None  # called instead, where no thread can wait for `changed`
         self.feed = LoopFeed()
         self._catch_ups: dict[int, Callable[[], None]] = {}  # by worker: waits for what it said before it answered last
 
@@ -118,12 +118,12 @@ class LoopWork:
         return ItemNames(self.label)
 
     def catch_up(self) -> None:
-        """Wait until all that items have said which have come back is in the feed. From any thread."""
+        """Wait until the feed has all messages of items that have come back. From any thread."""
         for catch_up in list(self._catch_ups.values()):
             catch_up()
 
     def caught_up(self) -> Feed:
-        """Return what items have said: all of it, of those that have come back. From any thread."""
+        """Return the feed, complete for items that have come back. From any thread."""
         self.catch_up()
         return self.feed
 
@@ -158,7 +158,7 @@ class LoopWork:
         return 1
 
     def close(self) -> None:
-        """Let go of what the loop has open. From any thread; nobody waits for the loop any more."""
+        """Close the files of the loop. From any thread; nobody waits for the loop any more."""
 
     def numbers(self, piece: Slice) -> Sequence[int]:
         """Return the numbers of the items of a slice. From any thread."""
@@ -174,7 +174,7 @@ class LoopWork:
 
     @property
     def running(self) -> dict[int, tuple[Slice, float]]:
-        """What each worker is at, by its index, and since when. From any thread."""
+        """What each worker runs, by its index, and since when. From any thread."""
         return {share.worker.index: (share.items, share.call.began_at or 0.0) for share in self._running_shares()}
 
     def _running_shares(self) -> list[CallItems]:

@@ -44,10 +44,10 @@ class Work(Protocol):
         """Take these items' outcomes."""
 
     def fail(self, piece: Slice, error: TaskError) -> None:
-        """Take it that these items never get an outcome of their own."""
+        """Record that these items never get an outcome of their own."""
 
     def miss(self, piece: Slice, worker: WorkerInfo, why: str | BaseException) -> None:
-        """Take note that these items run again, after their worker was lost (a text says how) or as `retry_on` has it."""
+        """Record that these items run again: their worker was lost (a text says how), or `retry_on` names the error."""
 
     def end(self, state: TaskState, error: BaseException | None) -> None:
         """Take it that nothing more will come; `error` stands for items without an outcome."""

@@ -64,14 +64,14 @@ class Early:
     def __init__(self, watch: Watch, tell: Callable[[OpenCall, Narrowed], object]) -> None:
         self._watch = watch
         self._tell = tell
-        self._told_of = -1  # the last call that was told of
+        self._told_of = -1  # the last call that was reported
 
     def begin(self, call: OpenCall) -> None:
         """Note that a call begins."""
         self._watch.add(call, self)
 
     def end(self, call: OpenCall) -> None:
-        """Note that it is over; nothing is told of it after that."""
+        """Note that it is over; it is not reported after that."""
         call.end()
         self._watch.drop(call)
 
@@ -145,7 +145,7 @@ CALL_LIMIT_S = 0.2
 class Surroundings(NamedTuple):
     """What the runner needs from a worker.
 
-    `functions` finds a function by its id, `unpack` opens the items of a part. `guard` stops a slice that somebody cancels. `say`
+    `functions` finds a function by its id, `unpack` opens the items of a part. `guard` stops a slice that is cancelled. `say`
     takes what a task reports and prints. `keeper` has the values until they travel (None: they stay here). `find_way` finds the
     pool's exchange if that is in this process. `folders` gives items their folders for checkpoints. `upkeep` watches over the
     memory of the worker's GPU, if it has one. `turns` lets items wait for their turn on that GPU, where workers take turns.
@@ -220,7 +220,7 @@ def _run_part(attempt_id: int, part: Part, here: Surroundings, result: RawResult
         items = here.unpack(part.items)
     except BaseException as error:
         here.guard.end()
-        # What was sent can't be opened here (a module that is missing, say): so much for all its items.
+        # The part can't be unpickled here (a module is missing, say): all its items fail.
         note_shortage(error, here.upkeep)
         result.is_interrupted = here.is_interrupt(error)
         result.errors = dict.fromkeys(range(part.start, part.start + part.num_items), as_error(error))
@@ -271,7 +271,7 @@ def _numbers(part: Part) -> Sequence[int]:
 
 
 def _with_folders(fn: Callable[[Any], Any], note: Running, folders: CheckpointFolders) -> Callable[[Any], Any]:
-    """Let the checkpoints of each item be where they are kept before its outcome is known."""
+    """Save the checkpoints of each item before its outcome is reported."""
 
     def call(item: Any) -> Any:
         try:
@@ -460,7 +460,7 @@ class RawResult:
         self.durations_s.pop()
         error = self.errors.pop(self.start + self.done, None)
         if error is not None:
-            traceback.print_exception(error)  # nobody else hears of it
+            traceback.print_exception(error)  # otherwise this error would be lost
 
     def discard(self) -> None:
         """Let it be as if nothing had been begun."""
@@ -481,7 +481,7 @@ class RawResult:
         return copy
 
     def let_go(self, done: int) -> None:
-        """Hold nothing more of the first items; their outcomes are known elsewhere."""
+        """Drop the first items; their outcomes were reported."""
         self.values[:done] = [None] * done
         for index in range(self.start, self.start + done):
             self.errors.pop(index, None)
@@ -533,7 +533,7 @@ class OpenCall:
             self._is_over = True
 
     def narrow(self, tell: Callable[[Narrowed], object]) -> None:
-        """Let the call begin nothing more, unless the user wants all of it in one call, and tell what is done.
+        """Let the call begin no more items (unless the user has set `chunk_size`), and report those that are done.
 
         Nothing is told of a call that is about to end.
         """
@@ -543,7 +543,7 @@ class OpenCall:
                 tell(narrowed)
 
     def let_go(self, narrowed: Narrowed) -> None:
-        """Hold nothing more of what was told."""
+        """Drop what was reported."""
         for result, told in zip(self.results, narrowed.results, strict=False):
             result.let_go(told.done)
 
@@ -604,7 +604,7 @@ class TorchModes(NamedTuple):
 
 
 def _imported_torch() -> Any:
-    """Return torch where somebody has imported it, all of it."""
+    """Return torch if it is completely imported; else None."""
     torch = sys.modules.get("torch")
     return torch if hasattr(torch, "autocast_decrement_nesting") else None
 

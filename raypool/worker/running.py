@@ -72,7 +72,7 @@ class Running:
 
 @contextlib.contextmanager
 def unbroken(note: Running | None) -> Iterator[None]:
-    """Do something that is not to be interrupted in its midst; what was wanted meanwhile comes at the end.
+    """Call something that must not be interrupted; a cancellation meanwhile arrives at its end.
 
     Raises:
         TaskCancelled: The task was cancelled meanwhile.
@@ -105,7 +105,7 @@ def note_in_process(note: Running | None) -> None:
 
 
 def let_notes_travel() -> None:
-    """Let threads, and what is handed to pools of threads, run in the context of whoever starts or submits them.
+    """Let threads, and calls submitted to thread pools, run in the context of the code that starts them.
 
     So what they report and print is about the task that they work for: also if they outlive it, or were there before it. From
     Python 3.14 on threads can do so by themselves (`thread_inherit_context`). For worker processes, which are raypool's own.
