@@ -1,4 +1,4 @@
-"""Every error that raypool raises, in one tree; why a task has failed, in a word or two; what an extra of the package lacks.
+"""All errors of raypool, in one tree; reasons of failed tasks; checks of extras and of whole numbers.
 
 ::
 
@@ -16,18 +16,18 @@
     │   ├── SerializationError    (+ PicklingError)  something could not travel between processes
     │   └── TaskTimeoutError      its time limit was reached and it was stopped
     ├── SpmdError            some ranks of an spmd call failed
-    ├── CollectiveError      ranks that meet in a collective do not want the same, or some never came
+    ├── CollectiveError      ranks called different collectives, or some did not take part
     ├── CompositeError       (+ IndexError)      a part of a Composite is not there
     ├── RankInterrupted      a rank of an spmd call was ended because another one failed
     ├── TrainingError        a training has failed
     ├── CloudError           a cluster file, job or node request was refused
     └── InternalError        raypool's own mistake
 
-`TaskCancelled` stands beside the tree: it is raised inside a task that is cancelled while it runs, and is a `BaseException`, so
+`TaskCancelled` is not in the tree: it is raised inside a task that is cancelled while it runs, and is a `BaseException`, so
 that ``except Exception`` does not catch it.
 
 Exceptions of the user's own are raised as themselves, never wrapped. `TaskTimeoutError` is deliberately no
-`TimeoutError`: that one means that a *wait* ran out while the task goes on.
+`TimeoutError`, which means that a *wait* ran out while the task continues.
 
 A message states the fact with its numbers, then the likely cause, then the next step. Fields are keyword-only and survive
 pickling.
@@ -171,7 +171,7 @@ class SpmdError(RaypoolError):
 
 
 class CollectiveError(RaypoolError):
-    """The ranks that meet in a collective do not want the same, or some do not come: `.missing` are those ranks."""
+    """Ranks called different collectives, or some ranks did not take part: `.missing` has these."""
 
     missing: tuple[int, ...]
 
@@ -185,8 +185,8 @@ class CompositeError(RaypoolError, IndexError):
 class RankInterrupted(RaypoolError):
     """A rank of an spmd call was ended because another one had failed, or the time was up.
 
-    `.at_hand` says which operation it was in, the how-many-th of the context's (0: none of these), and with which other rank
-    (None: with all); None if it was in none. `.place` is the line of the user's function that it was at.
+    `.at_hand` says which operation it was in, its number among the context's (0: none of these), and with
+    which other rank (None: with all); None if it was in none. `.place` is the line that it was at.
     """
 
     at_hand: tuple[str, int, int | None] | None
@@ -196,8 +196,8 @@ class RankInterrupted(RaypoolError):
 class TrainingError(RaypoolError):
     """A training has failed: `.failures` maps rank to exception, `.first_rank` is the one that failed first.
 
-    Its `__cause__` is the exception of that rank. `.result` is what there is all the same, a `TrainingResult`: what was reported,
-    and the last checkpoint, from which another run can go on (`RunOptions(start_from=error.result.checkpoint)`).
+    Its `__cause__` is the exception of that rank. `.result` is a `TrainingResult` with what was reported, and with
+    the last checkpoint, from which another run can resume (`RunOptions(start_from=error.result.checkpoint)`).
     """
 
     failures: dict[int, BaseException]
@@ -234,7 +234,7 @@ class RemoteTraceback(Exception):
         return f'\n"""\n{self.text}"""'
 
 
-# --- exceptions that travel -------------------------------------------------------------------------------------------
+# --- pickling of exceptions -------------------------------------------------------------------------------------------
 
 IS_HEAP_TYPE = 1 << 9
 """Set in `__flags__` of classes that are not built into Python (Py_TPFLAGS_HEAPTYPE)."""
@@ -290,7 +290,7 @@ def _portable(value: Any) -> Any:
     return type(value)(map(_portable, value)) if type(value) in (list, tuple) else value
 
 
-# --- why a task has failed --------------------------------------------------------------------------------------------
+# --- reasons of failures ----------------------------------------------------------------------------------------------
 
 GPU_OUT_OF_MEMORY = "gpu out of memory"
 OUT_OF_MEMORY = LossReason.OUT_OF_MEMORY.value
@@ -402,11 +402,11 @@ def check_installed(extra: str, what: str, *modules: str) -> None:
         )
 
 
-# --- whole numbers: Python's integers, NumPy's, and whatever else Python takes for an index; no bool ------------------
+# --- whole numbers ----------------------------------------------------------------------------------------------------
 
 
 def whole_number(value: Any) -> int | None:
-    """Return a whole number as Python's `int`; None for anything else.
+    """Return a whole number (Python's, NumPy's, anything that is an index, but no bool) as `int`; else None.
 
     Example:
         >>> import numpy as np

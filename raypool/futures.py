@@ -1,4 +1,7 @@
-"""Futures that know where their tasks are, and functions over several of them."""
+"""Futures of tasks (`Future`), the results of `map`, and functions over several futures.
+
+The functions are `fetch_next`, `fetch_outputs`, `wait`, `gather`, `after_each` and `after_all`.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +34,14 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-# --- a future that takes little memory until somebody waits for it ----------------------------------------------------
+# --- lean base class of futures ---------------------------------------------------------------------------------------
 
 
 class Meeting:
-    """Where those meet who wait for a future: its lock, and the lists of who is to be told.
+    """The lock of a future, and the lists of those that wait for it or are to be called.
 
-    It stands for a `threading.Condition`, which takes ten times as much memory; it has one once a thread waits for this very
-    future.
+    It stands in for a `threading.Condition`, which takes ten times as much memory; it makes one once a
+    thread waits for this future.
     """
 
     __slots__ = ("_awaited", "_lock", "callbacks", "waiters")
@@ -64,19 +67,19 @@ class Meeting:
         self._lock.release()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait to be notified; whoever calls this has the lock, and has it again then."""
+        """Wait to be notified; the caller holds the lock, and holds it again on return."""
         if self._awaited is None:
             self._awaited = threading.Condition(self._lock)
         return self._awaited.wait(timeout)
 
     def notify_all(self) -> None:
-        """Wake up whoever waits; whoever calls this has the lock."""
+        """Wake the waiting threads; the caller holds the lock."""
         if self._awaited is not None:
             self._awaited.notify_all()
 
 
 class _Making:
-    """Held for an instant, by whoever is the first at a future: one lock for all of them."""
+    """Held for an instant while a future makes its `Meeting`: one lock for all futures."""
 
     lock = threading.RLock()
 
@@ -126,7 +129,7 @@ ENDED = frozenset({IS_CANCELLED, CANCELLED_AND_NOTIFIED, FINISHED})
 logger = logging.getLogger("raypool")
 
 
-# --- the future of a task ---------------------------------------------------------------------------------------------
+# --- future of a task -------------------------------------------------------------------------------------------------
 
 
 class Deferred:
@@ -156,20 +159,20 @@ class Deferred:
 
 
 class Owner(Protocol):
-    """Who brings a future to its end."""
+    """The thread that brings a future to its end."""
 
     @property
     def is_own_thread(self) -> bool:
-        """Whether this code runs in the thread that does it: waiting here would be for ever."""
+        """Whether this code runs in the thread that does it: waiting here would never end."""
 
 
 class Future(LeanFuture[T], Generic[T]):
-    """The handle of one task: a `concurrent.futures.Future` with the task's own story beside its result.
+    """The handle of one task: a `concurrent.futures.Future` that also knows the task's state, metrics and output.
 
     `concurrent.futures.wait` and `as_completed`, `asyncio.wrap_future` and `add_done_callback` take it as it is, and a coroutine
     may `await` it. Its callbacks run in the pool's own thread, in which nothing else runs meanwhile: keep them short. Futures of
     the same pool that have not ended cannot be waited for there: `result`, `fetch_next` and the like raise an error, but
-    `concurrent.futures.wait` and `as_completed` would wait for ever. The functions of `after_each` and `after_all` may wait for
+    `concurrent.futures.wait` and `as_completed` would wait forever. The functions of `after_each` and `after_all` may wait for
     them.
 
     Attributes:
@@ -179,9 +182,9 @@ class Future(LeanFuture[T], Generic[T]):
         started_at: When its (last) run began, None before.
         finished_at: When it ended, None before.
         stop_requested: Whether `request_stop` was called.
-        worker_replaced: What its cancellation has cost, if it was running then: False, the task has stopped and the worker goes
-            on; True, it did not stop and was killed with its worker, which is replaced; None while that is not known, or was not
-            asked.
+        worker_replaced: Whether its cancellation has cost the worker. False: the task has stopped, and the worker continues.
+            True: it did not stop in time, and was killed with its worker, which is replaced. None: not known yet, or it was
+            not cancelled while it ran.
         peak_memory_bytes: The most that its worker had of its (first) GPU's memory while it ran [bytes]; None before its end,
             or if it had none.
         read: Whether `fetch_next` or `fetch_outputs` has delivered it.
@@ -233,7 +236,7 @@ class Future(LeanFuture[T], Generic[T]):
 
     @property
     def submitted_at(self) -> datetime:
-        """When it was handed in."""
+        """When it was submitted."""
         return datetime.fromtimestamp(self._submitted_at, UTC)
 
     @property
@@ -256,7 +259,7 @@ class Future(LeanFuture[T], Generic[T]):
     def reason(self) -> str | None:
         """Why it has no value, in a word or two, such as "cancelled" or "gpu out of memory"; None until then, or if it has one.
 
-        See `raypool.errors.reason_of` for all of them. Never waits.
+        See `raypool.errors.reason_of` for all reasons. Never waits.
         """
         if self.cancelled():
             return CANCELLED
@@ -316,7 +319,7 @@ class Future(LeanFuture[T], Generic[T]):
         """Return the value that the task returned, waiting for it at most `timeout` seconds.
 
         Raises:
-            TimeoutError: It has not ended by then; it goes on.
+            TimeoutError: It has not ended by then; it keeps running.
             concurrent.futures.CancelledError: It was cancelled.
             InvalidValueError: It has not ended, and this is a callback of its own pool, which would wait for itself.
             Exception: What the task raised, as itself.
@@ -330,7 +333,7 @@ class Future(LeanFuture[T], Generic[T]):
             value: Any = self._result
             return value.fetch() if type(value) is Deferred else value  # type: ignore[no-any-return]
         finally:
-            del self, error  # which the error, by its traceback, would hold, and they it
+            del self, error  # else the error's traceback would hold them, and they the error: a cycle
 
     def __await__(self) -> Generator[Any, None, T]:
         """Wait for the result in an asyncio program, whose event loop goes on meanwhile.
@@ -351,7 +354,7 @@ class Future(LeanFuture[T], Generic[T]):
         return self._awaited().__await__()
 
     async def _awaited(self) -> T:
-        import asyncio  # which most need not wait for
+        import asyncio  # imported late: most programs do not need it
 
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[None] = loop.create_future()
@@ -400,7 +403,7 @@ class Future(LeanFuture[T], Generic[T]):
         """Make sure that this thread does not wait for what only it can bring to an end. For the pool, while that is to come.
 
         Raises:
-            InvalidValueError: It would, for ever or until the time is up.
+            InvalidValueError: It would, forever or until the time is up.
         """
         if timeout is not None and timeout <= 0:
             return
@@ -518,7 +521,7 @@ def _error_of(value: Any) -> BaseException | Literal[False]:
         return False
     try:
         value.fetch()
-    except Exception as error:
+    except Exception as error:  # it runs the user's code, to unpickle the value
         return error
     return False
 
@@ -622,7 +625,7 @@ def gather(futures: Sequence[Future[Any]], name: str) -> Future[list[Any]]:
     return whole
 
 
-# --- `map`: results in the order of their arguments, each brought here when somebody asks for it ----------------------
+# --- results of `map` -------------------------------------------------------------------------------------------------
 
 
 P = ParamSpec("P")
@@ -631,14 +634,14 @@ P = ParamSpec("P")
 class MapResults(Iterator[T], Generic[T]):
     """What `PoolView.map` returns.
 
-    It goes on after a call that has failed. What is left is cancelled by `close`, when the time is up, and when nobody holds it
-    any more after the first result.
+    It continues after a failed call. The calls that are left are cancelled by `close`, when the time is up,
+    and when the iterator is dropped after its first result.
 
     Args:
-        submit: Hands in the call with these arguments.
+        submit: Submits the call with these arguments.
         rows: The arguments of each call.
         timeout: When `next` stops waiting [s], from now; None: never.
-        buffersize: So many calls are handed in ahead of the results; None: all, now.
+        buffersize: So many calls are submitted ahead of the results; None: all, now.
 
     Raises:
         SerializationError: The arguments of a call cannot be sent; none of the calls is left.
@@ -677,7 +680,7 @@ class MapResults(Iterator[T], Generic[T]):
         self._has_begun = True
         try:
             self._hand_in()
-        except Exception as error:  # of the user's iterable, or since nothing can be handed in any more
+        except Exception as error:  # of the user's iterable, or since nothing can be submitted any more
             self._calls, self._why = iter(()), error
         except BaseException:  # Ctrl-C: a row that was drawn in this instant would be missing without a word
             self.close()
@@ -724,7 +727,7 @@ class MapResults(Iterator[T], Generic[T]):
 
 
 def unless_interrupted(submit: Callable[P, Future[T]]) -> Callable[P, Future[T]]:
-    """Let Ctrl-C in a call that runs while it is handed in end the handing in: it means all the calls."""
+    """Let Ctrl-C in a call that runs inline end the submission of further calls: it means all of them."""
 
     def submit_unless(*args: P.args, **kwargs: P.kwargs) -> Future[T]:
         future = submit(*args, **kwargs)
@@ -765,7 +768,7 @@ def fetch_next(futures: Sequence[Future[T]], timeout_s: float | None = None) -> 
 
     Args:
         futures: Futures of any pools, also those of `after_each`.
-        timeout_s: Longest wait [s]; None waits for ever.
+        timeout_s: Longest wait [s]; None waits forever.
 
     Raises:
         ValueError: All have been read.
@@ -968,7 +971,7 @@ def _has_value(future: Future[Any]) -> bool:
 
 
 class _Follower(Future[T]):
-    """A future of a call that is made here when others have ended."""
+    """A future of a call that runs in this process when other futures have ended."""
 
     def cancel(self) -> bool:
         """Cancel it if its call has not begun; return whether it is cancelled. What runs in this process cannot be stopped."""
@@ -987,7 +990,7 @@ class _Follower(Future[T]):
         error: BaseException | None = None
         try:
             value = call()
-        except BaseException as raised:  # also one that would end this thread: others wait for it
+        except BaseException as raised:  # also one that would end this thread: other futures wait for it
             error = raised
         self.duration_s = time.perf_counter() - before
         self.finished_at = datetime.now(UTC)
@@ -1000,7 +1003,7 @@ class _Follower(Future[T]):
         """Make sure that neither the thread of the calls waits for it, nor that of a pool whose future it comes after.
 
         Raises:
-            InvalidValueError: It would, for ever.
+            InvalidValueError: It would, forever.
         """
         if timeout is None and _dispatcher.is_here:
             raise InvalidValueError(
@@ -1011,15 +1014,15 @@ class _Follower(Future[T]):
 
 
 class _Dispatcher:
-    """Makes calls one after the other, in a thread that is there as long as there are any.
+    """Makes calls one after the other, in a thread that ends when none is left.
 
-    The interpreter waits for that thread at its end: what has come in by then is not lost.
+    The interpreter waits for that thread at its exit, so calls submitted by then are not lost.
     """
 
     def __init__(self) -> None:
         self._calls: deque[Callable[[], None]] = deque()
         self._thread: threading.Thread | None = None
-        self._lock = threading.RLock()  # the collector may end a pool, and its futures, in the middle of `put`
+        self._lock = threading.RLock()  # reentrant: the collector may end a pool, and so call `put`, within `put`
 
     @property
     def is_here(self) -> bool:
@@ -1030,7 +1033,7 @@ class _Dispatcher:
         """Make a call, soon, in its turn; it must not raise."""
         with self._lock:
             self._calls.append(call)
-            if self._thread is not None and self._thread.is_alive():  # it does not live in a forked child
+            if self._thread is not None and self._thread.is_alive():  # in a forked child it is not alive
                 return
             self._thread = threading.Thread(target=self._make_calls, name="raypool-callbacks", daemon=False)
             try:
@@ -1048,7 +1051,7 @@ class _Dispatcher:
                     return
                 call = self._calls.popleft()
             call()
-            del call  # while it waits for the next, it holds nothing
+            del call  # so that a waiting thread keeps nothing alive
 
 
 _dispatcher = _Dispatcher()

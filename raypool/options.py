@@ -1,4 +1,4 @@
-"""How work is treated that is handed in to a pool, and the checks of what is handed in with it."""
+"""Options of work submitted to a pool, and checks of arguments that come with it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from raypool.errors import InvalidTypeError, InvalidValueError, checked_count, o
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How work that is handed in through a view of the pool is treated; see `PoolView.options`."""
+    """Options of work that is submitted through a view of the pool; see `PoolView.options`."""
 
     retries: int = 2
     retry_on: tuple[type[BaseException], ...] = ()

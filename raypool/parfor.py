@@ -1,4 +1,4 @@
-"""The verb for many items: what can be asked of a pool about a loop."""
+"""`parfor`: the verb (`LoopVerbs`), and one loop in progress (`LoopRun`)."""
 
 from __future__ import annotations
 
@@ -58,45 +58,46 @@ class LoopVerbs:
         """Call `fn(item)` for every item, on all workers at once, and return the results in the order of the items.
 
         Each worker takes the next item when it is free. Items that take milliseconds share calls; longer ones go one by one.
-        While many wait, one below 0.25 s may stand behind the item that its worker runs (for items that wait for one another:
-        `spmd`). An item runs at least once, and again if its worker is lost (up to `retries` times); its result counts exactly
-        once. Inside a task the loop runs serially, in the task.
+        While many items wait, one that takes less than 0.25 s may queue up behind the item that its worker runs; so items
+        must not wait for one another (use `spmd` for that). An item runs at least once, and again if its worker is lost
+        (up to `retries` times); its result counts exactly once. Inside a task the loop runs serially, in the task.
 
         Args:
-            fn: Any function of one argument, also with `async def`. It is shipped to each worker once, with what it closes over,
-                which the items of a worker share: copy a model or an array from outside before changing it
-                (`copy.deepcopy(model)`), or later items on that worker see the change, and nobody else does.
-            items: A list or other iterable, also a generator without end (of which only a few items per worker are drawn
+            fn: Any function of one argument, also with `async def`. It is shipped to each worker once, with the variables that
+                it captures; all items on a worker share these. Copy a captured model or array before changing it
+                (`copy.deepcopy(model)`): otherwise later items on that worker see the change.
+            items: A list or other iterable, also an endless generator (at most a few items per worker are drawn
                 ahead), a DataFrame of pandas or polars (each row a dict), or a number `n` for `range(n)`.
             on_error: "stop": the first failure ends the loop and is raised. "raise": all items run, then the first is raised.
                 "collect": all items run; failures are in the table. None: "raise" with `run_dir`, else "stop".
-            reduce: Fold the values with this function of two arguments, in the order of the items, and return what comes out
-                instead: the same on any number of workers, to the last bit.
+            reduce: Fold the values with this function of two arguments, in the order of the items, and return the result
+                instead: it is the same on any number of workers, to the last bit.
             init: The first operand of `reduce`; None begins with the first value.
-            cost: How long each item will take, roughly and in any unit: a number for each, or a function of the item. Those with
-                the largest go first, so that no long one begins when the others are done. Nothing else changes. It takes a
-                list of items, not a generator.
+            cost: How long each item will take, roughly and in any unit: a number for each, or a function of the item. The most
+                expensive items go first, so that no long one begins when the others are done. Nothing else changes. It
+                needs a list of items, not a generator.
             max_workers: Use at most so many workers; 0 runs serially in this process.
-            chunk_size: Send so many items in a call, whatever they take. None: by measured time.
+            chunk_size: Send so many items in a call, however long they take. None: by measured time.
             seed: Give every item its own random numbers, which depend on the seed and the item's number only: those of Python's,
                 NumPy's and torch's global generators, of all generators that `fn` finds in global variables, its closure,
                 default arguments or a partial (`rng = np.random.default_rng(0)` of a script, say), and `current_task().seed`.
                 In this process (profiles "inline" and "threads") generators are put back afterwards.
-            progress: Show how the loop goes on, on standard error. None: in a notebook as a picture below the cell; on a terminal
-                as a picture there; else as lines in a log file, the first after ten seconds. True: lines from the beginning, too.
-                False: nothing. Or `tqdm`, or what else makes a progress bar: it is called as `progress(total=..., desc=...)`,
-                and what it returns has `update(n)` and, if it likes, `set_postfix(failed=...)` and `close()`.
-            echo: Show what the items print, as it comes, on standard output: each line behind the number of its item. None: in a
-                notebook, unless the items run in this process, which shows what they print anyway. `Results.diary` has what each
-                item has printed in any case.
+            progress: Show the progress of the loop. None: a live display below the cell of a notebook, or on a terminal;
+                elsewhere lines on standard error, the first after ten seconds. True: lines from the beginning, too.
+                False: nothing. Or `tqdm`, or another function that makes a progress bar: it is called as
+                `progress(total=..., desc=...)`, and what it returns has `update(n)` and optionally
+                `set_postfix(failed=...)` and `close()`.
+            echo: Show the output of items as it arrives, on standard output: each line after the number of its item. None: in a
+                notebook, unless the items run in this process, which shows their output anyway. `Results.diary` has the
+                output of each item in any case.
             name: What to call the loop in messages and displays.
-            run_dir: Keep what becomes of each item in this folder, before anybody hears of it. The same call later, with the same
-                items in any order, more of them or fewer, goes on from there: also after the machine went down. An item is known
-                again by what it is; `fn` by its name. Beside the journal are, for each item, what it reported and printed, and
+            run_dir: Save the result of each item in this folder, before it is reported. The same call later, with the same
+                items in any order, more of them or fewer, resumes from there: also after the machine went down. Items are
+                identified by their content, `fn` by its name. Beside the journal are, for each item, its reports and output, and
                 its `current_task().checkpoint_dir`; if items use that, all machines of the pool have to see this folder, or
                 `pool.options(checkpoints=...)` names a URL for it.
-            rerun: What of a `run_dir` runs again: "failed": what failed, and what is missing; "missing": only what has no outcome
-                yet; "all": everything. Checkpoints of the items stay in any case.
+            rerun: Which items run if `run_dir` has results: "failed": failed and missing items; "missing": only items without an
+                outcome; "all": all items. Checkpoints of the items stay in any case.
 
         Returns:
             `Results`: the values in order, and a table of them; with `reduce` the folded value.
@@ -185,11 +186,11 @@ class LoopVerbs:
         return results if reduce is None else folded(results, reduce, init)
 
     def _engine_here(self) -> Engine:
-        """Return the engine for work that is called for here."""
+        """Return the engine for work submitted here; `PoolView` has it."""
         raise NotImplementedError
 
     def _where(self, engine: Engine) -> Where:
-        """Return where work is to run."""
+        """Return where work is to run; `PoolView` has it."""
         raise NotImplementedError
 
 
@@ -219,7 +220,7 @@ def durable_loop(
         InvalidValueError: It is empty, a URL or a file.
         JournalError: The folder cannot be used.
     """
-    from raypool.engine.durable import DurableLoop  # which imports sqlite3, for those who need it
+    from raypool.engine.durable import DurableLoop  # imported late, since it imports sqlite3
 
     if not isinstance(run_dir, (str, os.PathLike)):
         raise InvalidTypeError(f"run_dir={run_dir!r} is not a path. Give the name of a folder.")
@@ -241,21 +242,21 @@ def durable_loop(
     return DurableLoop.open(fn, function, how, run_dir, rerun)
 
 
-# --- one run, in the thread that called it: it feeds items, shows progress, waits, and joins the results --------------
+# --- one loop in the calling thread -----------------------------------------------------------------------------------
 
 
 LOOK_AHEAD = 16
-"""So many items per worker are drawn from a generator before their turn: enough to share calls, few enough to draw lazily."""
+"""How many items per worker are drawn ahead from a generator: enough to share calls, few enough to stay lazy."""
 
 TICK_S = 0.1
-"""How often a progress display is brought up to date [s]."""
+"""How often a progress display is updated [s]."""
 
 PLAIN = frozenset({int, float, str, bool, bytes, complex, type(None)})
-"""Types whose values can always be pickled, so that nobody need try."""
+"""Types whose values can always be pickled, so that no test is needed."""
 
 
 class Watcher(Protocol):
-    """Somebody who is shown how a loop goes on."""
+    """A display of a loop's progress."""
 
     def update(self, work: LoopWork, total: int | None) -> None:
         """Look at the loop; called every tenth of a second and at the end."""
@@ -393,7 +394,7 @@ class LoopRun:
         return self.results()
 
     def _write_rest(self, error: BaseException) -> None:
-        """Have what was brought back until now written down; interrupted again, leave it."""
+        """Let the recorder write the results until now; give up if interrupted again."""
         try:
             self._driver.barrier()
             self._work.close()
@@ -444,7 +445,7 @@ class LoopRun:
             self._driver.post(CancelRequested(self._task_id))
 
     def _note_rest(self, error: KeyboardInterrupt) -> None:
-        """Say where what had finished can be found: nobody expects it in the exception."""
+        """Note in the exception that it has the finished results: nobody expects them there."""
         work = self._work
         count = work.num_settled - (work.interrupt is not None)
         of = f"of {self._total} items" if self._total is not None else "items"
@@ -456,7 +457,7 @@ class LoopRun:
         )
 
     def results(self) -> Results:
-        """Put together what has come back so far."""
+        """Join the results that have come back so far."""
         work = self._work
         segments, lost, errors = list(work.segments), list(work.lost), dict(work.errors)
         items = work.items
@@ -486,7 +487,7 @@ def _move_missing(values: list[Any], errors: dict[int, BaseException]) -> None:
 
 
 def _rows(work: LoopWork, segments: list[Segment], lost: list[Lost], errors: Container[int]) -> list[Row]:
-    """Tell what is known of each item. Made only when somebody looks: for short items it costs more than they do."""
+    """Return a row for each item. Made only when somebody looks: for short items it costs more than they do."""
     rows = [Row() if index not in work.restored else work.restored[index].row for index in range(len(work.items))]
     for piece, result, worker in segments:
         starts = list(itertools.accumulate(result.durations_s, initial=result.started_at))
@@ -520,7 +521,7 @@ def is_serial(engine: Engine) -> bool:
 def watched(
     progress: bool | Callable[..., Any] | None, label: str, engine: Engine
 ) -> contextlib.AbstractContextManager[Watcher | None]:
-    """Show how a loop goes on while the context lasts, if that is wanted; in a task nobody would see it."""
+    """Show the progress of a loop while the context lasts, if that is wanted; not in a task, where nobody sees it."""
     if progress is False or in_task():
         return contextlib.nullcontext()
     from raypool.views.progress import watched as watched_by_somebody
@@ -530,7 +531,7 @@ def watched(
 
 @contextlib.contextmanager
 def echoed(echo: bool | None, work: LoopWork, engine: Engine) -> Iterator[Watcher | None]:
-    """Show what items print while the context lasts, if that is wanted; in a task nobody would see it."""
+    """Show the output of items while the context lasts, if that is wanted; not in a task, where nobody sees it."""
     if in_task() or not (_is_unseen_in_notebook(engine) if echo is None else echo):
         yield None
         return

@@ -1,4 +1,7 @@
-"""The pool: what a user holds."""
+"""The pool: `parpool` opens a `ParallelPool`, whose verbs are those of `PoolView`.
+
+Also here: parts of a pool (`PoolPart`), the current pool (`gcp`), and `fit` on it.
+"""
 
 from __future__ import annotations
 
@@ -43,18 +46,18 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-# --- the verbs: what can be asked of a pool, under whatever options ---------------------------------------------------
+# --- verbs of a pool --------------------------------------------------------------------------------------------------
 
 
 class PoolView(LoopVerbs, TrainingVerbs, concurrent.futures.Executor):
-    """The verbs of a pool, under certain options. `ParallelPool` is one itself; `options` gives others of the same pool."""
+    """The verbs of a pool, with given options. `ParallelPool` is one itself; `options` returns others of the same pool."""
 
     def __init__(
         self, engine: Engine, options: Options, pool: PoolView | None = None, places: tuple[int, ...] | None = None
     ) -> None:
         self._engine = engine
         self._options = options
-        self._pool = pool  # kept from being collected, which would end it
+        self._pool = pool  # a reference, so that the pool is not collected, which would end it
         if places is None and pool is not None:
             places = pool._places
         self._places: tuple[int, ...] | None = places  # of its workers; None: of all
@@ -74,10 +77,10 @@ class PoolView(LoopVerbs, TrainingVerbs, concurrent.futures.Executor):
                 `ray.train.report`, say, and another is in a collective of torch's. A rank that computes may take any time.
                 `fresh_process`: an item runs in a process in which nothing has run before, and which ends after it, whatever it
                 leaves behind there (it costs a worker's start; in pools of this process it means nothing). `priority`: higher
-                goes first; equal ones go in the order in which they were handed in. `worker`: run on the worker with this
+                goes first; equal ones go in the order in which they were submitted. `worker`: run on the worker with this
                 number only; if that one is lost, so is the task. `name`: what to call the work in messages and displays.
                 `checkpoints`: a folder that all machines of the pool see, or a URL ("gs://..."), in which
-                `current_task().checkpoint_dir` of each item is kept, for whoever hands in an equal one later too (of the same
+                `current_task().checkpoint_dir` of each item is kept, for whoever submits an equal one later too (of the same
                 function, with equal arguments); equal calls that run at the same time share it.
 
         Raises:
@@ -100,7 +103,7 @@ class PoolView(LoopVerbs, TrainingVerbs, concurrent.futures.Executor):
         return _serial_view, ()
 
     def _engine_here(self) -> Engine:
-        """Return the engine for work that is called for here: in a task, a serial one."""
+        """Return the engine for work submitted here: in a task, a serial one."""
         if in_task():
             return serial_engine()
         self._check_open()
@@ -170,13 +173,13 @@ class PoolView(LoopVerbs, TrainingVerbs, concurrent.futures.Executor):
         self._check_open()
         return device_table(self._engine.backend.devices(), running(self._engine.driver), self._numbers())
 
-    # --- one at a time ------------------------------------------------------------------------------------------------
+    # --- single calls -------------------------------------------------------------------------------------------------
 
     def parfeval(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
         """Call `fn(*args, **kwargs)` on the next free worker; return a future at once.
 
-        What is sent is what the arguments are now: changing them later changes nothing. Inside a task the call runs at once. A
-        coroutine that `fn` returns, as functions with `async def` do, is run there, in an event loop of its own.
+        The arguments are sent as they are now: later changes to them have no effect. Inside a task the call runs at once. A
+        coroutine that `fn` returns (`async def`) runs on the worker, in an event loop of its own.
 
         Raises:
             InvalidTypeError: `fn` cannot be called, or is a generator function.
@@ -210,16 +213,17 @@ class PoolView(LoopVerbs, TrainingVerbs, concurrent.futures.Executor):
     ) -> MapResults[T]:
         """Call `fn` with the first of each iterable, the second of each, and so on; return the results in this order, lazily.
 
-        A call that fails raises its error where its result would be; the next result follows. When nobody holds the results any
-        more after the first, at `close()`, or when the time is up, what is left of the calls is cancelled, what runs included.
+        A call that fails raises its error where its result would be; the next result follows. When the iterator is
+        dropped after its first result, at `close()`, or when the time is up, the other calls are
+        cancelled, running ones included.
 
         Args:
             fn: Any function; it is shipped to each worker once.
-            *iterables: What to call it with. The shortest says how many calls there are.
-            timeout: From now on, so long a result is waited for [s]; then `TimeoutError` is raised. None: as long as it takes.
+            *iterables: The arguments. The shortest iterable sets the number of calls.
+            timeout: How long to wait for a result, from now on [s]; then `TimeoutError` is raised. None: as long as it takes.
             chunksize: Changes nothing: short calls travel together by measured time.
             buffersize: At most so many calls are ahead of the results that were taken, so the iterables may be without end.
-                None: all are handed in now.
+                None: all are submitted now.
 
         Returns:
             An iterator over the values, with a method `close`.
@@ -305,14 +309,14 @@ class PoolView(LoopVerbs, TrainingVerbs, concurrent.futures.Executor):
         engine.driver.setups.append(setup)
         return functools.partial(engine.driver.setups.remove, setup)
 
-    # --- every worker at once -----------------------------------------------------------------------------------------
+    # --- spmd ---------------------------------------------------------------------------------------------------------
 
     def spmd(self, fn: Callable[..., Any], /, *args: Any, workers: int | Iterable[int | WorkerInfo] | None = None) -> Composite:
         """Call `fn(context, *args)` on all workers at the same time, each of which is a rank; return what they keep.
 
         The ranks are in one process group, through which `context` (an `SpmdContext`) lets them talk: `context.all_reduce(x)` and
         the like, and `torch.distributed` as it is, so that DDP, FSDP and tensor parallel work. The group stays warm for the next
-        call. No rank begins before all their workers are free, and what is handed in later waits for them; no rank ever runs
+        call. No rank begins before all their workers are free, and later work waits for them; no rank ever runs
         twice. Inside a task there is one rank, right there.
 
         Args:
@@ -370,7 +374,7 @@ class PoolView(LoopVerbs, TrainingVerbs, concurrent.futures.Executor):
             2
         """
         from raypool.spmd.call import submit_spmd
-        from raypool.spmd.composite import workers_of  # a fifth of what importing raypool would take
+        from raypool.spmd.composite import workers_of  # imported late: it would add a fifth to the time of `import raypool`
 
         check_callable(fn)
         if self._options.fresh_process:
@@ -402,11 +406,11 @@ def _serial_view() -> PoolView:
     return PoolView(serial_engine(), Options())
 
 
-# --- what a pool and its parts have in common, and how a pool is parted -----------------------------------------------
+# --- workers, queue and parts of a pool -------------------------------------------------------------------------------
 
 
 Works = list[tuple[int, Work]]
-"""Tasks by id, in the order in which they were handed in."""
+"""Tasks by id, in the order of their submission."""
 
 
 class TaskQueue:
@@ -417,7 +421,7 @@ class TaskQueue:
 
     @property
     def queued(self) -> list[Future[Any]]:
-        """Those that wait for a worker, in the order in which they were handed in."""
+        """The calls that wait for a worker, in the order of their submission."""
         return self._in_state("queued")
 
     @property
@@ -439,7 +443,7 @@ def _whole_of(future: Future[Any]) -> Future[Any]:
 
 
 class StaffedView(PoolView):
-    """A view with workers of its own to show: all of the pool's (`ParallelPool`), or some of them (`PoolPart`)."""
+    """A view that shows its workers: all of the pool's (`ParallelPool`), or some of them (`PoolPart`)."""
 
     @property
     def workers(self) -> list[WorkerInfo]:
@@ -472,7 +476,7 @@ class StaffedView(PoolView):
         return self._engine.is_over
 
     def _works(self) -> Works:
-        """Return what has been handed in and has not ended, as far as it is bound to these workers."""
+        """Return what has been submitted and has not ended, as far as it is bound to these workers."""
         self._engine.driver.barrier()
         works = list(self._engine.driver.works.items())
         if self._places is None:
@@ -486,7 +490,7 @@ class StaffedView(PoolView):
 
     @property
     def store(self) -> ValueStore:
-        """The values by name that whoever has opened the pool and all its tasks share; parts of it too."""
+        """The value store, shared by the process that opened the pool, its tasks and its parts."""
         return self._engine.store
 
     def constant(self, source: T | Callable[[], T], cleanup: Callable[[T], object] | None = None) -> Constant[T]:
@@ -561,7 +565,7 @@ class StaffedView(PoolView):
             self._engine.driver.post(CancelRequested(task_id))
 
     def delete(self) -> None:
-        """Cancel what is queued and loops that are half done, wait for single calls that run, and give everything back.
+        """Cancel queued calls and unfinished loops, wait for single calls that run, and release everything.
 
         Twice does nothing.
         """
@@ -574,7 +578,7 @@ class StaffedView(PoolView):
         count = f"{self.num_workers} worker" + ("s" if self.num_workers != 1 else "")
         return f"<{type(self).__name__}: {'closed' if self.is_closed else f'{count}, {self.idle_workers} idle'}>"
 
-    # --- parts --------------------------------------------------------------------------------------------------------
+    # --- partition ----------------------------------------------------------------------------------------------------
 
     def partition(
         self, *, per_gpu: int | None = None, per_host: int | None = None, workers: Iterable[int | WorkerInfo] | None = None
@@ -635,7 +639,7 @@ class StaffedView(PoolView):
 class PoolPart(StaffedView):
     """Some of the workers of a pool, with the verbs of a pool. Made by `partition`, which says what it is for.
 
-    Its `queue`, `busy` and `cancel_all` are about what may run on its own workers only, whoever has handed that in.
+    Its `queue`, `busy` and `cancel_all` cover the work that may run only on its own workers, whoever submitted it.
     """
 
     def __init__(self, pool: StaffedView, places: Sequence[int]) -> None:
@@ -653,11 +657,11 @@ class PoolPart(StaffedView):
         super()._check_open()
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Take no more work here. The workers stay with the pool, which goes on.
+        """Take no more work here. The workers stay with the pool, which stays open.
 
         Args:
-            wait: Return when the single calls that were handed in here have ended.
-            cancel_futures: Cancel what is queued. A loop that is half done counts as queued.
+            wait: Return when the single calls that were submitted here have ended.
+            cancel_futures: Cancel queued work. An unfinished loop counts as queued.
         """
         self._is_over = True
         works = self._works()
@@ -692,7 +696,7 @@ def _picked(workers: Iterable[WorkerInfo], names: Callable[[WorkerInfo], Sequenc
     return picked
 
 
-# --- the pool ---------------------------------------------------------------------------------------------------------
+# --- pool -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -720,7 +724,7 @@ class ParallelPool(StaffedView):
     """Workers that each hold a GPU (or a core) for as long as the pool lives. Open one with `parpool`.
 
     A `concurrent.futures.Executor`, with MATLAB's verbs beside the standard ones. As a context manager it waits for its work at
-    the end; if the block ends with an error, what is queued is cancelled. Safe to use from several threads.
+    the end; if the block ends with an error, queued work is cancelled. Safe to use from several threads.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -756,18 +760,18 @@ class ParallelPool(StaffedView):
         New ones are up on return. Free ones are given back first; a busy one ends after what it is running.
 
         Raises:
-            ResourceError: There are not so many; the pool stays as it is.
+            ResourceError: There are fewer; the pool stays as it is.
         """
         num_workers = checked_count("num_workers", num_workers, least=1)
         self._engine.check_open()
         self._engine.resize(num_workers)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Take no more work, and give everything back when what is left is done.
+        """Take no more work, and release everything when all work is done.
 
         Args:
             wait: Return only then.
-            cancel_futures: Cancel what is queued. A loop that is half done counts as queued: what runs of it is given up.
+            cancel_futures: Cancel queued work. An unfinished loop counts as queued: its running items are given up.
         """
         self._engine.shutdown(wait, cancel_queued=cancel_futures)
 
@@ -836,7 +840,7 @@ def open_pool(
     initargs: Iterable[Any] = (),
     **changes: Any,
 ) -> ParallelPool:
-    """Do as `parpool` does, but for whoever opens a pool for itself and ends it: it never becomes the current one (`gcp`)."""
+    """Do as `parpool` does, for code that ends the pool itself: it never becomes the current one (`gcp`)."""
     asked = checked_range(num_workers)
     if initializer is not None:
         changes = _with_setup(initializer, initargs, changes)
@@ -899,7 +903,7 @@ def gcp(create: bool = True) -> ParallelPool | None:
     if not create:
         return None
     global _made_here
-    _made_here = parpool()  # nobody else holds it
+    _made_here = parpool()  # keeps the pool alive: nobody else holds it
     return _made_here
 
 

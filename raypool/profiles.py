@@ -1,4 +1,8 @@
-"""Where a pool runs, and what each of its workers gets; what cannot work is refused before anything happens."""
+"""Profiles: where a pool runs, and what each worker gets; invalid values are refused at once.
+
+`Profile` is a profile, `WorkerResources` the resources of one worker, and `Tls` the certificates of a
+cluster. Also here: their checks, and labels of machines.
+"""
 
 from __future__ import annotations
 
@@ -133,7 +137,7 @@ class WorkerResources:
 
 
 def _check_fraction(gpus: float) -> None:
-    """Refuse a part of a GPU by which it cannot be divided up: the rest would be held, and lie idle.
+    """Refuse a fraction that does not divide a GPU: the rest would be held, and idle.
 
     Raises:
         InvalidValueError: It is such.
@@ -182,7 +186,7 @@ class Profile:
         working_dir: A folder that all workers have as a copy, and as their working directory, so that they can import its
             modules. What its .gitignore and .rayignore name stays here.
         packages: What `pip` is to install for the workers, as in a requirements file.
-        jobs_address: Where jobs are handed in: the URL of the cluster's dashboard. None: see `jobs_url`.
+        jobs_address: Where jobs are submitted: the URL of the cluster's dashboard. None: see `jobs_url`.
         resources: What each worker gets; or a list of that, one for each worker, in the order of the workers. The pool then has
             exactly so many: `[WorkerResources(gpus=0)] * 6 + [WorkerResources(gpus=1)] * 2`.
         gpus: Only these GPUs of this machine, by index; on a cluster a mapping of machines (their names, addresses or Ray's node
@@ -206,18 +210,18 @@ class Profile:
             machines without InfiniBand; see docs/several_gpus.md.
         setup: A function without arguments that runs once in each worker process, before its first task; also in one that
             replaces another. If it raises, the worker does not start. What it leaves in global variables is there for tasks that
-            travel by value (of a script or a notebook) too, but for a variable that has changed in this process since: of that
+            travel by value (of a script or a notebook) too, except for a variable that has changed in this process since: of that
             they see the new value.
         teardown: A function without arguments that runs once in each worker process at its orderly end: not in one that was
             killed.
         start_timeout_s: Longest wait for resources, and for a worker to come up [s].
         idle_timeout_s: After so long without work the workers end and their memory is free; the next call starts them again
             [s]. None: never.
-        cancel_grace_s: So long a task that was cancelled has to end; then its process is killed and replaced [s].
+        cancel_grace_s: Time for a cancelled task to end [s]; then its process is killed and replaced.
         retries: How often an item runs again after its worker was lost.
         quiet: Do not print the line that says what was started.
         trace: Record the scheduler's events in this file (JSON lines), for `raypool.testing.replay`.
-        inventory: Who knows the GPUs of a machine; for tests, and for cards of which NVML knows nothing.
+        inventory: Tells the GPUs of a machine; for tests, and for GPUs that NVML does not know.
 
     Raises:
         InvalidTypeError: A field is of a wrong kind.
@@ -288,7 +292,7 @@ class Profile:
 
     @property
     def jobs_url(self) -> str:
-        """Where jobs are handed in: `jobs_address`, else port 8265 of this machine, where the dashboard or a tunnel to it is.
+        """Where jobs are submitted: `jobs_address`, else port 8265 of this machine, where the dashboard or a tunnel to it is.
 
         Raises:
             InvalidValueError: The cluster is on another machine, whose dashboard, as a rule, only that machine itself reaches.
@@ -466,7 +470,7 @@ def _check_plain_call(name: str, fn: Any) -> None:
         raise InvalidTypeError(f"{name}={fn!r} is not callable. Give a function without arguments.")
     try:
         signature = inspect.signature(fn)
-    except (TypeError, ValueError):  # some builtins do not say what they take
+    except (TypeError, ValueError):  # some builtins have no signature
         return
     try:
         signature.bind()
@@ -536,7 +540,7 @@ def _checked_indices(gpus: Any) -> tuple[int, ...]:
     return tuple(indices)
 
 
-# --- labels of machines, by the rules of Ray --------------------------------------------------------------------------
+# --- labels of machines -----------------------------------------------------------------------------------------------
 
 
 def has_labels(labels: Mapping[str, str], wanted: Mapping[str, str]) -> bool:

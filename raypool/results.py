@@ -1,4 +1,4 @@
-"""What `parfor` returns: the values in order, and everything known of how they came about."""
+"""`Results`, which `parfor` returns: the values in order, and a table of how each item ran."""
 
 from __future__ import annotations
 
@@ -268,13 +268,13 @@ class Results(Sequence[Any]):
         yield from self._get_misses()
 
     def timeline(self, path: str | os.PathLike[str] | None = None, *, title: str | None = None) -> Figure:
-        """Draw what ran when: a bar for each attempt at an item, in the line of its worker. What is not covered was idle.
+        """Draw a timeline: a bar for each attempt at an item, in the row of its worker. Gaps are idle time.
 
         Args:
-            path: Write it there too: a picture by its suffix (".png", ".svg", ".pdf" and what else matplotlib writes); ".json":
+            path: Write it to this file, too: an image by its suffix (".png", ".svg", ".pdf" and others of matplotlib); ".json":
                 as a Chrome trace, for https://ui.perfetto.dev or chrome://tracing (a process for each host, a thread for each
                 worker, times in microseconds).
-            title: What stands above it.
+            title: The title of the figure.
 
         Returns:
             The matplotlib figure.
@@ -304,7 +304,7 @@ class Results(Sequence[Any]):
         return figure
 
     def report(self, path: str | os.PathLike[str], *, title: str | None = None) -> Path:
-        """Write all of this as a page that any browser opens, also offline: one file, which loads nothing from anywhere.
+        """Write an HTML report of the loop: one file that any browser opens, also offline.
 
         It has a summary, the table of the items (to sort, filter and search), the failures with their tracebacks, learning curves
         of what was reported, parallel coordinates of the configurations, what ran when on each worker with its idle time, and
@@ -407,7 +407,7 @@ def _is_finite(value: Any) -> bool:
 
 
 def told(error: BaseException) -> str:
-    """Return the type and text of an exception, as the table has them."""
+    """Return the type and text of an exception, as they appear in the table."""
     try:
         return f"{type(error).__name__}: {error}"
     except Exception:  # the user's own __str__
@@ -428,7 +428,7 @@ def _restored(  # noqa: PLR0913, PLR0917 - as in pickles of older versions
 
 
 class Diaries(Sequence[str]):
-    """What each item of a loop printed; put together when somebody looks at it."""
+    """The output of each item of a loop; joined when somebody reads it."""
 
     def __init__(self, size: int, get: Callable[[int], str]) -> None:
         self._numbers = range(size)

@@ -1,4 +1,4 @@
-"""What a user's function can ask and do in a task: `current_task`, `report`, and its checkpoint file."""
+"""What a user's function can do in a task: `current_task`, `report`, checkpoints, `MetricBuffer`."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CurrentTask:
-    """The task that is running: which item, for which time, on which worker.
+    """The running task: its item, attempt, seed and worker.
 
     Attributes:
         index: The item's number in its loop, from 0; 0 for a single call.
-        attempt: For the how-many-th time the item runs, from 1; above 1 only after a worker was lost or by `retry_on`.
+        attempt: The number of this attempt at the item, from 1; above 1 only after a worker was lost or by `retry_on`.
         seed: The item's own 64-bit seed, if the loop was given one; the same on any number of workers.
         worker: The worker's number in its pool, from 0.
         gpu: The GPU's index on its machine, None without one.
@@ -48,16 +48,16 @@ class CurrentTask:
 
     @property
     def should_stop(self) -> bool:
-        """Whether to end early and return what there is: somebody has asked for it, or the machine is about to go.
+        """Whether to end early and return what you have: on `request_stop`, or before the machine goes away.
 
-        What is returned after `future.request_stop()` counts. Where the machine is about to go, it does not: the item runs again
-        elsewhere, charged no attempt, and goes on from what it has left in its `checkpoint_dir`, if that is kept where other
-        machines find it (`run_dir=`, `options(checkpoints=...)`). So do items that have looked since then, however they end;
-        those that have not looked, and end, have ended.
+        After `future.request_stop()` the value that you return counts. Before the machine goes away it does not: the item runs
+        again elsewhere, which does not count as a retry, and resumes from its `checkpoint_dir`, if that is kept where other
+        machines find it (`run_dir=`, `options(checkpoints=...)`). That holds for items that have read this property since
+        the notice; an item that has not, and ends, is finished.
 
-        Looking costs next to nothing; a training loop may do it at every step. In a loop that `pool.train` runs it becomes true
-        for all ranks at once, by a `ray.train.report`, so that none goes on without the others. What may run once only
-        (`retries=0`) is not told that its machine is about to go.
+        Reading it costs next to nothing; a training loop may do it at every step. In a loop that `pool.train` runs it becomes
+        true for all ranks at once, by a `ray.train.report`, so that none continues without the others. An item that may run
+        only once (`retries=0`) is not told that its machine is about to go.
         """
         note = self._note
         if note is None:
@@ -68,13 +68,13 @@ class CurrentTask:
         return is_asked
 
     def on_preempt(self, fn: Callable[[], object]) -> None:
-        """Have a function called, once, when it is known that this machine is about to go: a spot machine that is wanted, say.
+        """Register a function to be called once, when this machine is about to go (preemption of a spot machine, say).
 
-        For code that has a loop of its own, in which nobody can look at `should_stop`: save what there is, or have the loop end.
+        For code whose loop cannot check `should_stop`: save a checkpoint, or let the loop end.
         It is called in the thread of the task, between two lines of Python, as a signal's handler is (never in the midst of
-        `save_checkpoint` or of an import); so it may find a model in the middle of an optimizer's step. There are some seconds:
-        on Compute Engine about 20, on EC2 two minutes. What it raises is printed, and changes nothing. After it was called the
-        item runs again elsewhere, charged no attempt, whatever it still returns.
+        `save_checkpoint` or of an import); so it may find a model in the middle of an optimizer's step. Time is short:
+        about 20 seconds on Compute Engine, two minutes on EC2. What it raises is printed, and changes nothing. After the
+        call the item runs again elsewhere, whatever it still returns; that does not count as a retry.
 
         If it is known already, the function is called at once. Without a pool, on the backends "threads" and "inline" and with
         `retries=0` it never is.
@@ -118,7 +118,7 @@ class CurrentTask:
 
     @property
     def checkpoint_dir(self) -> Path:
-        """The item's own folder for checkpoints, which is there: what one attempt has left in it, the next one finds.
+        """The item's own folder for checkpoints, which exists: the next attempt finds what this one leaves in it.
 
         In a loop with a `run_dir` it is in that folder, and stays; with `options(checkpoints=...)` it is there instead. If that
         is a URL, this is a local copy, which `save_checkpoint` and the end of the item upload. Without either it is a temporary
@@ -170,11 +170,11 @@ MAX_METRIC_TEXT = 256
 
 
 def report(**metrics: float | str | None) -> None:
-    """Report how the task is doing: values by name, as often as you like.
+    """Report metrics of the task: values by name, as often as you like.
 
-    A moment later they are in the table `metrics` of the task's future, or of the loop's `Results`; the display of a loop shows
-    the last ones. It takes some microseconds and waits for nobody. Outside a pool, and in the forked processes of a DataLoader,
-    it checks the values and does nothing else, so that a function runs unchanged by itself.
+    A moment later they appear in the table `metrics` of the task's future, or of the loop's `Results`; the display of a loop
+    shows the last ones. It takes some microseconds and never waits. Outside a pool, and in the forked processes of a
+    DataLoader, it checks the values and does nothing else, so that a function runs unchanged by itself.
 
     Args:
         metrics: Numbers (Python's or NumPy's) and short texts (at most 256 characters), in units of your own. None is a missing
@@ -235,7 +235,7 @@ def checked_metric(name: str, value: Any) -> float | str | None:
     raise InvalidTypeError(f"report({name}=...) got a {type(value).__name__}, which is neither a number nor a text. {step}")
 
 
-# --- one file from which a task goes on after it was ended in its midst -----------------------------------------------
+# --- checkpoint files -------------------------------------------------------------------------------------------------
 
 
 FILE = "checkpoint.pt"
@@ -400,7 +400,7 @@ def _removed(spare: Path) -> Iterator[None]:
         raise
 
 
-# --- metrics that stay on the GPU until there are enough of them to be worth a transfer -------------------------------
+# --- metrics on the GPU -----------------------------------------------------------------------------------------------
 
 
 Place = tuple[int, str]
@@ -410,12 +410,12 @@ Place = tuple[int, str]
 class MetricBuffer:
     """Collects the metrics of each step where they are, and reports many steps at once.
 
-    `report(loss=loss.item())` in each step makes the CPU wait until the GPU has done all that it was told, and the GPU wait
-    until the CPU has thought of more. A buffer takes the tensor itself, and neither waits. When it is full, the values of all its
+    `report(loss=loss.item())` in each step makes the CPU wait until the GPU has finished all queued work, and the GPU wait
+    for new work from the CPU. A buffer takes the tensor itself, and neither waits. When it is full, the values of all its
     steps come to the CPU in one transfer (one for each dtype and device that they are of), and each step is reported by itself,
     with the time at which it was added. They are the same numbers as of `.item()`.
 
-    It is a context manager, which flushes at its end: what is left in it would not be reported else. Outside a pool nobody
+    Use it as a context manager, which flushes at its end: otherwise the last steps are not reported. Outside a pool nobody
     listens to reports; `flush` returns what it has brought.
 
     Args:

@@ -1,1 +1,1 @@
-"""Where user code runs: in this process, or on Ray. `base` says what the driver asks of either."""
+"""Backends, which run user code: in this process (`local`) or on Ray. `base` is their protocol."""

@@ -1,4 +1,4 @@
-"""What stands between the driver and the places where user code runs: a protocol of eleven methods."""
+"""The protocol of a backend: what the driver asks of whatever runs user code."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Backend(Protocol):
         """
 
     def sizing(self) -> AbstractContextManager[None]:
-        """Held by whoever sets the size of the pool, which the backend does not change meanwhile.
+        """Return a context in which the size of the pool is set: the backend does not change it meanwhile.
 
         What it has lost before with nodes is not made up for after that.
         """

@@ -1,8 +1,8 @@
-"""The backends without Ray, in this process. With "inline" a task runs in the thread that asks for it.
+"""The backends "inline" and "threads": they run user code in this process, without Ray.
 
-The ranks of a gang run at the same time: the first in the thread that asks for it, each other in one of its own.
-
-With "threads" it is the local mode: the same results as on Ray, milliseconds to start, and a debugger stops in the function.
+With "inline" a task runs in the thread that submits it. The ranks of a gang run at the same time: the
+first in that thread, each other in one of its own. With "threads" each worker is a thread: the same
+results as on Ray, milliseconds to start, and a debugger stops in the function.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class InlineBackend:
     Args:
         profile: How long a cancelled task has to end, and what workers end with.
         post: Tells the driver what has happened.
-        say: Takes what tasks report and print.
+        say: Takes the reports and output of tasks.
         default_workers: How many workers a pool has that does not say.
         find_way: Leads to the exchange of another pool that is to be used.
     """
@@ -108,7 +108,7 @@ class InlineBackend:
         return [NodeDevices(platform.node(), gpus_here(self._profile.inventory)[0], list(self._workers.values()))]
 
     def gpu_memory(self, take: Callable[[dict[int, GpuMemory]], object]) -> None:
-        """Say nothing: which GPU a worker uses, if any, nobody knows here."""
+        """Do nothing: it is unknown which GPU a worker uses, if any."""
 
     def _way_of_own(self) -> Way:
         from raypool.channel.exchange import LocalExchange  # which imports asyncio, for the few who need it
@@ -156,7 +156,7 @@ class InlineBackend:
         return info
 
     def _set_up(self, worker_id: int, info: WorkerInfo, setups: Sequence[Function]) -> bool:
-        """Call what a worker begins with, in its thread, and tell what came of it."""
+        """Call the setups of a worker, in its thread, and post the result."""
         try:
             set_up([setup.packed for setup in setups], info)
         except (Exception, SystemExit) as error:
@@ -303,7 +303,7 @@ class InlineBackend:
                 )
                 with listening():
                     raw = self._run_parts(attempt_id, parts, here)
-        except Exception as error:  # not the user's function: raypool's own mistake, and nobody may wait for it
+        except Exception as error:  # raypool's own mistake, not the user's: nobody may be left waiting
             self._post(WorkerLost(worker_id, LossReason.UNKNOWN), f"raypool failed in it, {type(error).__name__}: {error}")
             self._break_up(parts[0].task_id)
             return False
@@ -324,7 +324,7 @@ class InlineBackend:
         return raw
 
     def signal(self, worker_id: int, attempt_id: int, task_id: int, wish: Signal) -> None:
-        """Pass on what somebody wants of a slice; here nobody can want anything while it runs but its own thread."""
+        """Pass on a request about a slice; only its own thread can make one while it runs."""
         guard = self._guards.get(worker_id)
         if guard is not None:
             guard.request(wish, attempt_id, task_id)
@@ -352,11 +352,11 @@ def result_of(raw: RawResult) -> SliceResult:
     return result
 
 
-# --- the backend "threads": each worker is a thread of this process ---------------------------------------------------
+# --- backend "threads" ------------------------------------------------------------------------------------------------
 
 
 TEARDOWN_TIMEOUT_S = 10.0
-"""What a worker ends with may take so long [s]."""
+"""How long the teardown of a worker may take [s]."""
 
 END_TIMEOUT_S = 1.0
 """A pool that closes waits this long for functions that are still running, after it has cancelled them [s]."""
@@ -452,7 +452,7 @@ class ThreadsBackend(InlineBackend):
         self._calls[worker_id].put(call)
 
     def _tell_early(self, worker_id: int, call: OpenCall, narrowed: Narrowed) -> None:
-        """Tell what is done of a call that lasts, and hold it no more: somebody may want it freed."""
+        """Report the finished items of a call that lasts, and drop them: the user may want them freed."""
         kept, results = narrowed.kept, [result_of(result) for result in narrowed.results]
         self._post(AttemptNarrowed(worker_id, narrowed.attempt_id, (), kept), results)
         call.let_go(narrowed)

@@ -1,1 +1,1 @@
-"""All that travels between the driver and the processes that run tasks, and how it gets there."""
+"""Data and messages between the driver and the processes that run tasks."""

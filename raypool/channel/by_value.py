@@ -1,4 +1,4 @@
-"""What a script defines is made again in other processes: what cloudpickle leaves out of that, and what multiprocessing does."""
+"""Pickling by value what a script defines: what cloudpickle leaves out, and help for multiprocessing."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def note_globals(fn: Callable[..., Any]) -> None:
 
 
 def _reduced_for_child(pickler: Any, value: Any) -> Any:
-    import cloudpickle  # only who starts processes needs it
+    import cloudpickle  # imported late: only code that starts processes needs it
 
     by_value = reduced(value)
     if by_value is NotImplemented and isinstance(value, (type, types.FunctionType)):
@@ -110,7 +110,7 @@ def _function_in_child(module: str, make: Callable[..., Any], code: Any, variabl
 
 
 def _set_in_child(set_state: Callable[..., None], function: Any, state: tuple[dict[str, Any], dict[str, Any]]) -> None:
-    """Let a function have what it brings, but for global variables that are there: what an initializer has set stays."""
+    """Let a function have what it brings, except for global variables that are there: what an initializer has set stays."""
     there = function.__globals__
     state[1]["__globals__"] = {name: value for name, value in state[1]["__globals__"].items() if name not in there}
     set_state(function, state)

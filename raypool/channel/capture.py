@@ -1,7 +1,7 @@
-"""What tasks print: passed on to where it would go anyway, and said to whoever listens to the task.
+"""Captures the output of tasks: it goes on to the original stream, and to the feed of the task.
 
-A worker process has these streams for as long as it lives. In a process that tasks only visit ("threads", "inline") they are
-there while a task runs, and what is printed outside of tasks just passes through.
+A worker process has these streams for as long as it lives. In a process that also runs other code
+("threads", "inline") they are installed while a task runs; output outside of tasks just passes through.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _writing = _Writing()
 
 
 class Echo:
-    """A stream in place of another: it passes everything on, and says what a task writes.
+    """A stream in place of another: it passes everything on, and reports what a task writes.
 
-    What it passes on may come to another one, through a stream that somebody (colorama, say) has put between them.
+    It may pass text on to another `Echo`, through a stream that a library (colorama, say) has put between.
     """
 
     def __init__(self, name: str, original: Any) -> None:

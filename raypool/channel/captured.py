@@ -1,4 +1,4 @@
-"""Finds the random generators and the models that a function captures: in its closure, its global variables, its arguments.
+"""Finds the random generators and models that a function captures (closure, global variables, arguments).
 
 A function takes a copy of each to its worker. Copies of a generator would give all workers the same numbers, so each item seeds
 its own. A model that a function changes stays unchanged in the script, so raypool warns.
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 MOST_VALUES = 5_000
-"""So many values are looked at for a function, no more."""
+"""How many values are searched at most for a function."""
 
 MOST_ENTRIES = 1_000
 """A list or dict with more entries is data, and not looked into."""

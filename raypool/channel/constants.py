@@ -1,4 +1,4 @@
-"""Values that every worker has one of, for as long as the pool lives."""
+"""Constants of a pool (`pool.constant`): one value on each worker, received or built at its first use."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def content_of(source: Any, cleanup: Callable[[Any], object] | None) -> Content:
 
 
 def discard(keys: Sequence[str]) -> None:
-    """Let go of constants in this process, and clean up those that were used here.
+    """Remove constants from this process, and clean up those that were used here.
 
     Raises:
         Exception: What the first cleanup has raised that failed; the others were called all the same.

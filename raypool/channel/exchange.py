@@ -1,7 +1,8 @@
-"""What the processes of a pool ask of each other while tasks run: room in queues, values of the pool's store, where to meet.
+"""The exchange of a pool: what its processes ask while tasks run (queues, the store, meetings of ranks).
 
-`Exchange` runs in an event loop: of the node agent on Ray, or of a thread of this process (`LocalExchange`). Its methods return
-what is to be expected (no such key, a queue that was closed) and raise nothing. It knows keys and packed values only.
+`Exchange` runs in an event loop: of a node agent on Ray, or of a thread of this process
+(`LocalExchange`). Its methods return expected failures (no such key, a closed queue) and raise
+nothing. It knows keys and packed values only.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ MAX_CHANGES = 100_000
 POOL_ENDED = "What the tasks of a pool share has gone: the pool was shut down. Read it before."
 
 LOOK_AGAIN_S = 0.05
-"""Who waits looks again so often [s]: a cancelled task in a thread is told only while it runs Python code."""
+"""Waits are cut into pieces of this length [s]: a thread notices a cancellation only while it runs Python code."""
 
 PassOn = Callable[[str, int, bytes], object]
 
 
 class Exchange:
-    """The one place that all processes of a pool ask.
+    """The one place where all processes of a pool ask.
 
     Args:
         pass_on: Hands a value that is offered to a queue to the process that has opened the pool: queue, ticket, value. What
@@ -120,7 +121,7 @@ class NewGroup:
 
 
 class QueueEnds:
-    """Who has to know of the end of which queue. Queues with a limit need it not: their workers ask each time."""
+    """Tells workers which queues were closed. Queues with a limit do not need it: their workers ask each time."""
 
     def __init__(self) -> None:
         self._workers: dict[str, set[int]] = {}  # by queue
@@ -161,7 +162,7 @@ class QueueEnds:
         for worker_id in sorted(workers):
             self._news.setdefault(worker_id, []).append(queue)
             self._rung.setdefault(worker_id, asyncio.Event()).set()
-        with contextlib.suppress(TimeoutError):
+        with contextlib.suppress(TimeoutError):  # a worker that was killed never answers
             await asyncio.wait_for(all_know.wait(), END_TIMEOUT_S)
         del self._unaware[queue], self._numbers[queue], self._all_know[queue]
         return numbers
@@ -183,7 +184,7 @@ class QueueEnds:
 
 
 class StoreWatcher:
-    """Somebody who wants to know of every change of the store."""
+    """A listener for changes of the store."""
 
     def __init__(self) -> None:
         self.changed: list[Any] = []
@@ -280,7 +281,7 @@ class Shelf:
 
 
 def _to_nobody(queue: str, ticket: int, value: bytes) -> None:
-    """In one process queues need nobody between."""
+    """Do nothing: in one process, queues need no exchange."""
 
 
 class LocalExchange:
@@ -340,7 +341,7 @@ class LocalExchange:
         started.wait()
 
     def close(self) -> None:
-        """End it; whoever waits gets `PoolClosedError`."""
+        """End it; waiting threads get `PoolClosedError`."""
         with self._lock:
             self._closed = POOL_ENDED
             if self._loop is not None and self._ended is not None:

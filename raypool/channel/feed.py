@@ -1,6 +1,7 @@
-"""What a task has said while it ran: the values that it reported, and what it printed.
+"""Feeds: what a task, or the items of a loop, reported and printed while they ran.
 
-A feed keeps little in memory, however much is said: what is older lies in a file without a name, which is gone with the process.
+A feed keeps little in memory, however much arrives: older data is in a file without a name, which
+vanishes with the process. Also here: tables of what users give (`table`, `fields_of`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 
 RECENT_BYTES = 16 * 1024
-"""So much of each record stays in memory."""
+"""How much of each record stays in memory."""
 
 SEGMENT_BYTES = 256 * 1024 * 1024
 """A file of the spool is this long at most; it is gone with the last feed that has something in it."""
@@ -35,7 +36,7 @@ ROWS_AT_ONCE = 256
 """So many rows are pickled together: by itself, each would bring its names along."""
 
 TEXT_BYTES = 1024 * 1024
-"""So much of what was printed is kept, the newest."""
+"""How much output is kept, the newest."""
 
 LOOP_TEXT_BYTES = 64 * TEXT_BYTES
 """So much of what all items of a loop have printed is kept: beyond that, those that printed longest ago lose theirs."""
@@ -44,7 +45,7 @@ PIECE_BYTES = 4096
 """What an item prints is put together in pieces of about this size: a line that is an object takes twice its size."""
 
 AGAIN = b"\n[raypool: it runs again]\n"
-"""Stands between what a task printed in one run and in the next one."""
+"""The line between the output of one attempt and the next."""
 
 LAST_ITEMS = 1024
 """The last values of so many items are known, those that have reported last."""
@@ -65,9 +66,9 @@ class TemporaryFile:
         self.size = 0
 
     def add(self, data: bytes) -> FileBytes:
-        """Write something behind what is there."""
+        """Append some data."""
         start = self.size
-        self.size += len(data)  # first: what was written by half is never written over
+        self.size += len(data)  # first: a half-written piece is never overwritten
         written = 0
         while written < len(data):
             written += os.pwrite(self.file.fileno(), data[written:], start + written)
@@ -99,7 +100,7 @@ class FileBytes:
 
 
 class Spool:
-    """Where feeds put what need not be in memory: one open file for all of them, not one for each."""
+    """The file for data of feeds that need not be in memory: one open file for all feeds."""
 
     def __init__(self) -> None:
         self._segment: TemporaryFile | None = None
@@ -131,8 +132,8 @@ os.register_at_fork(after_in_child=_new_spool)
 class Record:
     """Bytes that are added at the end, and forgotten at the beginning.
 
-    Whoever adds some may be interrupted anywhere (its task is cancelled): wherever something goes from one attribute to another,
-    the two assignments follow each other without a call between them, where that would happen.
+    A thread that adds some may be interrupted at any call (its task is cancelled): so where something moves
+    from one attribute to another, the two assignments follow each other without a call between them.
     """
 
     __slots__ = ("_pieces", "_recent_size", "recent", "size")
@@ -178,7 +179,7 @@ def read(parts: Iterable[FileBytes | bytes]) -> Iterator[bytes]:
 
 
 class Feed:
-    """What a task, or all items of a loop, have said so far. Any thread may add to it and read it.
+    """What a task, or all items of a loop, reported and printed so far. Any thread may add and read.
 
     What is printed inside it, by a finalizer that happens to run then, is added too: its lock may be taken twice.
     """
@@ -335,7 +336,7 @@ class Printed:
 
 
 class LoopFeed(Feed):
-    """What the items of a loop have said. What they printed is kept apart for each item, of its last run.
+    """The feed of a loop. Output is kept for each item, of its last run.
 
     `on_text` is called with the number of an item and what it has just printed.
     """
@@ -381,7 +382,7 @@ class LoopFeed(Feed):
 
 
 def text_of_file(path: Path) -> str:
-    """Return the newest text of a diary in a file, "" if there is none."""
+    """Return the newest text of an item's output in a file, "" if there is none."""
     try:
         with path.open("rb") as file:
             missing = max(file.seek(0, os.SEEK_END) - TEXT_BYTES, 0)
@@ -406,7 +407,7 @@ def _unpickled(data: bytes) -> Iterator[Row]:
         yield from pickle.load(file)
 
 
-# --- tables of what users give ----------------------------------------------------------------------------------------
+# --- tables of users' values ------------------------------------------------------------------------------------------
 
 
 def table(columns: Mapping[str, Any], index: pd.Index[Any]) -> pd.DataFrame:

@@ -1,7 +1,7 @@
-"""Where what tasks say arrives, in the process that has opened the pool, and finds the feed or queue that it is for.
+"""The hub: delivers reports, output and log records of tasks to their feeds, queues and loggers.
 
-Batches of one worker come by two ways, some by themselves and some with the answers to calls, so they are put in order by their
-numbers first.
+It is in the process that has opened the pool. Batches of one worker arrive in two ways, by themselves
+or with the answers to calls, so the hub first puts them in order by their numbers.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from raypool.worker.running import Running
 logger = logging.getLogger("raypool")
 
 CATCH_UP_S = 5.0
-"""How long a reader waits for what was said before a task ended, and has not arrived [s]."""
+"""How long a reader waits for messages that were sent before a task ended, and have not arrived [s]."""
 
 MAX_EARLY = 100
-"""When so many batches wait for one before them, it is lost."""
+"""When so many batches wait for an earlier one, that counts as lost."""
 
 
 class Holder(Protocol):
-    """Somebody who has a feed, once there is something in it: a future or a loop."""
+    """A future or a loop: it has a feed, once something has arrived for it."""
 
     feed: Feed | None
 
 
 class Hub:
-    """Passes on what tasks say. Holders are known weakly: for those that nobody has any more, nobody listens.
+    """Delivers what tasks send. Holders are referred to weakly: what arrives for one that is gone is dropped.
 
-    `on_early` takes what workers tell of calls that last: worker, message.
+    `on_early` takes reports about calls that last: worker, message.
     """
 
     on_early: Callable[[int, bytes], object] | None = None
@@ -90,12 +90,12 @@ class Hub:
         return functools.partial(self._wait, worker_id, number)
 
     def catch_up(self) -> None:
-        """Wait for all that somebody could wait for: what calls had said that have ended."""
+        """Wait for all messages of calls that have ended."""
         for worker_id, number in list(self._awaited.items()):
             self._wait(worker_id, number)
 
     def forget(self, worker_id: int) -> None:
-        """Note that a worker has gone: nobody need wait for it, but what still comes counts."""
+        """Note that a worker has gone: no thread waits for it, but late messages count."""
         with self._changed:
             self._gone.add(worker_id)
             self._skip(worker_id)
@@ -117,7 +117,7 @@ class Hub:
     def _wait(self, worker_id: int, number: int) -> None:
         with self._changed:
             if not self._changed.wait_for(lambda: self._has_come(worker_id, number), CATCH_UP_S):
-                while any(early <= number for early in self._early.get(worker_id, ())):  # else they would come after later ones
+                while any(early <= number for early in self._early.get(worker_id, ())):  # else they would arrive out of order
                     self._skip(worker_id)
                     self._take_in_order(worker_id)
                 self._arrived[worker_id] = max(self._arrived.get(worker_id, 0), number)

@@ -1,7 +1,7 @@
-"""Log records of tasks in other processes, on their way to the loggers of the same name in the driver's process.
+"""Log records of tasks in other processes: they go to the loggers of the same name in the driver's process.
 
-The levels of the driver's loggers travel with calls, as often as they have changed, so a worker makes and sends just the records
-that the driver's loggers take.
+The levels of the driver's loggers travel with a call whenever they have changed, so a worker makes and
+sends only the records that the driver's loggers take.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ PICKLED_BYTES = 64 * 1024
 """A field that somebody has added to a record travels as text if it is larger."""
 
 SILENCE_S = 0.5
-"""The thread that hands out records ends when so long none has come [s]."""
+"""The thread that delivers records ends after so long without one [s]."""
 
 WAIT_S = 5.0
-"""Whoever waits for the driver's handlers to have taken all records waits so long [s] at most."""
+"""How long to wait at most for the driver's handlers to take all records [s]."""
 
 
 class Levels(NamedTuple):
@@ -141,11 +141,11 @@ def packed(record: logging.LogRecord, worker: int, item: int) -> bytes:
 
 def _described(value: Any) -> tuple[bytes | None, str]:
     pickled = None
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(Exception):  # a value that cannot be pickled travels as text
         pickled = pickle.dumps(value, protocol=5)
     try:
         text = repr(value)
-    except Exception:
+    except Exception:  # the user's own __repr__
         text = f"<{type(value).__name__}>"
     return None if pickled is None or len(pickled) > PICKLED_BYTES else pickled, text
 
@@ -156,7 +156,7 @@ def unpacked(payload: bytes) -> logging.LogRecord:
     for name, (pickled, text) in others.items():
         fields[name] = text
         if pickled is not None:
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception):  # its class may be missing here: the text stays
                 fields[name] = pickle.loads(pickled)
     return logging.makeLogRecord(fields)
 

@@ -1,7 +1,7 @@
-"""What a worker has to say, collected and sent in batches.
+"""The outbox of a worker: it collects reports, output and log records, and sends them in batches.
 
-Saying something puts it into a queue, which takes about a microsecond. A thread sends what is there, at once after a silence and
-then every `INTERVAL_S`; what is left when a call ends travels with its answer.
+Adding an entry takes about a microsecond. A thread sends the entries, at once after a pause and then
+every `INTERVAL_S`; what is left when a call ends travels with its answer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ INTERVAL_S = 0.02
 
 MAX_ENTRIES = 100_000
 MAX_BYTES = 64 * 1024 * 1024
-"""Where more than this waits to be sent, whoever says something has to wait too."""
+"""When more than this waits to be sent, threads that add entries wait too."""
 
 RETRY_S = 1.0
 """How soon a batch that could not be sent is tried again [s]."""
@@ -42,7 +42,7 @@ logger = logging.getLogger("raypool")
 
 
 class Outbox:
-    """Sends what is said by any thread of this process.
+    """Sends entries from any thread of this process.
 
     Args:
         send: Takes a batch (numbers count from 1) to those who listen, and returns when it may have another: until then what is
@@ -51,7 +51,7 @@ class Outbox:
 
     def __init__(self, send: Callable[[int, bytes], object]) -> None:
         self._send = send
-        # Simple queues and plain locks only: a signal may interrupt whoever says something, and raise there.
+        # Simple queues and plain locks only: a signal may interrupt a thread that adds an entry, and raise there.
         self._entries: queue.SimpleQueue[Entry] = queue.SimpleQueue()
         self._bell: queue.SimpleQueue[str] = queue.SimpleQueue()  # what the first entry is
         self._is_resting = False  # the thread waits for the bell
@@ -123,7 +123,7 @@ class Outbox:
         return self._num_bytes >= MAX_BYTES or self._entries.qsize() >= MAX_ENTRIES
 
     def _wait_for_room(self) -> bool:
-        """Return whether there is room now; not, if nothing gets through: a training that stands still helps nobody."""
+        """Wait for room; return False (and drop entries) if nothing gets through: the training must not stall."""
         while self._is_full():
             if not self._gets_through or self._closed.is_set():
                 return False
@@ -131,7 +131,7 @@ class Outbox:
         return True
 
     def flush(self) -> tuple[int, bytes]:
-        """Take what waits: return the number of the newest batch, and that batch itself, or b"" if it was sent by the thread.
+        """Take what waits: return the newest batch's number, and that batch, or b"" if the thread has sent it.
 
         It is to travel with the answer to a call: so a short task that reports costs no message of its own.
         """

@@ -1,6 +1,7 @@
-"""Values on their way from tasks to whoever made the queue: each sender's in order, and none lost.
+"""Data queues: values from tasks to the process that made the queue, in each sender's order, none lost.
 
-A queue lives in the process that has made it. It travels as a key; what is put elsewhere comes here::
+A queue (`QueueOwner`) lives in the process that has made it. Elsewhere it is a key (`QueueProxy`);
+values put there travel here::
 
     worker: put ──▶ link.send ──▶ the pool's agent ──▶ hub ──▶ deliver(key, payload)            without a limit, or "latest"
     worker: put ──▶ link.ask("offer") ──▶ Exchange ──▶ offer(key, payload, answer) ──▶ answer   with a limit: it waits for room
@@ -39,7 +40,7 @@ T = TypeVar("T")
 
 
 class DataQueue(Generic[T]):
-    """A queue from tasks to here: they `put`, and whoever made it reads with `get`, in a loop, or by `after_each`.
+    """A queue from tasks to the process that made it: tasks `put`; it reads with `get`, in a loop, or by `after_each`.
 
     It goes to tasks like any value: in an argument, in a closure, in a list. What a task puts arrives while the task runs, in the
     order in which it was put there; nothing is lost, also not what was put just before a task ended or was cancelled. (A worker
@@ -93,7 +94,7 @@ class DataQueue(Generic[T]):
             _here[key] = self
             weakref.finalize(self, end.abandon).atexit = False
 
-    # --- in tasks and here --------------------------------------------------------------------------------------------
+    # --- methods for tasks and the owner ------------------------------------------------------------------------------
 
     def put(self, value: T) -> None:
         """Put a value in. It waits only where the queue has a limit, is full, and is to "block".
@@ -122,13 +123,13 @@ class DataQueue(Generic[T]):
         """Whether it was closed, as far as is known here."""
         return self._end.is_closed
 
-    # --- here ---------------------------------------------------------------------------------------------------------
+    # --- methods for the owner ----------------------------------------------------------------------------------------
 
     def get(self, timeout_s: float | None = None) -> T:
         """Return the value that has waited longest, waiting for one if there is none.
 
         Args:
-            timeout_s: How long to wait [s]; 0 only looks, None waits for ever.
+            timeout_s: How long to wait [s]; 0 only looks, None waits forever.
 
         Raises:
             TimeoutError: Nothing came in this time.
@@ -166,7 +167,7 @@ class DataQueue(Generic[T]):
             >>> list(queue)
             [0, 1, 2]
         """
-        with contextlib.suppress(QueueClosedError):
+        with contextlib.suppress(QueueClosedError):  # closed, and read to its end: the loop ends
             while True:
                 yield self.get()
 
@@ -238,7 +239,7 @@ class DataQueue(Generic[T]):
         return f"<DataQueue{limit}: {where}{', closed' if self.is_closed else ''}>"
 
 
-# --- who is here ------------------------------------------------------------------------------------------------------
+# --- queues of this process -------------------------------------------------------------------------------------------
 
 _here: weakref.WeakValueDictionary[str, DataQueue[Any]] = weakref.WeakValueDictionary()  # by key
 
@@ -266,7 +267,7 @@ def add_source(source: Source) -> None:
 
 def drop_source(source: Source) -> None:
     """Note that nothing more will come from a pool."""
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError):  # it was dropped before
         sources.remove(source)
 
 
@@ -304,7 +305,7 @@ def check_timeout(timeout_s: Any) -> None:
         raise InvalidValueError(f"timeout_s={timeout_s} is no time to wait. Give 0 to look only, None to wait for ever.")
 
 
-# --- where a queue was made: there it is read and closed --------------------------------------------------------------
+# --- owner: the process that reads and closes a queue -----------------------------------------------------------------
 
 
 Answer = Callable[[str], object]
@@ -317,10 +318,10 @@ LINGER_S = 0.5
 """How long the thread of the listeners waits for another value before it ends [s]; the next value starts another."""
 
 LOOK_AGAIN_S = 0.05
-"""Who waits looks again so often [s]: a cancelled task in a thread is told only while it runs Python code."""
+"""Waits are cut into pieces of this length [s]: a thread notices a cancellation only while it runs Python code."""
 
 PATIENCE_S = 10.0
-"""When nobody has read anything for so long, whoever waits for room is told what he waits for [s]."""
+"""When nothing was read for so long, a warning tells what `put` waits for [s]."""
 
 NOBODY_READS = (
     "put() has waited for room in a queue of at most %d values for %g s, in which nobody has read any. Read in another thread "
@@ -346,7 +347,7 @@ class Listener:
         self.is_removed = False
 
     def remove(self) -> None:
-        """Call the function no more; a call that has begun goes on. Twice does nothing."""
+        """Stop calling the function; a running call completes. A second `remove` does nothing."""
         self.is_removed = True
         self._on_remove(self)
 
@@ -386,7 +387,7 @@ def opened(entry: Any) -> Any:
 
 
 class _Putter:
-    """A value that waits for room. Whoever has put it is woken by `bell` to read `outcome`, or is told by `answer` elsewhere."""
+    """A value that waits for room. `bell` wakes the thread that put it, or `answer` tells another process."""
 
     __slots__ = ("answer", "bell", "entry", "outcome")
 
@@ -404,14 +405,14 @@ class _Putter:
 
 
 kept: dict[str, object] = {}
-"""Queues with listeners, by key: they live without anybody who holds them."""
+"""Queues with listeners, by key: this reference keeps them alive."""
 
 sources: list[Source] = []
 """The pools from whose workers values may come."""
 
 
 class QueueOwner:
-    """What a queue is in the process that has made it."""
+    """A queue in the process that has made it."""
 
     def __init__(self, key: str, maxsize: int | None, keeps_latest: bool) -> None:
         self.key = key
@@ -423,16 +424,16 @@ class QueueOwner:
         self._num_taken = 0
         self._putters: deque[_Putter] = deque()
         self._listeners: list[Listener] = []
-        # The queue may be collected, and so call `abandon`, at any line of a thread that holds the lock. And whoever takes it may
-        # be interrupted at any line: a lock by itself is not left locked then, a condition would be.
+        # Reentrant: the queue may be collected, and so call `abandon`, in a thread that holds the lock. And whoever takes it
+        # may be interrupted at any line: that does not leave a plain lock locked, as it would a condition.
         self._lock = threading.RLock()
-        self._filled = threading.Condition(self._lock)  # readers wait for it
-        self._emptied = threading.Condition(self._lock)  # whoever closes the queue
+        self._filled = threading.Condition(self._lock)  # readers wait for it: something has arrived
+        self._emptied = threading.Condition(self._lock)  # `close` waits for it
         self._is_closing = False  # closed, but something may still be on its way
         self._server: threading.Thread | None = None
         self._is_handing_out = False
 
-    # --- in -----------------------------------------------------------------------------------------------------------
+    # --- values that arrive -------------------------------------------------------------------------------------------
 
     def put(self, value: Any) -> None:
         """Put a value in, waiting for room."""
@@ -497,7 +498,7 @@ class QueueOwner:
             self._serve()
         self._filled.notify()
 
-    # --- out ----------------------------------------------------------------------------------------------------------
+    # --- values that are taken ----------------------------------------------------------------------------------------
 
     def take(self, timeout_s: float | None, waited_s: float | None = None) -> Any:
         """Return the oldest entry."""
@@ -593,14 +594,14 @@ class QueueOwner:
                     self.values.appendleft(entry)
                     self._filled.notify()
 
-    # --- the end ------------------------------------------------------------------------------------------------------
+    # --- close --------------------------------------------------------------------------------------------------------
 
     def catch_up(self) -> bool:
         """Wait for what tasks that have ended had put; return whether there could be any."""
         if not self.has_travelled or not sources:
             return False
         for source in tuple(sources):
-            with contextlib.suppress(PoolClosedError, WorkerLostError):
+            with contextlib.suppress(PoolClosedError, WorkerLostError):  # nothing more can come from there
                 source.catch_up({})
         return True
 
@@ -615,7 +616,7 @@ class QueueOwner:
         try:
             if is_first and self.has_travelled:
                 for source in tuple(sources):
-                    with contextlib.suppress(PoolClosedError, WorkerLostError):
+                    with contextlib.suppress(PoolClosedError, WorkerLostError):  # nothing more can come from there
                         source.catch_up(source.ask("end_queue", self.key))
         finally:
             with self._lock:
@@ -649,15 +650,15 @@ def _tell(putters: list[_Putter]) -> None:
 
 
 def closed_error() -> QueueClosedError:
-    """Return the error for whoever puts something into a queue that was closed."""
+    """Return the error for `put` into a closed queue."""
     return QueueClosedError("The queue was closed, so nothing more can be put into it. Whoever has made it wants no more.")
 
 
-# --- in a worker: a key, and a way to where the queue was made --------------------------------------------------------
+# --- proxy: a queue in a worker ---------------------------------------------------------------------------------------
 
 
 class QueueProxy:
-    """What a queue is elsewhere: a key, and a way to where it was made."""
+    """A queue in any other process: its key, and a connection to its owner."""
 
     def __init__(self, key: str, maxsize: int | None, policy: str, is_of_task: bool) -> None:
         self.key = key

@@ -1,4 +1,4 @@
-"""The records that pass between the driver and the places where user code runs: workers, functions, calls and their results."""
+"""Records that pass between the driver and the backends: workers, functions, slices and their results."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ NOBODY = WorkerInfo(-1, "unknown host", 0)
 
 
 class Refusal(str):
-    """Why a worker did not start and will not, however often that is tried: what the user's `setup` has raised."""
+    """Why a worker can never start: the error that the user's `setup` has raised."""
 
     __slots__ = ()
 

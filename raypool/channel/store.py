@@ -1,4 +1,4 @@
-"""Values by name that all of a pool may put and read while tasks run."""
+"""The value store (`pool.store`): values by name that the pool's owner and all its tasks put and read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FindWay = Callable[[], Way]
 class ValueStore:
     """Values by name, of one pool: `pool.store`, and in its tasks `current_task().store`.
 
-    Every task, and whoever has opened the pool, may put, read and remove at any time; the last one who puts wins. On Ray, what is
+    Every task, and the process that opened the pool, may put, read and remove at any time; the last `put` wins. On Ray, what is
     kept is what the value is at `put`, and who reads gets a copy; in pools of this process it is the value itself. The values
     are in the memory of one process beside the workers, and go with the pool. Outside a pool `current_task().store` is a
     store of this process, so that a function runs unchanged by itself.
@@ -51,7 +51,7 @@ class ValueStore:
         self._way = way
         self._key = key  # by which the store is known, where it matters; None: whatever store there is
 
-    # --- one value ----------------------------------------------------------------------------------------------------
+    # --- single values ------------------------------------------------------------------------------------------------
 
     def put(self, key: Any, value: Any) -> None:
         """Put a value in, instead of any that was there. `store[key] = value` does the same.
@@ -103,10 +103,10 @@ class ValueStore:
 
         Args:
             key: The key.
-            timeout_s: How long to wait [s]; None waits for ever.
+            timeout_s: How long to wait [s]; None waits forever.
 
         Raises:
-            TimeoutError: Nobody has in this time.
+            TimeoutError: Nobody has put it in this time.
 
         Example:
             >>> from raypool import parpool
@@ -124,7 +124,7 @@ class ValueStore:
             raise TimeoutError(f"Nobody has put {key!r} into the store within {timeout_s:g} s.")
         return self._way.unpack(packed)
 
-    # --- all of them --------------------------------------------------------------------------------------------------
+    # --- keys ---------------------------------------------------------------------------------------------------------
 
     def keys(self) -> list[Any]:
         """Return the keys that there are, in the order in which they were put first."""
@@ -146,7 +146,7 @@ class ValueStore:
         except (PoolClosedError, WorkerLostError):
             return "<ValueStore: closed>"
 
-    # --- what happens to them -----------------------------------------------------------------------------------------
+    # --- changes ------------------------------------------------------------------------------------------------------
 
     def on_change(self, fn: Callable[[ValueStore, Any], object]) -> Listener:
         """Call `fn(store, key)` here after each time that anybody puts or removes a value: `key in store` tells which.
@@ -182,7 +182,7 @@ class ValueStore:
 
     def _pass_on(self, number: int, listener: Listener) -> None:
         """Tell a listener what has changed, until it is removed or the pool has ended."""
-        with contextlib.suppress(PoolClosedError, WorkerLostError):
+        with contextlib.suppress(PoolClosedError, WorkerLostError):  # the end of the store ends its listeners
             while (keys := self._ask("changes", number)) is not None:
                 for key in keys:
                     if listener.is_removed:
@@ -192,10 +192,10 @@ class ValueStore:
                 logger.warning("A listener of a store is too slow: too many changes wait for it. It hears of no more.")
 
     def _unwatch(self, number: int) -> None:
-        with contextlib.suppress(PoolClosedError, WorkerLostError):
+        with contextlib.suppress(PoolClosedError, WorkerLostError):  # the store has ended
             self._ask("unwatch", number)
 
-    # --- the way there ------------------------------------------------------------------------------------------------
+    # --- connection to the exchange -----------------------------------------------------------------------------------
 
     def _ask(self, verb: str, *args: Any) -> Any:
         answer = self._way.ask("store", self._key, verb, *args)

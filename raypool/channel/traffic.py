@@ -1,4 +1,4 @@
-"""How many bytes go to the workers of a pool and come from them."""
+"""Counts the bytes sent to the workers of a pool and received from them."""
 
 from __future__ import annotations
 

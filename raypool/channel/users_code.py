@@ -1,4 +1,4 @@
-"""The user's own modules, as opposed to installed packages and the standard library: where they are, and in which version.
+"""The user's own modules (not installed packages, not the standard library): their files and versions.
 
 A worker imports what travels by name from files, once. The driver's process, which may have folders of its own on `sys.path`, and
 which may have reloaded a module since, says with the functions that it sends what it has itself (`Snapshot`); the worker follows.
@@ -70,7 +70,7 @@ def folder_of(module: str) -> Path | None:
     return Path(places[0]).parent
 
 
-# --- the driver's side --------------------------------------------------------------------------------------------------
+# --- driver's side ----------------------------------------------------------------------------------------------------
 
 
 class Version(NamedTuple):
@@ -132,7 +132,7 @@ def _sorted_folders(path: tuple[Any, ...], here: str) -> tuple[tuple[str, ...], 
     return tuple(found[0]), tuple(found[1])
 
 
-# --- what is loaded in this process --------------------------------------------------------------------------------------
+# --- loaded modules ---------------------------------------------------------------------------------------------------
 
 
 def _newest_import() -> tuple[int, str]:
@@ -275,7 +275,7 @@ def _is_edited(known: Loaded) -> bool:
     return (about.st_mtime_ns, about.st_size) != known.stat
 
 
-# --- a worker's side -----------------------------------------------------------------------------------------------------
+# --- worker's side ----------------------------------------------------------------------------------------------------
 
 
 class Follower:

@@ -1,1 +1,1 @@
-"""What happens next, decided without Ray, torch, threads, clocks or files."""
+"""The scheduler, which decides what a pool does next, without Ray, torch, threads, clocks or files."""

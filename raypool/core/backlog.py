@@ -1,4 +1,4 @@
-"""What waits: tasks in order of priority, then submission, and how they are cut into calls."""
+"""The tasks that have not ended, ordered by priority, then submission, and how they become calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_IDLE_PACES = 256
 
 
 class Aside(NamedTuple):
-    """What is kept for others for a moment: whole tasks, or items of one."""
+    """Work set aside for other workers for a moment: whole tasks, or items of one."""
 
     tasks: list[Task]
     task: Task
@@ -68,7 +68,7 @@ class Backlog:
         task.pace.waiting += count
 
     def push(self, task: Task, queue: Queue) -> None:
-        """Put a task into a queue, if it can be dispatched and does not stand there already."""
+        """Put a task into a queue, if it can be dispatched and is not in it already."""
         if not task.is_queued and task.is_ready:
             task.is_queued = True
             queue.push(task.order)

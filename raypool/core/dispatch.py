@@ -1,4 +1,4 @@
-"""Who gets what."""
+"""Dispatch: gives each free worker its next call, and gathers the workers of a gang."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BUSY = WorkerState.BUSY  # Python 3.11 takes its time to look these up
 
 
 class Dispatcher:
-    """Gives work to the free: the first, in order of priority and submission, of what each of them may take."""
+    """Gives each free worker the first task, by priority and submission, that it may run."""
 
     def __init__(self, backlog: Backlog, workers: Workers, outcomes: Outcomes, faults: FaultyPlaces) -> None:
         self._backlog = backlog
@@ -25,7 +25,7 @@ class Dispatcher:
         self._out: list[m.Command] = []
 
     def give_out(self, now: float) -> list[m.Command]:
-        """Give out work until nobody is free or nothing is left that may start.
+        """Give out work until no worker is free, or no task is left that may start.
 
         Gangs collect at the same time if they can't want the same place: two could each hold what the other needs.
         """
@@ -40,7 +40,7 @@ class Dispatcher:
             if not (workers.idle or workers.check_lanes or workers.prefetch or workers.lanes_to_check):
                 return self._out
             head = backlog.head(queue)
-            if head is not None and head.spec.is_gang:  # it can't collect yet; those whom it wants are not idle
+            if head is not None and head.spec.is_gang:  # it can't collect yet; the workers that it wants are not idle
                 head = None
             called = self._first_called() if workers.lanes_to_check else None
             if called is not None and (head is None or called.order < head.order):
@@ -57,18 +57,18 @@ class Dispatcher:
                 return self._out
 
     def _first_called(self) -> Task | None:
-        """Return the first task of those lanes that have both a task and somebody idle."""
+        """Return the first task of those lanes that have both a task and an idle worker."""
         workers, heads = self._workers, []
         for lane in list(workers.lanes_to_check.values()):
             head = self._backlog.head(lane.queue)
             if head is not None and lane.idle_heap.first(workers.idle) is not None:
                 heads.append(head)
             else:
-                del workers.lanes_to_check[lane.key]  # whoever becomes free there will look by himself
+                del workers.lanes_to_check[lane.key]  # a worker that becomes free there looks again by itself
         return min(heads, key=lambda head: head.order, default=None)
 
     def _give(self, task: Task) -> None:
-        """Give the first task of a queue to somebody who is idle."""
+        """Give the first task of a queue to an idle worker."""
         self._send(self._workers.first_idle(self._workers.idle_heap if task.lane is None else task.lane.idle_heap), task)
 
     def _offer(self, worker: Worker) -> None:
@@ -117,7 +117,7 @@ class Dispatcher:
                 self._out += self._timer(worker, attempt_id, attempt)
 
     def _first_elsewhere(self, worker: Worker, queue: Queue) -> Order | None:
-        """Return what comes first for a worker that does not stand in this queue: in others, or a gang that collects."""
+        """Return what comes first for a worker besides this queue: a task of another queue, or a gang that collects."""
         workers = self._workers
         queues = [self._backlog.queue, *(lane.queue for lane in workers.places[worker.place].lanes.values())]
         heads = [self._backlog.head(other) for other in queues if other is not queue]

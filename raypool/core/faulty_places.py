@@ -1,7 +1,9 @@
-"""Places that fail every task while others do well: a broken GPU, a full disk, a machine that lacks a library.
+"""Detects faulty places: every task fails there, while the same function succeeds elsewhere.
 
-Such a place is free again at once, and so eats up the queue. It is told from tasks that fail everywhere by what the same function
-does elsewhere, since the failures here began and ever since. What it does nowhere else says nothing.
+Reasons are a broken GPU, a full disk, or a machine that lacks a library. Such a place is free again
+at once, and so would eat up the queue. Where a function fails everywhere, the place is not at fault:
+so its failures here are compared with its results elsewhere since they began. A function that runs
+nowhere else proves nothing.
 """
 
 from __future__ import annotations
@@ -17,12 +19,12 @@ MOST_STREAKS = 8
 
 
 SUSPECT_AFTER = 3
-"""A place where so many calls have failed in a row gets what is further behind in the queue, each time further."""
+"""After so many failed calls in a row, a place gets items from further behind in the queue, each time further."""
 
 MOST_SKIPPED = 16
 
 TRIAL = 16
-"""After so many it would have been taken out, if what fails there did not fail elsewhere."""
+"""After so many failures it would have been taken out, if the same functions did not fail elsewhere too."""
 
 
 class FaultyPlaces:
@@ -49,7 +51,7 @@ class FaultyPlaces:
     def num_to_skip(self, worker: Worker) -> int:
         """Return how many items a worker leaves to others, so that it is not always the same kind that it gets.
 
-        With four workers and every fourth item bad, one of them may get all of these, step by step, and is to be blamed for none.
+        With four workers and every fourth item bad, one of them may get all of these, step by step, and is at fault for none.
         """
         return min(max(self._in_a_row(worker) - SUSPECT_AFTER + 1, 0), MOST_SKIPPED) if self._workers.size > 1 else 0
 
@@ -65,7 +67,7 @@ class FaultyPlaces:
         if attempt.slices[0].attempt == 1:
             streak.calls += 1
         else:
-            streak.repeats += 1  # it may be the item
+            streak.repeats += 1  # a repeat may be the item's own fault
         streak.items += sum(piece.stop - piece.start for piece in attempt.slices)
         is_leaving = worker.worker_id in self._workers.retiring
         if is_leaving or self._workers.size < 2 or self._chance(worker) >= policy.FAULTY_BELOW:
@@ -94,7 +96,7 @@ class FaultyPlaces:
             pace, here = streak.pace, streak.calls + streak.repeats
             running_here = sum(attempt.pace is pace for attempt in worker.attempts.values())
             good = pace.good - streak.good
-            if good or pace.running > running_here:  # else nobody else shows that it can be done
+            if good or pace.running > running_here:  # else no other worker has shown that it can be done
                 lately = policy.failure_rate(good, pace.bad - streak.bad - here + pace.blamed)
                 ever = policy.failure_rate(pace.good, pace.bad - here)
                 chance *= max(lately, ever) ** streak.calls

@@ -1,4 +1,7 @@
-"""What must hold between two events, whatever has happened. On in tests and simulations; costs a look at everything."""
+"""Invariants of the scheduler: what holds between any two events.
+
+Tests and simulations check them after each event, at the cost of a look at everything.
+"""
 
 from __future__ import annotations
 
@@ -137,7 +140,7 @@ def _is_reserved(worker: Worker) -> bool:
 
 
 def _in_flight(scheduler: Scheduler) -> dict[int, list[tuple[int, int, Slice]]]:
-    """Return what is in flight of each task: attempt, worker and slice. What was given up for its time is not."""
+    """Return what is in flight of each task: attempt, worker and slice; not the slices that have timed out."""
     flying: dict[int, list[tuple[int, int, Slice]]] = {}
     for worker in scheduler.workers.by_id.values():
         for attempt_id, attempt in worker.attempts.items():

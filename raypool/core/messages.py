@@ -1,4 +1,4 @@
-"""What the scheduler is told (events: facts, past tense) and what it answers (commands: imperatives).
+"""The scheduler's messages: events (facts, in the past tense) and commands (imperatives).
 
 All are plain tuples of ids, sizes and kinds, so that they can be compared, written as JSON and replayed.
 """
@@ -28,7 +28,7 @@ class Signal(Enum):
 
 
 class TaskSubmitted(NamedTuple):
-    """A task was handed in."""
+    """A task was submitted."""
 
     spec: TaskSpec
 
@@ -42,7 +42,7 @@ class ItemsAdded(NamedTuple):
 
 
 class CancelRequested(NamedTuple):
-    """Nobody wants the task any more: what is queued of it never runs, what runs is interrupted, what comes back is dropped."""
+    """The task was cancelled: queued items never run, running ones are interrupted, and late results are dropped."""
 
     task_id: int
 
@@ -60,7 +60,7 @@ class WorkerReady(NamedTuple):
 
 
 class WorkerLost(NamedTuple):
-    """A worker is gone. `was_idle`: it had gone before it could begin what was sent to it, which is not to blame."""
+    """A worker is gone. `was_idle`: it died before it began what was sent to it, so that is not charged."""
 
     worker_id: int
     reason: LossReason
@@ -68,9 +68,9 @@ class WorkerLost(NamedTuple):
 
 
 class PlaceLeaving(NamedTuple):
-    """A place will be gone soon. It takes nothing more; what runs there is told, and may end until `at` (None: when it does).
+    """A place will be gone soon. It takes nothing more; what runs there is told, and has until `at` to end (None: no limit).
 
-    `is_kept`: nothing of the pool is anywhere else, so the place goes on, and will be somewhere else one day; what runs is told.
+    `is_kept`: the pool has no other place, so this one stays, and moves to another node later; what runs is told.
     """
 
     place: int
@@ -88,8 +88,8 @@ class PlaceLost(NamedTuple):
 class AttemptFinished(NamedTuple):
     """A worker has answered; one report for each slice of the attempt, in order.
 
-    `is_spent`: its process has kept what it should not, and is to be replaced before it runs anything else; what the last answer
-    says of that counts.
+    `is_spent`: its process holds memory that it should not, and is replaced before it runs anything else; the last
+    answer decides.
     """
 
     worker_id: int
@@ -99,7 +99,7 @@ class AttemptFinished(NamedTuple):
 
 
 class AttemptNarrowed(NamedTuple):
-    """A worker that lasts at an attempt says of each of its slices, in order, what is done, and how much of it is still its own.
+    """A worker busy with a long attempt says of each slice, in order, what is done, and what it keeps.
 
     `kept`: so many items after those that are done; the rest it will not begin. Nor will it begin any call that was sent after
     this one before this was heard.
@@ -171,7 +171,7 @@ class Vacate(NamedTuple):
 
 
 class ParkWorker(NamedTuple):
-    """End the worker in a place and keep the place: nobody has had work for a while."""
+    """End the worker in a place and keep the place: the pool has had no work for a while."""
 
     place: int
 
@@ -187,7 +187,7 @@ class RunTasks(NamedTuple):
 class RunGang(NamedTuple):
     """Make these calls at the same time: the ranks of a gang, in order.
 
-    `is_loan`: nobody is called. Whatever is in the places of these workers, which have not started, ends; whoever has handed in
+    `is_loan`: no worker is called. Processes in the places of these workers, which have not started, end; the submitter of
     the gang has the places until `AttemptFinished` comes for each rank.
     """
 
@@ -224,7 +224,7 @@ class FailItems(NamedTuple):
 class TimeOutItems(NamedTuple):
     """These items have run longer than they may; they have failed, whatever still comes of them.
 
-    For a gang it is a notice, said once, about all its ranks: nothing is settled by it, each is told of as it comes back.
+    For a gang it is one notice about all its ranks, and settles nothing: each rank is reported as it comes back.
     """
 
     items: Slice

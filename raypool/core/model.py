@@ -1,9 +1,9 @@
 """The nouns of the scheduler: tasks, slices, attempts, workers, places.
 
-A **task** is what a user handed in under one id: one call (`parfeval`) or the items of one loop (`parfor`), numbered
+A **task** is what a user submitted under one id: one call (`parfeval`) or the items of one loop (`parfor`), numbered
 from 0. A **slice** is a run of consecutive items of one task; it is what travels. An **attempt** is one call to one worker
 with one or more slices in it. A **place** is a claim on a device, and outlives the worker processes that come and go in it.
-Ids are small integers, never used twice. No value of the user's is in here.
+Ids are small integers, never used twice. No value of the user's is stored here.
 """
 
 from __future__ import annotations
@@ -144,12 +144,12 @@ class Slice(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What a worker says of one slice.
+    """A worker's report of one slice.
 
     `done`: so many items, counted from the slice's start, have an outcome; the rest was not begun and is handed back.
     `failed`: so many of them ended with an error. `retry`: the numbers of those of them that may run again.
-    `busy_s`: time spent in the user's function [s]. `again`: the numbers of those of the failed that were prevented, by what was
-    beside them: they run again whatever happens, and are charged nothing.
+    `busy_s`: time spent in the user's function [s]. `again`: the numbers of failed items that were crowded out by
+    others on their GPU: they always run again, and that does not count as a retry.
     """
 
     done: int
@@ -178,7 +178,7 @@ class Report(NamedTuple):
 class IdleHeap:
     """Free workers, the one in the lowest place first.
 
-    A worker that was taken from elsewhere keeps its seat until it would be its turn: it may be free again by then.
+    A worker that becomes busy keeps its entry until that reaches the head: it may be free again by then.
     """
 
     __slots__ = ("_heap", "_seated")
@@ -209,7 +209,7 @@ class Lane:
     """A queue beside the pool's, for tasks that may run in certain places only, or on one particular worker only.
 
     It lasts as long as it has tasks. A place leaves it when its worker is to take nothing more, and the lane of one worker is
-    left when that worker is lost. With the last place goes all hope for what waits: `lost` says why.
+    left when that worker is lost. When the last place leaves, what waits can never run: `lost` says why.
     """
 
     key: tuple[int, ...] | int  # the places that were asked for, or the worker
@@ -230,7 +230,7 @@ class Rest(NamedTuple):
 
 @dataclass(slots=True)
 class Task:
-    """A task and how far it is. Every item is queued, resting, in flight or settled: `check_invariants` counts them."""
+    """A task and its progress. Every item is queued, resting, in flight or settled: `check_invariants` counts them."""
 
     spec: TaskSpec
     pace: Pace  # of its function
@@ -238,18 +238,18 @@ class Task:
     is_open: bool
     lane: Lane | None = None  # where it waits; None: in the pool's queue
     cursor: int = 0  # the first item that was never dispatched
-    again: deque[Slice] | None = None  # to run before the cursor goes on; None is much smaller than an empty deque
+    again: deque[Slice] | None = None  # slices to run before the cursor advances; None is much smaller than an empty deque
     flights: dict[int, int] | None = None  # attempt -> worker, of what is in flight and still counts; None is smaller
     rests: list[Rest] | None = None  # a heap; None is smaller
     num_rests: int = 0  # so far
     items_in_flight: int = 0
     items_resting: int = 0
     settled: int = 0
-    is_queued: bool = False  # stands in a queue
+    is_queued: bool = False  # it is in a queue
 
     @property
     def order(self) -> Order:
-        """What decides when it is its turn."""
+        """Its position in a queue: by priority, then submission."""
         return -self.spec.priority, self.spec.task_id
 
     @property
@@ -309,7 +309,7 @@ class Worker:
 
 
 class Departure(NamedTuple):
-    """Why a place is about to be given up, and what is to be said of that."""
+    """Why a place is about to be given up, and what the user is told about it."""
 
     reason: LossReason
     at: float = math.inf  # what still runs there then is interrupted
@@ -319,7 +319,7 @@ class Departure(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class FailureStreak:
-    """Calls of one function that have failed in a place, one after the other, and what was known of it when that began."""
+    """Consecutive failed calls of one function in a place, and its counts elsewhere when they began."""
 
     pace: Pace
     good: int

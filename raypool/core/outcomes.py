@@ -1,4 +1,4 @@
-"""What becomes of tasks: which outcomes count, what runs again, what has failed, and when a task ends."""
+"""Outcomes of tasks: which results count, which items run again or have failed, and when a task ends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STOPPED = LossReason.STOPPED
 
 
 class Outcomes:
-    """Writes down what has become of items, and says so in `out`."""
+    """Records the outcomes of items, and appends the commands that follow from them to `out`."""
 
     def __init__(self, backlog: Backlog, workers: Workers) -> None:
         self.counts = Counts()
@@ -39,7 +39,7 @@ class Outcomes:
             self._fail_waiting(task, lane.lost)
 
     def end(self, task: Task, state: TaskState) -> None:
-        """End a task; what runs of it now runs in vain, and is told to stop."""
+        """End a task; items of it that still run are told to stop, since nobody wants them."""
         if task.flights and task.spec.task_id not in self.broken_up:
             self.signal(task, m.Signal.CANCEL)
         self._backlog.discard(task)
@@ -101,7 +101,7 @@ class Outcomes:
         return LossReason.PREEMPTED if gang.spec.task_id in self.thinned else LossReason.UNKNOWN
 
     def send_elsewhere(self, worker: Worker, signal: m.Signal) -> None:
-        """Tell what a worker runs to come back, to run again elsewhere. What may run once only goes on while it can.
+        """Tell what a worker runs to come back, to run again elsewhere. Items that may run only once continue while they can.
 
         Of a gang all ranks are told that one has to leave: it goes as a whole, and may first save together what it has.
         """
@@ -126,10 +126,10 @@ class Outcomes:
     def lose(self, task: Task, piece: Slice, reason: LossReason, was_idle: bool) -> None:
         """Take in that a slice was lost with its worker; queue it for another try, or fail it.
 
-        It is charged an attempt, unless it was not begun, or the worker has ended for no fault of what it ran.
+        That counts as an attempt, unless it was not begun, or the worker was lost for another reason.
         """
         retries, lane = task.spec.retries, task.lane
-        is_charged = not was_idle and (reason not in policy.FORGIVEN or retries == 0)  # that never runs twice, ever
+        is_charged = not was_idle and (reason not in policy.FORGIVEN or retries == 0)  # with no retries an item never runs twice
         is_last = is_charged and piece.attempt > retries
         if is_last or task.spec.is_gang or (lane is not None and lane.lost is not None):
             self._fail_items(task, piece, reason)
@@ -157,7 +157,7 @@ class Outcomes:
             self._break_up(gang)
 
     def _break_up(self, gang: Task) -> None:
-        """Stop the ranks that are left of a gang, once: without the one that has failed they might wait for ever."""
+        """Stop the other ranks of a gang, once: without the failed one they might wait forever."""
         if gang.spec.task_id not in self.broken_up:
             self.broken_up[gang.spec.task_id] = None
             self.signal(gang, m.Signal.CANCEL)

@@ -1,4 +1,4 @@
-"""How much, how often, how long: the scheduler's choices as functions of values."""
+"""The scheduler's policy as pure functions: sizes of calls, prefetching, delays and failure rates."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ SHORT_S = 0.050
 """An item that takes less than this on average shares its call with others [s]."""
 
 LOOK_AHEAD_S = 0.250
-"""Where none has taken longer than this of late, one may wait at its worker for the one that runs there [s]."""
+"""If no recent item took longer than this, the next call may wait at a busy worker [s]."""
 
 FADING = 0.9
-"""What is left of how long the longest item has taken, with each call after it."""
+"""Decay of the longest recent time with each later call."""
 
 PLENTY = 4
-"""So many items for each worker are enough for that: who waits behind one that takes longer after all is not the last to run."""
+"""With so many items left for each worker, calls are sent ahead: an item stuck behind a long one is not the last to run."""
 
 EVEN_BELOW_S = 0.100
-"""Where none of the short ones has taken longer than this of late, as many as there are workers are enough [s]."""
+"""If no recent item took longer than this, one item left for each worker is enough for that [s]."""
 
 CHUNK_S = 0.050
-"""What a shared call should last [s]: long beside the millisecond that a call costs, short beside anybody's patience."""
+"""How long a shared call should take [s]: much longer than the millisecond that a call costs, too short to notice."""
 
 LEAST_CHUNK_S = 0.005
 """Towards the end of a queue, calls get smaller, but not below this [s]: they would cost more than they balance."""
@@ -41,21 +41,21 @@ MAX_FAILED_STARTS = 3
 """A place where so many starts in a row have failed is given up."""
 
 FORGIVEN = (LossReason.STOPPED, LossReason.PREEMPTED)
-"""A worker that is lost for this is held against nobody: neither what it ran nor its place has done it."""
+"""Losses for these reasons count neither against what the worker ran nor against its place."""
 
 FAULTY_BELOW = 1e-5
-"""A place is taken out if so many failures in a row are less likely than this there, by what the same does elsewhere."""
+"""A place is taken out if its consecutive failures are less likely than this, judged by the same functions elsewhere."""
 
 FIRST_DELAY_S = 0.5
 LONGEST_DELAY_S = 30.0
 
 LONGEST_RETRY_DELAY_S = 300.0
-"""Nothing waits longer than this before it runs again [s]."""
+"""The longest delay before an item runs again [s]."""
 
 
 @dataclass(slots=True)
 class Pace:
-    """How long the items of one function take, how many of them wait, and how many of its calls fail."""
+    """Statistics of one function: how long its items take, how many wait, and how many calls fail."""
 
     mean_s: float = math.inf  # of one item; unknown is taken for long
     items: int = 0
@@ -134,7 +134,7 @@ def chunk_size(pace: Pace, num_workers: int) -> int:
 def should_look_ahead(pace: Pace, num_workers: int) -> bool:
     """Whether a worker that is busy with something short gets its next call now: it need not wait for the driver then.
 
-    Only while there is enough for everybody, since what waits behind a busy worker comes back after half a second at best; the
+    Only while enough waits for every worker, since what waits behind a busy worker comes back after half a second at best; the
     longer an item, and the less alike they are, the more there has to be. Of what takes longer than that, the millisecond or two
     until the next call are not one part in a hundred.
 
@@ -153,7 +153,7 @@ def piece_size(lost: int, attempts_left: int) -> int:
     """Return the size of the pieces into which a lost slice is cut before it runs again.
 
     With several items in a call nobody knows which one killed the worker. The last attempt is made alone; before that the
-    pieces shrink geometrically, so that finding the culprit costs few calls and no innocent item is ever blamed in the end.
+    pieces shrink geometrically, so that finding the culprit costs few calls and no innocent item fails in the end.
 
     Example:
         >>> piece_size(10_000, attempts_left=2), piece_size(100, attempts_left=1)

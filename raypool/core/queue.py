@@ -1,4 +1,4 @@
-"""What waits for workers, in order of priority, then submission."""
+"""A queue of tasks, ordered by priority, then submission."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ Order = tuple[int, int]
 class Queue:
     """Tasks that could be dispatched, by their order.
 
-    Nearly all are handed in in that order: they stand in a line, which costs the same however long it is. The others (of a higher
-    priority, or queued again) are in a heap beside it.
+    Nearly all tasks arrive in that order and go into a deque, which costs the same at any length. The
+    others (of a higher priority, or queued again) go into a heap beside it.
     """
 
     __slots__ = ("_beside", "_line")
@@ -31,7 +31,7 @@ class Queue:
             self._line.append(order)
 
     def first(self) -> Order | None:
-        """Return what stands at the head; None if nothing waits."""
+        """Return the head; None if nothing waits."""
         if self._beside and (not self._line or self._beside[0] < self._line[0]):
             return self._beside[0]
         return self._line[0] if self._line else None

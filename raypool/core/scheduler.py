@@ -1,10 +1,12 @@
-"""The scheduler: told what has happened, it answers what to do. See `raypool.core.messages` for both vocabularies.
+"""The scheduler: takes an event, returns commands. See `raypool.core.messages` for both.
 
 It has no clock, no thread and no lock: the driver calls `handle` from one thread and carries out the answer. The same
 events at the same times give the same commands, always. An event that cannot happen raises `InternalError` and changes
 nothing.
 
-The `Backlog` knows what waits, `Workers` who is there; this class lets the one act on the other.
+The `Backlog` holds the tasks that wait, `Workers` the workers, and `Dispatcher` brings them together.
+Also here: `Answers` settles what workers have returned, `Losses` handles lost workers and places, and
+`Idleness` decides when a pool has been unused for long enough.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ OPEN = PoolState.OPEN  # Python 3.11 takes its time to look these up
 
 
 class Scheduler:
-    """Which task runs where and when, and what becomes of it.
+    """Decides which task runs where and when, and which outcomes count.
 
     Args:
         start_timeout_s: A worker that has not come up after this time [s] is lost.
@@ -92,7 +94,7 @@ class Scheduler:
             self._close_if_done()
         if self._idleness is not None:
             self._look_whether_idle(self._idleness)
-        # Workers are fed before anybody is told about results: they need not wait for the driver's book-keeping.
+        # Workers get their next calls before results are reported: they need not wait for the driver's book-keeping.
         return work + self._out
 
     def story(self, task_id: int | None = None, worker_id: int | None = None) -> tuple[str, ...]:
@@ -148,7 +150,7 @@ class Scheduler:
             self._impossible(event, task_id=event.task_id)
         return self.backlog.tasks.get(event.task_id)
 
-    # --- what comes back ----------------------------------------------------------------------------------------------
+    # --- answers ------------------------------------------------------------------------------------------------------
 
     def _on_attempt_finished(self, event: m.AttemptFinished) -> None:
         worker_id, attempt_id, reports, is_spent = event
@@ -286,7 +288,7 @@ class Scheduler:
         return None if place is None else self.workers.by_id[place.worker_id]
 
     def _fail_deserted(self) -> None:
-        """See to the tasks of which nobody is left who may run them."""
+        """End the tasks that no remaining worker may run."""
         for lane in self.workers.lanes_lost:
             for task_id in list(lane.tasks):
                 self.outcomes.go_on(self.backlog.tasks[task_id])
@@ -306,7 +308,7 @@ class Scheduler:
         else:
             self._out += idleness.begin(self._now)
 
-    # --- the size of the pool and its end -----------------------------------------------------------------------------
+    # --- resizing and shutdown ----------------------------------------------------------------------------------------
 
     def _on_resize_requested(self, event: m.ResizeRequested) -> None:
         is_new = self.workers.places.keys().isdisjoint(event.add) and len(set(event.add)) == len(event.add)
@@ -374,7 +376,7 @@ class Scheduler:
         )
 
 
-# --- answers ----------------------------------------------------------------------------------------------------------
+# --- answers of workers -----------------------------------------------------------------------------------------------
 
 
 class Answers:
@@ -440,7 +442,7 @@ class Answers:
                     self._outcomes.go_on(task)
 
     def _observe(self, worker: Worker, attempt: Attempt, reports: Sequence[Report], wanted: Task | None) -> None:
-        """Learn from what was done; `wanted` is the last task of it that somebody waits for, if any."""
+        """Update the pace of a function; `wanted` is the last task of the call that still counts, if any."""
         done, failed, busy_s = 0, 0, 0.0
         for report in reports:
             done += report.done
@@ -452,7 +454,7 @@ class Answers:
                 self._losses.take_out(worker, self._faults.note_answer(worker, attempt, wanted, done, failed))
 
 
-# --- losses -----------------------------------------------------------------------------------------------------------
+# --- lost workers and places ------------------------------------------------------------------------------------------
 
 
 class Losses:
@@ -484,8 +486,8 @@ class Losses:
 
     def _run_elsewhere(self, worker: Worker, reason: LossReason, was_idle: bool) -> None:
         """See to what a worker was running that is no more."""
-        # The first attempt was running, or it had ended, its answer died with the process, and the one behind it was running.
-        # So both are charged: an innocent item has attempts left, alone, but a culprit never runs once too often.
+        # Either the first attempt was running, or it had ended, its answer was lost, and the next one was running.
+        # So both are charged: an innocent item has attempts left, alone, but a culprit never runs too often.
         for attempt_id, attempt in worker.attempts.items():
             attempt.pace.running -= 1
             for piece in attempt.slices:
@@ -544,13 +546,13 @@ class Losses:
         self._run_elsewhere(worker, reason, was_idle)
 
     def _in_the_end(self, worker: Worker, reason: LossReason) -> LossReason:
-        """Return why a worker is lost: the end of a machine that was announced is nobody's fault."""
+        """Return why a worker is lost: the announced end of a machine is no fault of what ran there."""
         leaving = self._workers.places[worker.place].leaving
         is_announced = leaving is not None and leaving.reason is LossReason.PREEMPTED
         return LossReason.PREEMPTED if is_announced and reason is LossReason.NODE else reason
 
 
-# --- idleness ---------------------------------------------------------------------------------------------------------
+# --- idle time --------------------------------------------------------------------------------------------------------
 
 
 class Idleness:

@@ -1,4 +1,4 @@
-"""The places of a pool, the workers that come and go in them, and which of these are free."""
+"""The places of a pool and their workers: who is free, busy, parked, or held for a lane or a gang."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ IDLE = WorkerState.IDLE  # Python 3.11 takes its time to look these up
 
 
 class Workers:
-    """Workers by what they could do next.
+    """The workers, indexed by what each could do next.
 
     One that is in none of `idle`, `check_lanes`, `wait_for_gang` and `prefetch`, and is held for no gang, takes nothing now.
 
@@ -58,7 +58,7 @@ class Workers:
         """How many workers the pool has, or is about to have again."""
         return len(self.places) - len(self.retiring)
 
-    # --- coming and going ---------------------------------------------------------------------------------------------
+    # --- starts and ends ----------------------------------------------------------------------------------------------
 
     def open_place(self, place_id: int, now: float) -> list[Command]:
         """Take in a new place and start a worker there."""
@@ -74,13 +74,13 @@ class Workers:
         return [StartWorker(number, worker.place), SetTimer(now + self._start_timeout_s, "ready", number)]
 
     def replace(self, worker: Worker, reason: LossReason, now: float) -> list[Command]:
-        """Put another worker in the place of one that is lost; give the place back if it was to go, or is of no use."""
+        """Put another worker in the place of one that is lost; give the place back if it was to go, or is useless."""
         place = self.places[worker.place]
         is_retiring = worker.worker_id in self.retiring
         if worker.state is WorkerState.STARTING:
             place.failed_starts += 1
         elif reason in policy.FORGIVEN:
-            place.losses = 0  # it was nobody's fault
+            place.losses = 0  # these losses are not the place's fault
         else:
             place.losses = 1 if worker.has_delivered else place.losses + 1
         self._dismiss(worker, WorkerState.LOST)
@@ -117,7 +117,7 @@ class Workers:
             self.spent[worker.worker_id] = None
 
     def renew_spent(self, now: float) -> list[Command]:
-        """Replace the workers that are spent, but for those that still run something, or to which something is bound."""
+        """Replace the workers that are spent, except those that still run something, or to which something is bound."""
         free = [number for number in self.spent if not self.by_id[number].attempts and number not in self.lanes]
         return [command for number in free for command in self.launch(self.renew(self.by_id[number]), now)]
 
@@ -156,7 +156,7 @@ class Workers:
         return worker
 
     def _succeed(self, worker: Worker, reason: LossReason) -> Worker:
-        """Hire another worker for the place of one that is gone; what is bound to that has lost it."""
+        """Create another worker in the place of one that is gone; tasks bound to that one have lost it."""
         place = self.places[worker.place]
         if worker.worker_id in self.lanes:
             self._leave_lane(self.lanes[worker.worker_id], place, reason)
@@ -176,7 +176,7 @@ class Workers:
             gathering.members.pop(worker.worker_id, None)
 
     def _vacate(self, place: Place, reason: LossReason) -> list[Command]:
-        """Give a place back, and say so if nobody has wished for that."""
+        """Give a place back, and report it unless the user has asked for that."""
         self._withdraw(place, reason)
         del self.places[place.place]
         self.streaks.pop(place.place, None)
@@ -186,7 +186,7 @@ class Workers:
         return commands
 
     def _withdraw(self, place: Place, reason: LossReason) -> None:
-        """Let nobody wait for this place any more."""
+        """Remove a place from all lanes."""
         for lane in list(place.lanes.values()):
             self._leave_lane(lane, place, reason)
 
@@ -199,7 +199,7 @@ class Workers:
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether nobody is busy, or about to come up."""
+        """Whether no worker is busy, or about to come up."""
         return all(worker.state in (WorkerState.IDLE, WorkerState.PARKED) for worker in self.by_id.values())
 
     def park(self) -> list[Command]:
@@ -221,7 +221,7 @@ class Workers:
         self.parked.clear()
         return commands
 
-    # --- busy and free ------------------------------------------------------------------------------------------------
+    # --- busy and idle workers ----------------------------------------------------------------------------------------
 
     def first_idle(self, idle_heap: IdleHeap) -> Worker:
         """Return the idle worker in the lowest place.
@@ -321,7 +321,7 @@ class Workers:
 
     @property
     def is_reserved(self) -> bool:
-        """Whether a gang collects that wants whoever becomes free."""
+        """Whether a gang collects that wants any worker that becomes free."""
         return any(gathering.gang.lane is None for gathering in self.waiting_gangs.values())
 
     def has_enough(self, gang: Task) -> bool:
@@ -367,7 +367,7 @@ class Workers:
         self.wait_for_gang[worker.worker_id] = None
 
     def tear(self) -> None:
-        """Let those that wait with a gang look again what comes first for them."""
+        """Let workers that wait for a gang look again for what comes first for them."""
         self.check_lanes.update(self.wait_for_gang)
         self.wait_for_gang.clear()
 

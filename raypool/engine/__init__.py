@@ -1,1 +1,1 @@
-"""Makes happen what the core decides: one driver thread, and the backends that run user code."""
+"""Carries out what the scheduler decides: the driver's thread, its tasks and loops, durable runs."""

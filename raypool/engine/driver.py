@@ -1,7 +1,9 @@
-"""The one thread that decides: messages from users and workers go in, and the scheduler's commands are carried out.
+"""The driver: one thread that feeds events to the scheduler and carries out its commands.
 
-Everything that reaches a user (a resolved future, a finished loop) passes here, one after the other. Nothing in here waits for a
-worker, and only this thread touches the scheduler.
+Everything that reaches a user (a resolved future, a finished loop) passes through this thread, in
+order. It never waits for a worker, and no other thread touches the scheduler. The classes below hold
+what the driver knows besides: `Arrivals` (workers that are up), `Turn` (one event), `LossRecord`
+(reasons of losses), `Returns` (results that come back) and `Timers`.
 """
 
 from __future__ import annotations
@@ -47,13 +49,13 @@ CLOSED = "The pool is closed. Open another with parpool()."
 
 
 class Driver:
-    """Runs the scheduler and carries out what it says.
+    """Runs the scheduler and carries out its commands.
 
     Args:
         scheduler: The core.
-        inbox: Where everything arrives.
-        hub: Where what tasks report and print comes together.
-        tell: What the user and the rest of the pool are told.
+        inbox: Where events arrive.
+        hub: Collects what tasks report and print.
+        tell: Callbacks for messages to the user and the pool.
         record: Writes down every event and its time, before it is handled.
     """
 
@@ -90,10 +92,10 @@ class Driver:
             m.TimerFired: self._note_late,
         }
 
-    # --- from any thread ----------------------------------------------------------------------------------------------
+    # --- calls from any thread ----------------------------------------------------------------------------------------
 
     def start(self, backend: Backend) -> None:
-        """Begin to live, with this backend."""
+        """Start, with this backend."""
         self._backend = backend
         if self._inbox.is_threaded:
             self._thread = threading.Thread(target=self._live, name="raypool-driver", daemon=True)
@@ -106,7 +108,7 @@ class Driver:
             self._drain()
 
     def submit(self, work: Work, make_spec: Callable[[int], TaskSpec]) -> int:
-        """Hand in a task; return its number. If that is interrupted (Ctrl-C) the task is cancelled: nobody else knows of it."""
+        """Submit a task; return its number. If that is interrupted (Ctrl-C) the task is cancelled: nobody else knows of it."""
         task_id = -1
         try:
             with self._submit_lock:  # numbers arrive in order, and none arrives at a driver that has gone
@@ -129,11 +131,11 @@ class Driver:
 
     @property
     def is_own_thread(self) -> bool:
-        """Whether this code runs in the driver's thread (a callback of a future does): waiting here would be for ever."""
+        """Whether this code runs in the driver's thread (a callback of a future does): waiting here would never end."""
         return threading.current_thread() is self._thread or threading.get_ident() == self._drainer
 
     def _ask_call(self, future: Future[Any]) -> None:
-        """Pass on what somebody wants of a call: that it ends, or that it ends early by itself."""
+        """Pass on a request about a call: to cancel it, or to end early by itself."""
         self.post(m.CancelRequested(future.task_id) if future.cancelled() else m.StopRequested(future.task_id))
 
     def end_loan(self, worker_ids: Sequence[int]) -> None:
@@ -163,14 +165,14 @@ class Driver:
         if not self._inbox.is_threaded:
             self._drain()
 
-    # --- the loop -----------------------------------------------------------------------------------------------------
+    # --- event loop ---------------------------------------------------------------------------------------------------
 
     def _live(self) -> None:
         while not self.closed.is_set():
             self._step()
 
     def _drain(self) -> None:
-        """Handle all there is, unless a call further up this stack (or another thread) is at it already."""
+        """Handle all messages, unless a call further up this stack (or another thread) is doing so already."""
         while not self._inbox.is_empty and not self.closed.is_set() and self._drain_lock.acquire(blocking=False):
             self._drainer = threading.get_ident()
             try:
@@ -199,7 +201,8 @@ class Driver:
     def _next_message(self) -> Message | None:
         """Return the next message, or timer that is due; None if neither can come any more.
 
-        What has come in goes before: a driver that is late itself would take an answer that came in time for one that did not.
+        Messages go before timers: a driver that is late itself would otherwise time out an answer that
+        came in time.
         """
         while True:
             until = self._timers.next_at()
@@ -214,7 +217,7 @@ class Driver:
         return explanations.driver_failed(self.crash)
 
     def _give_up(self, error: BaseException) -> None:
-        """Raypool's own mistake: nobody may be left waiting for it."""
+        """Fail everything after raypool's own mistake: nobody may be left waiting."""
         self.crash = error
         self._close()
 
@@ -231,7 +234,7 @@ class Driver:
             self._end_leftovers()
 
     def _end_leftovers(self) -> None:
-        """End what came too late, or all there is after a failure."""
+        """End works that came too late, or all works after a failure."""
         while not self._inbox.is_empty and (message := self._inbox.get(None)) is not None:
             event, payload = message
             if isinstance(event, m.TaskSubmitted):
@@ -240,7 +243,7 @@ class Driver:
             work.end(TaskState.FAILED if self.crash else TaskState.CANCELLED, self.crash_error() if self.crash else None)
         self.works.clear()
 
-    # --- what comes in ------------------------------------------------------------------------------------------------
+    # --- incoming events ----------------------------------------------------------------------------------------------
 
     def _handle(self, event: m.Event | None, payload: Any) -> None:
         if event is None:
@@ -298,7 +301,7 @@ class Driver:
             self._bury(worker, reason, turn)
 
     def _bury(self, worker: Worker, reason: LossReason, turn: Turn, was_idle: bool = False) -> None:
-        """Let go of what is known of a worker that is lost."""
+        """Forget a lost worker, and record what it was running."""
         turn.worker = self._info_of(worker.worker_id)
         self._hub.forget(worker.worker_id)
         calls = self._returns.in_flight.lose(worker.worker_id)
@@ -316,7 +319,7 @@ class Driver:
         turn.worker = self._info_of(event.worker_id)
         return self._returns.take_part(event, results, turn)
 
-    # --- what goes out ------------------------------------------------------------------------------------------------
+    # --- commands of the scheduler ------------------------------------------------------------------------------------
 
     def _carry_out(self, command: m.Command, turn: Turn) -> None:  # noqa: C901, PLR0912 - one line for each command
         match command:
@@ -345,7 +348,7 @@ class Driver:
             case m.DropPlace():
                 self._drop(command)
             case m.BreakPool():
-                pass  # the tasks that end now say so
+                pass  # the tasks that end now report it
             case m.ClosePool():
                 self._close()
 
@@ -372,7 +375,7 @@ class Driver:
             work = self.works[piece.task_id]
             known = None
             if not work.begin(piece, worker, call):
-                # It was cancelled in this instant. Whoever does that will say so, but may be held up by a callback until then.
+                # It was cancelled in this instant. The thread that does so will post it, but a callback may hold that up.
                 known = nothing_done()
                 self._cancel(piece.task_id)
             else:
@@ -380,7 +383,7 @@ class Driver:
                     part = work.part(piece, self._backend.pack)
                     timeout_s = self.scheduler.backlog.tasks[piece.task_id].spec.timeout_s
                     parts.append(part if timeout_s is None else part._replace(timeout_s=timeout_s))
-                    self._hub.watch(piece.task_id, work.holder)  # not before: what waits says nothing, and is much
+                    self._hub.watch(piece.task_id, work.holder)  # not before: queued tasks say nothing, and are many
                     functions[work.function.fn_id] = work.function
                 except Exception as error:  # also a full object store, or a Ray that has ended
                     known = all_failed(piece.start, piece.stop, explanations.unsent(work.describe(piece), error))
@@ -394,7 +397,7 @@ class Driver:
         self._inbox.put((m.CancelRequested(task_id), None))
 
     def _run_gang(self, runs: Sequence[m.RunTasks], is_loan: bool) -> None:
-        """Call the ranks of a gang, which know of each other then. The first comes last: "inline" runs it in this very thread."""
+        """Call the ranks of a gang, which now know each other. The first comes last: "inline" runs it in this thread."""
         gang = cast("GangWork", self.works[runs[0].slices[0].task_id])
         for run in runs if is_loan else ():
             self._returns.in_flight.send(run.worker_id, run.attempt_id).sent.append(Sent(run.slices[0], None))
@@ -424,14 +427,14 @@ class Driver:
             self._tell.warn(text)
 
 
-# --- which workers are up, and why others are not ---------------------------------------------------------------------
+# --- arrival of workers -----------------------------------------------------------------------------------------------
 
 
 class Arrivals:
-    """What is known of the workers by place. The driver's thread notes it; others wait.
+    """Tells which workers are up, by place, and why others are not. The driver's thread writes; others wait.
 
     Args:
-        is_closed: Whether there is nothing to wait for any more.
+        is_closed: Whether the pool has ended, so that waiting is pointless.
     """
 
     def __init__(self, is_closed: Callable[[], bool]) -> None:
@@ -448,7 +451,7 @@ class Arrivals:
             self.changed.notify_all()
 
     def note_failed(self, place: int, why: str) -> bool:
-        """Note that nobody need wait for the worker in a place; return whether somebody does, and so will be told."""
+        """Note that the worker in a place will not come up; return whether a thread waits for it, and so gets the error."""
         with self.changed:
             self._failed.setdefault(place, why)
             self.changed.notify_all()
@@ -460,7 +463,7 @@ class Arrivals:
             self.infos.pop(place, None)
 
     def expect(self, places: Sequence[int]) -> None:
-        """Say that somebody is going to `wait` for the workers in these places."""
+        """Announce a later `wait` for the workers in these places."""
         with self.changed:
             self._awaited.update(places)
 
@@ -476,7 +479,7 @@ class Arrivals:
             return {place: self._failed.get(place, why) for place in places if place not in self.infos}
 
 
-# --- one event ----------------------------------------------------------------------------------------------------------
+# --- one event --------------------------------------------------------------------------------------------------------
 
 
 Why = str | BaseException
@@ -486,13 +489,13 @@ Why = str | BaseException
 class Turn:
     """An event, and what belongs to it until its commands are carried out.
 
-    Then nobody holds the results that have come with it any more: they are the user's, who may want them freed.
+    After that nothing holds the results that came with it: the user may want them freed.
 
     Attributes:
         event: The event.
         worker: The worker that it is about.
         results: What has come back with it, by task.
-        fallen: What the worker was running that it is the loss of.
+        fallen: What the worker was running, if the event is its loss.
         missed: Slices that have no outcome of this attempt, and why: they run again, unless a command settles them.
     """
 
@@ -506,7 +509,7 @@ class Turn:
         self.missed: list[tuple[Slice, Why]] = []
 
     def result(self, items: Slice) -> SliceResult:
-        """Return what has come of these items."""
+        """Return the results of these items."""
         return next(result for piece, result in self.results[items.task_id] if piece.start <= items.start < piece.stop)
 
 
@@ -516,7 +519,7 @@ def is_awaited(piece: Slice, attempt_id: int, scheduler: Scheduler) -> bool:
     return task is not None and attempt_id in (task.flights or ())
 
 
-# --- lost workers, and places that go ---------------------------------------------------------------------------------
+# --- lost workers and places ------------------------------------------------------------------------------------------
 
 
 ANSWERS = (m.AttemptFinished, m.AttemptNarrowed)
@@ -524,11 +527,11 @@ LOSSES = (m.WorkerLost, m.TimerFired, m.PlaceLeaving, m.PlaceLost)
 
 
 class LossRecord:
-    """What was said of workers that were lost and of places that go, for the errors that follow. For the driver's thread."""
+    """Why workers and places were lost, for the errors that follow. For the driver's thread."""
 
     def __init__(self, scheduler: Scheduler) -> None:
-        self.words = ""  # what was said of the newest loss
-        self._leaving: dict[int, str] = {}  # by place: what was said of its end
+        self.words = ""  # the text about the newest loss
+        self._leaving: dict[int, str] = {}  # by place: the text about its end
         self._vacated = NOBODY  # who was in the place that was given back last
         self._scheduler = scheduler
 
@@ -539,7 +542,7 @@ class LossRecord:
     def note_fallen(self, call: Call, reason: LossReason, was_idle: bool, turn: Turn) -> None:
         """Note what a call held whose worker is lost, as far as it is still waited for.
 
-        It was an attempt if it was begun, or is charged as one, since nobody knows whether it was.
+        It counts as an attempt if it was begun, or if nobody knows whether it was.
         """
         is_attempt = not was_idle and (call.began_at is not None or reason not in policy.FORGIVEN)
         for piece, _, _ in call.sent:
@@ -563,7 +566,7 @@ class LossRecord:
         return explanations.stranded(what, items.attempt, reason, explanations.FAULTY if reason is LossReason.FAULTY else words)
 
     def farewell(self, command: m.DropPlace) -> tuple[str, str]:
-        """Return what to say to the user of a place that is dropped, and to whoever waits for a worker there."""
+        """Return the message about a dropped place, for the user and for threads that wait for a worker there."""
         left, num_left = self._leaving.pop(command.place, None), self._scheduler.workers.size
         if command.reason is LossReason.FAULTY:
             return explanations.faulty(self._vacated, command.failed, command.finished, num_left), explanations.FAULTY
@@ -572,16 +575,16 @@ class LossRecord:
         return explanations.dropped(self.words, num_left), self.words
 
 
-# --- which items run again, and why -----------------------------------------------------------------------------------
+# --- items that run again ---------------------------------------------------------------------------------------------
 
 
 def tell_misses(
     works: Mapping[int, Work], missed: Iterable[tuple[Slice, Why]], commands: Sequence[m.Command], worker: WorkerInfo
 ) -> None:
-    """Tell works what of theirs runs again: of what was missed, all that none of the commands settles.
+    """Tell each work which of its items run again: missed ones that no command settles.
 
     Args:
-        works: Those that are not at their end, by task.
+        works: The works that have not ended, by task.
         missed: Slices that have no outcome of this attempt, and why.
         commands: The scheduler's answer.
         worker: Where they ran.
@@ -597,16 +600,16 @@ def _overlap(piece: Slice, items: Slice) -> bool:
     return piece.task_id == items.task_id and piece.start < items.stop and items.start < piece.stop
 
 
-# --- what comes back from workers -------------------------------------------------------------------------------------
+# --- results from workers ---------------------------------------------------------------------------------------------
 
 
 class Returns:
-    """Says of each slice that comes back what the scheduler has to know, and keeps what has come for its turn.
+    """Turns results that come back into reports for the scheduler, and keeps them for the event's `Turn`.
 
     Args:
         works: The tasks that have not ended.
-        scheduler: Knows what is still waited for.
-        cancel: Posts that nobody wants a task any more.
+        scheduler: Knows which tasks still wait.
+        cancel: Posts that a task is cancelled.
     """
 
     def __init__(self, works: Mapping[int, Work], scheduler: Scheduler, cancel: Callable[[int], object]) -> None:
@@ -622,7 +625,7 @@ class Returns:
             future.worker_replaced = is_replaced or bool(future.worker_replaced)  # of a gang, any of them
 
     def take(self, event: m.AttemptFinished, results: Sequence[SliceResult], turn: Turn) -> m.AttemptFinished:
-        """Say of each slice of an attempt what the scheduler has to know."""
+        """Return the event of an attempt with a report of each slice."""
         sent = self.in_flight.bring_back(event.worker_id, event.attempt_id)
         if self.stopping:
             self.note_stopped(event.attempt_id, is_replaced=False)
@@ -633,7 +636,7 @@ class Returns:
         return event._replace(reports=tuple(reports))
 
     def take_part(self, event: m.AttemptNarrowed, results: Sequence[SliceResult], turn: Turn) -> m.AttemptNarrowed:
-        """Say the same of what is done of an attempt that goes on, and take back what waits behind it."""
+        """Do the same for the finished part of a long attempt, and take back the calls that wait behind it."""
         before = self.in_flight.find(event.worker_id, event.attempt_id)
         if before is None:
             return event  # it has come back meanwhile
@@ -671,7 +674,7 @@ class Returns:
 
 
 class Timers:
-    """Timers by the time at which they are due.
+    """Timers, ordered by the time at which they are due.
 
     Args:
         is_of_use: Whether a timer still means something; one that does not is dropped when its turn comes.

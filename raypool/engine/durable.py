@@ -1,4 +1,8 @@
-"""A loop that keeps what becomes of its items in a folder, and goes on from what is there."""
+"""A durable loop (`parfor` with `run_dir`): it records outcomes in a folder, and resumes from there.
+
+`DurableLoop` is the loop, `Recorder` the thread that writes the journal, and `ItemFiles` writes what
+items report and print into files of their own.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +34,7 @@ from raypool.journal.keys import FunctionSource
 from raypool.journal.rows import Outcome, Stored, row_of
 
 UNCHANGEABLE = frozenset({int, float, bool, str, bytes, type(None)})
-"""Types whose values stay what they are."""
+"""Types whose values cannot change."""
 
 logger = logging.getLogger("raypool")
 
@@ -38,13 +42,13 @@ logger = logging.getLogger("raypool")
 class DurableLoop(LoopWork):
     """The items of one `parfor` with a `run_dir`.
 
-    What the driver hears of an item goes to the recorder, whose thread opens it, writes it into the journal and only then counts
-    it. So what somebody was told of once is there for good.
+    The driver passes outcomes to the recorder, whose thread opens them, writes them into the journal, and
+    only then counts them. So a result that was reported once is never lost.
     """
 
     @classmethod
     def open(cls, fn: Callable[[Any], Any], function: Function, options: LoopOptions, run_dir: Any, rerun: str) -> DurableLoop:
-        """Open a folder for a loop of `fn`; `rerun` says what of it counts.
+        """Open a folder for a loop of `fn`; `rerun` says which of its outcomes count.
 
         Raises:
             JournalError: It is in use, was made for something else, or cannot be written.
@@ -68,10 +72,10 @@ class DurableLoop(LoopWork):
         self._recorder = Recorder(journal, self._files, options.label, self._give_up)
         self._stored: dict[str, Stored] = {}
 
-    # --- before and while it runs, in the thread of whoever called ----------------------------------------------------
+    # --- calls of the user's thread -----------------------------------------------------------------------------------
 
     def take(self, items: Sequence[Any]) -> int:
-        """Take the items, note them down, and find out which of them have to run."""
+        """Take the items, write them down, and find out which of them have to run."""
         self.items = items
         self.keys += [self._names.name(item, index) for index, item in enumerate(items)]
         try:
@@ -100,7 +104,7 @@ class DurableLoop(LoopWork):
         return len(order)
 
     def _check_places(self) -> None:
-        """Say it if random numbers, which depend on an item's number, were given to another item before."""
+        """Warn if the seed of a number was used for another item before: seeds depend on the number only."""
         num_moved = 0
         for run in set(self._runs.values()):
             places = self._journal.positions(run)
@@ -136,7 +140,7 @@ class DurableLoop(LoopWork):
         return folder
 
     def _restore(self, index: int) -> bool:
-        """Take what is there of an item, if that counts."""
+        """Take the saved outcome of an item, if that counts."""
         stored = self._stored.get(self.keys[index])
         if stored is None or (stored.status == "failed" and self._rerun == "failed"):
             return False
@@ -157,7 +161,7 @@ class DurableLoop(LoopWork):
         return True
 
     def caught_up(self) -> Feed:
-        """Return what all items have said, also those that need not run; what the others said was there before they counted."""
+        """Return the feed of all items, also restored ones; what the others sent arrived before they counted."""
         if not self.restored:
             return self.feed
         feed = Feed()
@@ -174,11 +178,11 @@ class DurableLoop(LoopWork):
         return text_of_file(self._journal.run_dir / "items" / self.keys[index] / DIARY)
 
     def close(self) -> None:
-        """Write what is there, and let others have the folder."""
+        """Write what is left, and release the folder."""
         self._recorder.close()
         self.trouble = self._recorder.failure
 
-    # --- in the driver's thread ---------------------------------------------------------------------------------------
+    # --- calls of the driver's thread ---------------------------------------------------------------------------------
 
     def settle(self, piece: Slice, result: SliceResult, worker: WorkerInfo) -> None:
         """Have the outcomes written."""
@@ -195,12 +199,12 @@ class DurableLoop(LoopWork):
         self._recorder.put(partial(self._missed, piece, why, where))
 
     def end(self, state: TaskState, error: BaseException | None) -> None:
-        """Wake whoever waits, when all is written."""
+        """Wake the waiting thread, when all is written."""
         del self.function
         self._note_cancelled(state)  # here: by then it may have come back
         self._recorder.end(partial(self._ended, state, error))
 
-    # --- in the recorder's thread -------------------------------------------------------------------------------------
+    # --- calls of the recorder's thread -------------------------------------------------------------------------------
 
     def _settled(self, piece: Slice, result: SliceResult, worker: WorkerInfo) -> Step:
         """Open what has come back."""
@@ -276,32 +280,33 @@ class DurableLoop(LoopWork):
 
 
 def _values_of(piece: Slice, result: SliceResult) -> list[Any]:
-    """Return the values of a slice; where they are lost, what stands for them."""
+    """Return the values of a slice; where they are lost, a stand-in for each."""
     first = result.offset + piece.start - result.start
     try:
         return result.values.get()[first : first + piece.stop - piece.start]
-    except BaseException as error:  # also what code of the user's raises when it is unpickled
+    except BaseException as error:  # also what the user's code raises when it is unpickled
         lost = error if isinstance(error, Exception) else TaskError(f"A value cannot be opened: {type(error).__name__}: {error}")
         return [Missing(lost)] * (piece.stop - piece.start)
 
 
-# --- the recorder: what comes back is written in a thread of its own, and counted when it is there --------------------
+# --- recorder ---------------------------------------------------------------------------------------------------------
 #
-# Where that cannot be done (the disk is full, say), the loop goes on: what has come back waits in memory, and is tried again.
+# A thread of its own writes outcomes; they count once they are written. Where that fails (a full disk, say), the loop
+# continues: outcomes wait in memory, and writing is tried again.
 
 
 SAID_S = 1.0
-"""So often is written what items say while they run [s]."""
+"""How often reports and output of running items are written [s]."""
 
 FIRST_DELAY_S = 0.5
 MAX_DELAY_S = 10.0
-"""Where that cannot be done, it is tried again after this time [s], then after twice as long each time, up to this."""
+"""Delays before a failed write is tried again [s]: the first, which doubles each time, and the longest."""
 
 PATIENCE_S = 60.0
-"""So long does a loop that has ended wait for room for what it has brought back [s]."""
+"""How long a loop that has ended waits for room on the disk for its results [s]."""
 
 BATCH = 4096
-"""So much is written together."""
+"""How much is written at once."""
 
 
 def _nothing() -> None:
@@ -309,11 +314,11 @@ def _nothing() -> None:
 
 
 class Step:
-    """Something that counts as soon as it is written.
+    """A step of the recorder: it counts as soon as it is written.
 
     Args:
-        outcomes: Of items.
-        count: Called then.
+        outcomes: The outcomes of items.
+        count: Called once they are written.
         entries: Items that are new: key, number, item.
         unfit: Returns the outcome to write instead of one that can never be written.
     """
@@ -362,7 +367,7 @@ class End(NamedTuple):
 
 
 class Recorder:
-    """The thread that writes.
+    """The thread that writes the journal and the items' files.
 
     Args:
         journal: Closed when all is written.
@@ -401,16 +406,16 @@ class Recorder:
         self._inbox.put(End(tell))
 
     def close(self) -> None:
-        """Write what is there, now or never, and wait for the thread's end."""
+        """Write what is left, without further tries, and wait for the thread's end."""
         is_first = not self._is_hurried
         self._is_hurried = True
         self._inbox.put(End(lambda error: None))
         if self._thread.ident is None:
             self._journal.close()
-        elif is_first:  # whoever was interrupted once waiting for it does not want to wait
+        elif is_first:  # after one Ctrl-C, the user does not want to wait
             self._thread.join()
 
-    # --- in the thread ------------------------------------------------------------------------------------------------
+    # --- work of the thread -------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
         try:
@@ -460,7 +465,7 @@ class Recorder:
         pause = SAID_S if self._trouble is None else max(min(self._try_at - now, SAID_S), 0.0)
         if self._tell is not None and (self._trouble is None or self._is_hurried):
             pause = 0.0
-        with contextlib.suppress(queue.Empty):
+        with contextlib.suppress(queue.Empty):  # all is taken
             for _ in range(BATCH):
                 self._note(self._inbox.get(timeout=pause))
                 pause = 0.0
@@ -476,7 +481,7 @@ class Recorder:
             self._waiting.append(wish())
 
     def _write(self) -> None:
-        """Write what waits; what has just been refused waits a while longer."""
+        """Write all steps that are due; those that have just been refused wait longer."""
         is_due = self._trouble is None or self._is_hurried or time.monotonic() >= self._try_at
         if not is_due and self._is_total:
             return
@@ -529,7 +534,7 @@ class Recorder:
         self._try_at = time.monotonic() + self._delay_s
 
 
-# --- what items say, on its way into their files ----------------------------------------------------------------------
+# --- files of items ---------------------------------------------------------------------------------------------------
 
 
 METRICS = "metrics.jsonl"
@@ -537,7 +542,7 @@ DIARY = "diary.txt"
 
 
 class SayingFeed(LoopFeed):
-    """A feed that also hands on what is said, with the item that has said it."""
+    """A feed that also queues what items report and print, for `ItemFiles`."""
 
     __slots__ = ("_new",)
 
@@ -571,20 +576,20 @@ class SayingFeed(LoopFeed):
 
 
 class Unwritten(NamedTuple):
-    """What an item has said that is not in its files yet."""
+    """What an item reported and printed that is not in its files yet."""
 
     lines: list[str]
     texts: list[str]
 
 
 class ItemFiles:
-    """The files of the items of a run: what each has reported, and what it has printed.
+    """The files of the items of a run: what each reported and printed.
 
     Args:
-        feed: Where what they say arrives.
+        feed: Where reports and output arrive.
         keys: The items' names in the run; grows for a generator.
         folder: Returns the folder of an item, which it makes if it is not there.
-        run: The number of the run, which stands in every line.
+        run: The number of the run, written in every line.
     """
 
     def __init__(self, feed: SayingFeed, keys: Sequence[str], folder: Callable[[str], Path], run: int) -> None:
@@ -596,7 +601,7 @@ class ItemFiles:
 
     @property
     def num_unwritten(self) -> int:
-        """How many items have said something that could not be written."""
+        """How many items have reports or output that could not be written."""
         return len(self._unwritten)
 
     def write(self) -> OSError | None:
@@ -634,7 +639,7 @@ class ItemFiles:
 
 
 def append(path: Path, data: bytes, is_lines: bool = False) -> None:
-    """Add something to a file, all of it or nothing; behind a line that somebody was killed in the midst of, a new one begins."""
+    """Append to a file, all or nothing; after a line that was cut off by a crash, a new line begins."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     try:
         size = os.fstat(file).st_size
@@ -661,13 +666,13 @@ def rows_of(path: Path, item: int, run: int) -> Iterator[Row]:
     for line in lines:
         row = _row(line)
         if row is not None and row.get("run") == run:
-            with contextlib.suppress(KeyError, TypeError, ValueError):
+            with contextlib.suppress(KeyError, TypeError, ValueError):  # a line that is no complete row
                 yield float(row["time"]), item, int(row["attempt"]), dict(row["metrics"])
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
     try:
         row = json.loads(line)
-    except ValueError:  # torn
+    except ValueError:  # a line that was cut off by a crash
         return None
     return row if isinstance(row, dict) else None

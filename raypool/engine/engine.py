@@ -1,4 +1,8 @@
-"""A driver, its backend and the functions that they know: all of a pool but its face."""
+"""The engine of a pool: its driver, its backend and the functions that workers know.
+
+Also here: single calls on a worker (`submit_call`), serial engines for work inside a task, and the
+end of all pools when the interpreter exits or forks.
+"""
 
 from __future__ import annotations
 
@@ -44,10 +48,10 @@ KNOWN_BYTES = 1024 * 1024
 """So many bytes of pickled functions are remembered, to tell a function that is called again from a new one."""
 
 BY_VALUE = b"cloudpickle"
-"""What stands in the pickle of a function that has code with it: of a script, a notebook or a closure."""
+"""What the pickle of a function contains that has code with it: of a script, a notebook or a closure."""
 
 EXIT_GRACE_S = 5.0
-"""So long what has not ended has left when the interpreter ends by itself [s]."""
+"""How long unfinished work has when the interpreter exits normally [s]."""
 
 EXIT_TIMEOUT_S = 10.0
 
@@ -77,9 +81,8 @@ class Engine:
 
     Args:
         profile: Where it runs.
-        inbox: Where everything arrives.
-        make_backend: Makes the backend, given how to post to the driver, where what tasks say comes together, and who counts
-            what goes to workers and comes from there.
+        inbox: Where events for the driver arrive.
+        make_backend: Makes the backend, given `post` of the driver, the hub, and the traffic counter.
         unpack: Undoes what the backend's `pack` does, on any worker.
     """
 
@@ -94,7 +97,7 @@ class Engine:
         self.constants: list[str] = []  # by key
         self._unpack = unpack
         self.hub = Hub()
-        idle_timeout_s = profile.idle_timeout_s if inbox.is_threaded else None  # without a thread, nobody would notice
+        idle_timeout_s = profile.idle_timeout_s if inbox.is_threaded else None  # without a thread, no timer would fire
         scheduler = Scheduler(profile.start_timeout_s, idle_timeout_s)
         self._trace: TraceWriter | None = None
         if profile.trace is not None:
@@ -112,7 +115,7 @@ class Engine:
         self.is_closing = False
         self.is_forked = False  # this process is a fork of the one that has opened the pool
         self._why_closed = "The pool was shut down. Open another with parpool()."
-        self.helpers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # they hand in more work of what is not done yet
+        self.helpers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # they submit the rest of unfinished work
         self._has_noted = False
         self._searched: set[tuple[str, Any]] = set()  # functions, for generators of their own
         self.driver.start(self.backend)
@@ -121,7 +124,7 @@ class Engine:
             self.driver.setups.append(self.function(profile.setup))
 
     def _note(self, text: str) -> None:
-        """Say something, once: a pool that is used now and then comes to rest again and again."""
+        """Say something once: a pool that is used now and then parks its workers again and again."""
         is_news, self._has_noted = not self._has_noted, True
         if is_news and not self.profile.quiet and self.profile.backend == "ray":  # threads have no memory that would be freed
             sys.stdout.write(f"raypool: {text}\n")
@@ -234,7 +237,7 @@ class Engine:
         """Give the pool this many workers; return when they are up.
 
         Raises:
-            ResourceError: There are not so many.
+            ResourceError: There are fewer.
             StartupError: One did not come up.
         """
         with self.backend.sizing():
@@ -302,7 +305,7 @@ class Engine:
         return infos
 
     def shutdown(self, wait: bool, cancel_queued: bool = False, cancel_running: bool = False) -> None:
-        """Take no more work; end when what is left is done."""
+        """Take no more work; end when all work is done."""
         if wait and not (cancel_queued or cancel_running or self.is_closing or self.driver.is_own_thread or in_task()):
             self._wait_for_helpers()
         self.is_closing = self.backend.is_ending = True
@@ -312,7 +315,7 @@ class Engine:
             self.driver.closed.wait()
 
     def note_exit(self) -> None:
-        """Let whoever comes with work from now on know that it is the end of the interpreter that closes the pool."""
+        """Note that the interpreter's end closes the pool, for the error about later work."""
         if not self.is_over:
             self._why_closed = (
                 "The interpreter ends, and the pool with it: it cannot schedule new futures after interpreter shutdown. "
@@ -347,16 +350,16 @@ os.register_at_fork(after_in_child=_forget_all)
 
 @atexit.register
 def _end_all() -> None:
-    """End what is left when the interpreter ends; nothing may stay on a GPU.
+    """End all pools when the interpreter exits; no process may stay on a GPU.
 
-    The standard library's executors wait here for what has been handed in, however long it takes. Here it has a few seconds; and
-    none after an error or Ctrl-C.
+    The standard library's executors wait here for all submitted work, however long it takes. Here it has
+    a few seconds, and none after an error or Ctrl-C.
     """
     engines = list(_engines)
     deadline = time.monotonic() + EXIT_GRACE_S
     for engine in engines:
         engine.note_exit()
-    if not hasattr(sys, "last_type"):  # what the interpreter itself notes of an exception that nobody has caught
+    if not hasattr(sys, "last_type"):  # the interpreter sets it after an uncaught exception
         for engine in engines:
             engine.shutdown(wait=False)
         for engine in engines:
@@ -415,7 +418,7 @@ def serial_engine(find_way: FindWay | None = None, setup: Call | None = None, te
     return engine
 
 
-# --- a single call of a function on a worker --------------------------------------------------------------------------
+# --- single calls -----------------------------------------------------------------------------------------------------
 
 
 T = TypeVar("T")
@@ -432,7 +435,7 @@ class Where(NamedTuple):
 def submit_call(
     engine: Engine, fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options, where: Where
 ) -> Future[T]:
-    """Hand in a call; return its future.
+    """Submit a call; return its future.
 
     Raises:
         SerializationError: The function or an argument cannot be sent; it names the variable.
@@ -440,7 +443,7 @@ def submit_call(
     """
     work = _call_work(engine, engine.function(fn), args, kwargs, options)
     if options.checkpoints is not None:
-        from raypool.journal.keys import content_key  # which those who keep nothing need not wait for
+        from raypool.journal.keys import content_key  # imported late: only calls with checkpoints need it
 
         key = content_key((fn, args, kwargs), f"the call of {work.function.name}")
         work.checkpoints = str(options.checkpoints), (f"calls/{key}/checkpoint",)
@@ -450,7 +453,7 @@ def submit_call(
 def submit_function(
     engine: Engine, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options, where: Where
 ) -> Future[Any]:
-    """Hand in a call of a function that was made ready before: for many calls of one that is large.
+    """Submit a call of a function that was made ready before: for many calls of one that is large.
 
     Raises:
         SerializationError: An argument cannot be sent; it names the variable.

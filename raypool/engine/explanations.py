@@ -1,4 +1,4 @@
-"""What is said of tasks that get no outcome of their own: the errors for them, in words."""
+"""Errors and messages of the engine: lost workers, failed starts, timeouts and broken pools."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FAULTY = "it failed every task that it was given, while others did not"
 
 
 class Tell(NamedTuple):
-    """Whom the driver tells what: `warn` that the pool is smaller for good, `note` that its workers rest, both in a sentence."""
+    """Callbacks of the driver: `warn` that the pool is smaller for good, `note` that its workers were parked."""
 
     warn: Callable[[str], None]
     note: Callable[[str], None]
@@ -34,7 +34,7 @@ class Tell(NamedTuple):
 
 
 def lost(worker: WorkerInfo, what: str, attempt: int, reason: LossReason, words: str) -> WorkerLostError:
-    """Return the error for items that have lost their worker for the last time; `words` say what is known of that."""
+    """Return the error for items that have lost their worker for the last time; `words` describe that loss."""
     return WorkerLostError(
         f"Worker {worker.index} ({where(worker)}) was lost while it ran {what}, attempt {attempt}: {words}. {HINTS[reason]}",
         reason=reason,
@@ -43,7 +43,7 @@ def lost(worker: WorkerInfo, what: str, attempt: int, reason: LossReason, words:
 
 
 def stranded(what: str, attempt: int, reason: LossReason, words: str) -> WorkerLostError:
-    """Return the error for items that wait for workers that are gone; `words` say what is known of the last of these."""
+    """Return the error for items that wait for workers that are gone; `words` describe the last loss."""
     return WorkerLostError(
         f"{what} waited to run, attempt {attempt}, and no worker is left that it may run on: {words}. "
         "Hand it in to the pool, or to a part that has workers.",
@@ -53,13 +53,13 @@ def stranded(what: str, attempt: int, reason: LossReason, words: str) -> WorkerL
 
 
 def parked(num_workers: int) -> str:
-    """Return what to say when workers have ended because there was nothing to do."""
+    """Return the message that idle workers have ended."""
     count = f"{num_workers} worker" + ("s have" if num_workers != 1 else " has")
     return f"idle; {count} ended, and their memory is free; the next call starts them again"
 
 
 def not_started(num_failed: int, num_places: int, place: int, why: str, logs: str | None) -> str:
-    """Return what to say when workers did not come up; `why` is what is known of the one in this place, `logs` where to look."""
+    """Return the message about workers that did not come up; `why` is the reason for this place, `logs` where to look."""
     step = ""
     if isinstance(why, Refusal):
         step = " Try the function with profile='inline'."
@@ -69,17 +69,17 @@ def not_started(num_failed: int, num_places: int, place: int, why: str, logs: st
 
 
 def dropped(words: str, num_left: int) -> str:
-    """Return what to say when a worker is not started again; `words` say why."""
+    """Return the message that a worker is not started again; `words` say why."""
     return f"A worker could not be started again: {words}. The pool has {num_left} left."
 
 
 def left(worker: WorkerInfo, words: str, num_left: int) -> str:
-    """Return what to say when a worker has gone with its machine; `words` say why."""
+    """Return the message that a worker has gone with its machine; `words` say why."""
     return f"Worker {worker.index} ({where(worker)}) has left: {words}. The pool has {num_left} left."
 
 
 def faulty(worker: WorkerInfo, failed: int, finished: int, num_left: int) -> str:
-    """Return what to say when a worker was taken out since it failed so many items in a row, while others did not."""
+    """Return the message that a worker was taken out: it failed so many items in a row, while others did not."""
     elsewhere = f"{finished:,} have finished elsewhere meanwhile" if finished else "they run elsewhere without failing"
     return (
         f"Worker {worker.index} ({where(worker)}) was taken out of the pool: the last {failed:,} items there have all failed, "
@@ -101,7 +101,7 @@ def timed_out(worker: WorkerInfo, what: str, timeout_s: float) -> TaskTimeoutErr
 
 
 def pool_broken(words: str) -> PoolBrokenError:
-    """Return the error for what is left in a pool without workers; `words` say why the last one did not start."""
+    """Return the error for all tasks of a pool without workers; `words` say why the last one did not start."""
     return PoolBrokenError(
         f"No worker is left that could be started again; the last one said: {words}. Open a new pool with parpool()."
     )

@@ -1,4 +1,4 @@
-"""The calls that were sent to workers and have not come back. A worker is at its first one; any other waits there until then."""
+"""The calls in flight: sent to workers, not yet answered. A worker runs its first; others wait there."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Call:
     """An attempt that was sent to a worker. Only the driver's thread changes it; any may look.
 
     `began_at`: when the worker came to it, as far as is known here [Unix time, s]; None while it waits behind another one.
-    `behind`: the call that it waits for then. `is_over`: it has come back, or its worker is lost.
+    `behind`: the call that it waits for in that case. `is_over`: it has come back, or its worker is lost.
     """
 
     __slots__ = ("attempt_id", "began_at", "behind", "is_over", "sent")
@@ -57,7 +57,7 @@ class InFlight:
         return self._calls.get(worker_id, {}).get(attempt_id)
 
     def narrow(self, worker_id: int, attempt_id: int) -> tuple[Call, list[Call]]:
-        """Return what stands for a call from now on, which goes on with less, and the calls behind it, which are taken back."""
+        """Replace a call that continues with fewer items; return the new one, and the calls behind it, which are taken back."""
         calls = self._calls[worker_id]
         numbers = list(calls)
         behind = [calls.pop(number) for number in numbers[numbers.index(attempt_id) + 1 :]]

@@ -1,4 +1,4 @@
-"""Where messages for a driver arrive, and the clock that it lives by: one with a thread of its own, and one without."""
+"""Inboxes of a driver, with its clock: `ThreadInbox` for a thread of its own, `InlineInbox` without."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any, Protocol
 from raypool.core.messages import Event
 
 BURST = 8
-"""With so many messages waiting, whoever hands in more lets the driver run."""
+"""With so many messages waiting, a thread that posts another lets the driver run."""
 
 LONGEST_WAIT_S = 3600.0
-"""Operating systems do not take any number of seconds; whoever waits longer looks again."""
+"""Operating systems limit the length of a wait; a longer wait is repeated."""
 
 Message = tuple[Event | None, Any]
 """An event, and what goes with it but not into the core. Without an event: something to call."""
 
 
 class Inbox(Protocol):
-    """Where messages for the driver arrive, and the clock that it lives by."""
+    """Where messages for the driver arrive, and its clock."""
 
     is_threaded: bool
 
@@ -59,7 +59,7 @@ class ThreadInbox:
     def give_way(self) -> None:
         """Let the driver begin with a burst of messages, once: else it has Python's lock only after `sys.getswitchinterval()`."""
         if self._queue.qsize() == BURST:
-            time.sleep(0)
+            time.sleep(0)  # gives Python's lock to the driver's thread
 
     def get(self, until: float | None) -> Message | None:
         """Wait for a message, or until the time has come."""
@@ -85,7 +85,7 @@ class InlineInbox:
         return not self._messages
 
     def give_way(self) -> None:
-        """Do nothing: whoever hands something in is the driver."""
+        """Do nothing: the posting thread itself is the driver."""
 
     def get(self, until: float | None) -> Message | None:
         """Return what is there; if only time can bring more, wait for that."""

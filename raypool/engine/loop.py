@@ -1,4 +1,4 @@
-"""A loop as the driver knows it: many items in one task, whose outcomes are collected for whoever waits for all of them."""
+"""`LoopWork`, a loop for the driver: many items in one task, whose outcomes are collected in segments."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Lost(NamedTuple):
 
 
 class CallItems(NamedTuple):
-    """What a call to a worker holds of a loop. Which of these items it is at is not known before it comes back."""
+    """The items of a loop in one call. Which of them is running is unknown until the call comes back."""
 
     items: Slice
     worker: WorkerInfo
@@ -53,7 +53,7 @@ class CallItems(NamedTuple):
 
 
 class Restored(NamedTuple):
-    """What an earlier run of a loop has left of an item: its value or, if it had failed, its error; and how it ran."""
+    """The outcome of an item from an earlier run: its value or error, and how it ran."""
 
     value: Any
     error: BaseException | None
@@ -63,7 +63,7 @@ class Restored(NamedTuple):
 class LoopOptions(NamedTuple):
     """How a loop is run.
 
-    `is_fixed`: the user has said how many items a call takes. `order`: the numbers of the items in the order in which they are
+    `is_fixed`: the user has set `chunk_size`. `order`: the numbers of the items in the order in which they are
     handed out; None: as they are. `checkpoints`: a path or URL for what items keep for their next attempt, and
     what the names there begin with.
     """
@@ -78,7 +78,7 @@ class LoopOptions(NamedTuple):
 
 
 class LoopWork:
-    """The items of one `parfor`; its outcomes are collected in segments, for whoever waits to put together.
+    """The items of one `parfor`; its outcomes are collected in segments, which the waiting thread joins.
 
     Slices are cut from the order in which the items are handed out; to the user they are always called by their own numbers.
     """
@@ -94,7 +94,7 @@ class LoopWork:
         if options.checkpoints is not None:
             self._home, self._owner = options.checkpoints
         self.keys: list[str] = []  # of the items, where something is kept of them
-        self.run_dir: Path | None = None  # where what becomes of the items is kept
+        self.run_dir: Path | None = None  # the folder for results
         self.trouble: BaseException | None = None  # why not all of it could be kept
         self.restored: dict[int, Restored] = {}  # items that need not run
         self.segments: list[Segment] = []
@@ -109,7 +109,7 @@ class LoopWork:
         self.broken_by: BaseException | None = None
         self.num_settled = 0
         self.changed = threading.Condition()
-        self.on_settled: Callable[[], object] | None = None  # called where nobody can wait for `changed`
+        self.on_settled: Callable[[], object] | None = None  # called instead, where no thread can wait for `changed`
         self.feed = LoopFeed()
         self._catch_ups: dict[int, Callable[[], None]] = {}  # by worker: waits for what it said before it answered last
 
@@ -118,12 +118,12 @@ class LoopWork:
         return ItemNames(self.label)
 
     def catch_up(self) -> None:
-        """Wait until all that items have said which have come back is in the feed. From any thread."""
+        """Wait until the feed has all messages of items that have come back. From any thread."""
         for catch_up in list(self._catch_ups.values()):
             catch_up()
 
     def caught_up(self) -> Feed:
-        """Return what items have said: all of it, of those that have come back. From any thread."""
+        """Return the feed, complete for items that have come back. From any thread."""
         self.catch_up()
         return self.feed
 
@@ -143,7 +143,7 @@ class LoopWork:
         return self
 
     def take(self, items: Sequence[Any]) -> int:
-        """Take the items, before the loop is handed in; return how many of them are to run."""
+        """Take the items, before the loop is submitted; return how many of them are to run."""
         self.items = items
         if self._home is not None:
             self.keys = [self._names.name(item, index) for index, item in enumerate(items)]
@@ -158,7 +158,7 @@ class LoopWork:
         return 1
 
     def close(self) -> None:
-        """Let go of what the loop has open. From any thread; nobody waits for the loop any more."""
+        """Close the files of the loop. From any thread; nobody waits for the loop any more."""
 
     def numbers(self, piece: Slice) -> Sequence[int]:
         """Return the numbers of the items of a slice. From any thread."""
@@ -174,11 +174,11 @@ class LoopWork:
 
     @property
     def running(self) -> dict[int, tuple[Slice, float]]:
-        """What each worker is at, by its index, and since when. From any thread."""
+        """What each worker runs, by its index, and since when. From any thread."""
         return {share.worker.index: (share.items, share.call.began_at or 0.0) for share in self._running_shares()}
 
     def _running_shares(self) -> list[CallItems]:
-        shares = itertools.chain.from_iterable(self._shares.copy().values())  # at once: the driver's thread goes on
+        shares = itertools.chain.from_iterable(self._shares.copy().values())  # one copy: the driver's thread changes it meanwhile
         return [share for share in shares if share.call.is_running]
 
     def part(self, piece: Slice, pack: Pack) -> Part:
@@ -269,7 +269,7 @@ class LoopWork:
         return {"worker": worker.index, "gpu": worker.gpu, "host": worker.host} if span is None else span._asdict()
 
     def _let_go(self, piece: Slice) -> Span | None:
-        """Take it that nobody waits for items any more, wherever they were sent; return where and when they ran last."""
+        """Forget where items were sent; return where and when they ran last."""
         share = self._newest(piece, itertools.chain.from_iterable(self._shares.values()))
         if share is None:
             return None
@@ -287,7 +287,7 @@ class LoopWork:
         return max(reversed(fitting), key=lambda share: share.call.attempt_id, default=None)
 
     def end(self, state: TaskState, error: BaseException | None) -> None:
-        """Wake whoever waits; what still runs then runs for nobody."""
+        """Wake the waiting threads; results that still arrive are dropped."""
         del self.function  # whoever holds the loop, as the traceback of its error does, need not keep it in workers
         self._note_cancelled(state)
         self._wake(state, error)
@@ -320,7 +320,7 @@ class LoopWork:
 
 
 class ItemNames:
-    """Gives each item of a loop a name by what it is: equal items have the same one, but for how many there were before."""
+    """Names each item by its content; equal items are told apart by a count."""
 
     def __init__(self, label: str) -> None:
         self._label = label

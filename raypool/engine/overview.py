@@ -1,4 +1,4 @@
-"""The GPUs of a pool's machines as they are now, who of the pool is on each of them, and what runs there."""
+"""The table of a pool's GPUs (`pool.device_table`): their state, the workers on each, what these run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def device_table(nodes: Iterable[NodeDevices], running: dict[int, str], shown: C
 
 
 def _cards(node: NodeDevices) -> Sequence[GpuDevice]:
-    """Return the GPUs of a machine; of one that does not answer, what its workers have said when they came up."""
+    """Return the GPUs of a machine; if it does not answer, those that its workers reported at their start."""
     if node.cards is not None:
         return node.cards
     known: dict[int, GpuDevice] = {}

@@ -1,4 +1,4 @@
-"""The scheduler's events as JSON lines, so that what happened can happen again (`raypool.testing.replay`)."""
+"""Traces: the scheduler's events as JSON lines, which `raypool.testing.replay` runs again."""
 
 from __future__ import annotations
 

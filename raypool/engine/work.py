@@ -1,4 +1,4 @@
-"""A task as the driver knows it: what to send, and what to do with what comes back."""
+"""`Work`, a task for the driver: what to send, and where its results go. `CallWork` is a single call."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Work(Protocol):
 
     @property
     def holder(self) -> Any:
-        """Whoever is told what the task reports and prints, for as long as somebody holds it."""
+        """The object (future or loop) that gets the task's reports and output, as long as somebody holds it."""
 
     def begin(self, piece: Slice, worker: WorkerInfo, call: Call) -> bool:
         """Note that a slice is about to be sent with a call, or is left of one; False if nobody wants it any more."""
@@ -44,10 +44,10 @@ class Work(Protocol):
         """Take these items' outcomes."""
 
     def fail(self, piece: Slice, error: TaskError) -> None:
-        """Take it that these items never get an outcome of their own."""
+        """Record that these items never get an outcome of their own."""
 
     def miss(self, piece: Slice, worker: WorkerInfo, why: str | BaseException) -> None:
-        """Take note that these items run again, after their worker was lost (a text says how) or as `retry_on` has it."""
+        """Record that these items run again: their worker was lost (a text says how), or `retry_on` names the error."""
 
     def end(self, state: TaskState, error: BaseException | None) -> None:
         """Take it that nothing more will come; `error` stands for items without an outcome."""
@@ -105,7 +105,7 @@ class CallWork:
         return True
 
     def part(self, piece: Slice, pack: Pack) -> Part:
-        """Return the call, which was packed when it was handed in."""
+        """Return the call, which was packed when it was submitted."""
         future = self.future
         return Part(
             piece.task_id,

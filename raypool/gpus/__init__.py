@@ -1,3 +1,3 @@
-"""What this machine has: processor cores and GPUs. Knows nothing of pools."""
+"""GPUs and processor cores of this machine: what they are, their memory, tensors on them. No pools here."""
 
 from __future__ import annotations

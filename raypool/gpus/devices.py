@@ -1,7 +1,8 @@
-"""The GPUs of a machine, and this process's memory on the one that it has: what is known of them, and who knows it.
+"""GPUs of a machine (`GpuDevice`), and two protocols: `Inventory` tells the GPUs, `Allocator` their memory.
 
-Two know it. `NvmlInventory` and `TorchAllocator` ask the driver and torch; `SimulatedGpus` stands for cards that do not exist, so
-that everything that is built on these can be tested on a machine without any.
+`NvmlInventory` and `TorchAllocator` ask NVIDIA's driver and torch. `SimulatedGpus` simulates GPUs, so
+that everything built on these can be tested on a machine without any. Also here: which GPUs the
+environment lets a process see, processor cores, and InfiniBand interfaces.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class GpuDevice:
 
 
 class Inventory(Protocol):
-    """Knows the GPUs of the machine that it is asked on. It can be pickled, and asked from any thread; it never raises."""
+    """Tells the GPUs of the machine that it is asked on. It can be pickled, and asked from any thread; it never raises."""
 
     def devices(self) -> list[GpuDevice]:
         """Return all GPUs of this machine, by index, whatever this process may use of them."""
@@ -159,11 +160,11 @@ def memory_of(cards: Sequence[GpuDevice]) -> int | None:
     return None if None in used else sum(filter(None, used))
 
 
-# --- what the environment lets a process see --------------------------------------------------------------------------
+# --- visible GPUs -----------------------------------------------------------------------------------------------------
 #
 # Source:
 #     NVIDIA, CUDA Programming Guide, CUDA Environment Variables: CUDA_VISIBLE_DEVICES names indices or UUIDs, which may be
-#     abbreviated; what stands behind something invalid is not visible; an empty value hides all. CUDA_DEVICE_ORDER: by default
+#     abbreviated; entries after an invalid one are not visible; an empty value hides all. CUDA_DEVICE_ORDER: by default
 #     the fastest comes first, with PCI_BUS_ID the order is that of nvidia-smi.
 #     PyTorch, torch.cuda._parse_visible_devices, does as the driver does where that says nothing: a device named twice hides all,
 #     the first entry decides whether all are numbers or UUIDs, and a number ends where its digits do.
@@ -280,7 +281,7 @@ def _one_instance(seen: Sequence[VisibleGpu], devices: Sequence[GpuDevice]) -> t
 
 
 def _alike(names: Sequence[str], beginning: str) -> list[str]:
-    """Return the names before the first that begins otherwise; none, if one stands there twice."""
+    """Return the names before the first with another prefix; none, if one occurs twice."""
     alike: list[str] = []
     for name in names:
         if name in alike:
@@ -292,7 +293,7 @@ def _alike(names: Sequence[str], beginning: str) -> list[str]:
 
 
 def _numbers(text: str) -> list[int]:
-    """Return the numbers before the first that is none; none at all, if one stands there twice."""
+    """Return the numbers before the first entry that is none; none at all, if one occurs twice."""
     numbers: list[int] = []
     for entry in text.split(","):
         match = re.match(r"[+-]?[0-9]+", entry.strip())

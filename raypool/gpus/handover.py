@@ -1,4 +1,4 @@
-"""Devices by name, and what one has in hand brought to them: tensors and models, by themselves or in containers."""
+"""Devices by name, and moving or copying tensors, models and containers of them to a device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""This process's memory on its GPU, as torch manages it."""
+"""This process's GPU memory: torch's allocator, its limit, and memory that is kept on purpose."""
 
 from __future__ import annotations
 
@@ -107,18 +107,18 @@ def _cuda() -> Any:
     return sys.modules["torch"].cuda
 
 
-# --- what a process keeps on purpose ----------------------------------------------------------------------------------
+# --- resident memory --------------------------------------------------------------------------------------------------
 
 
 class Purposes(NamedTuple):
-    """What has been kept on purpose for a while: so many bytes more, or all that is there."""
+    """Memory kept on purpose since the last `take`: so many more bytes, or all that is in use."""
 
     num_bytes: int
     is_all: bool
 
 
 class ResidentMemory:
-    """Measures what is allocated on purpose, once somebody watches; before that it costs nothing and does nothing.
+    """Measures memory that is kept on purpose, once `watch` was called; before that it does nothing.
 
     What cannot be made again, if this process ends, is in `treasures`, by whatever names it has. A finalizer may take something
     out of it at any moment.

@@ -1,4 +1,4 @@
-"""The GPUs of this machine, as NVIDIA's management library knows them. No CUDA context is made."""
+"""GPUs of this machine by NVIDIA's management library (NVML). It makes no CUDA context."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ class Nvml:
             utilisation=None if rates is None else rates.gpu / 100,
         )
 
-    # --- questions ----------------------------------------------------------------------------------------------------
+    # --- questions to NVML --------------------------------------------------------------------------------------------
 
     def _indices(self) -> list[int]:
         """Return which GPUs there are. If NVML fails, it begins anew with the next question."""
@@ -187,7 +187,7 @@ class Nvml:
         )
 
     def _processes(self, index: int) -> tuple[GpuProcess, ...] | None:
-        """Return who uses a GPU, to compute or to draw; those that do both stand there once."""
+        """Return the processes that use a GPU, to compute or to draw; those that do both occur once."""
         computing = self._ask(index, "nvmlDeviceGetComputeRunningProcesses")
         if computing is None:
             return None

@@ -1,4 +1,4 @@
-"""How many workers share a GPU, and which part of its memory each may have. Numbers only: others measure, and others act."""
+"""Rules for sharing a GPU, as pure functions: how many workers, and how much memory each may use."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ Source:
 """
 
 MOST = 16
-""""auto" puts so many workers on a GPU at most."""
+"""The most workers on a GPU with "auto"."""
 
 MARGIN = 0.1
-"""This part of a GPU's memory is left free by "auto": items differ, and memory is fragmented."""
+"""The part of a GPU's memory that "auto" leaves free: items differ, and memory is fragmented."""
 
 SATURATED = 0.9
-"""Where workers together keep a GPU busy for this part of the time, one more gets hardly anything done."""
+"""When a GPU is busy for this part of the time, one more worker hardly helps."""
 
 
 class Load(NamedTuple):
-    """What is known of a GPU and of what runs on it; None stands for what is not known.
+    """Measurements of a GPU and of what runs on it; None stands for what is not known.
 
     `total_bytes`: the GPU's memory. `others_bytes`: what others use of it, who are no workers of this pool. `peak_bytes`: the
     most that an item has taken through torch. `overhead_bytes`: what its process takes beside that. `utilisation`: the part of

@@ -1,4 +1,4 @@
-"""GPUs that do not exist, for tests: a folder says what there is, and processes note there what they take of it."""
+"""Simulated GPUs for tests: their state is in a folder, where processes also record what they allocate."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ CONTEXT_BYTES = 400 * 2**20
 
 
 class SimulatedGpus:
-    """Cards whose state is in a folder, which all processes of this machine see; see `Inventory`.
+    """Simulated GPUs, whose state is in a folder that all processes of this machine see; see `Inventory`.
 
-    A worker's card is the first in its CUDA_VISIBLE_DEVICES. What a process has allocated goes when the process ends.
+    A worker's GPU is the first in its CUDA_VISIBLE_DEVICES. What a process has allocated is freed when it ends.
 
     Args:
         folder: Where their state is kept; made if it is not there.
@@ -59,17 +59,17 @@ class SimulatedGpus:
         if cards is not None:
             self._write([dataclasses.asdict(card) for card in cards])
 
-    # --- what a test does to them -------------------------------------------------------------------------------------
+    # --- changes by a test --------------------------------------------------------------------------------------------
 
     def change(self, index: int, **fields: Any) -> None:
-        """Let something be otherwise: `used_bytes` is what others use, outside of the pool; None stands for unknown."""
+        """Change properties of a GPU: `used_bytes` is what others use, outside of the pool; None stands for unknown."""
         with self.turn():
             cards = self._read()
             next(card for card in cards if card["index"] == index).update(fields)
             self._write(cards)
 
     def break_down(self, is_broken: bool = True) -> None:
-        """Let nothing be known of any card any more, but its index; or let all be well again."""
+        """Make everything but the index unknown for all GPUs; or make all of it known again."""
         if is_broken:
             (self._folder / "broken").touch()
         else:
@@ -87,7 +87,7 @@ class SimulatedGpus:
 
     @contextlib.contextmanager
     def computing(self, utilisation: float) -> Iterator[None]:
-        """Let this process keep its card busy for so much of the time, from 0 to 1, beside what others do with it.
+        """Let this process keep its GPU busy for so much of the time, from 0 to 1, on top of others.
 
         Example:
             >>> import tempfile
@@ -99,7 +99,7 @@ class SimulatedGpus:
         with self.allocator().computing(utilisation):
             yield
 
-    # --- what everybody sees ------------------------------------------------------------------------------------------
+    # --- inventory ----------------------------------------------------------------------------------------------------
 
     def devices(self) -> list[GpuDevice]:
         """Return all cards."""
@@ -132,7 +132,7 @@ class SimulatedGpus:
         return _allocators[key]
 
     def held_by_process(self, index: int) -> dict[int, Held]:
-        """Return what each process has of a card, by process."""
+        """Return what each process has of a GPU, by process."""
         held = {}
         for path in self._folder.glob(f"held-{index}-*"):
             _, _, pid, started = path.name.split("-")
@@ -144,7 +144,7 @@ class SimulatedGpus:
         return held
 
     def hold(self, index: int, held: Held) -> None:
-        """Note what this process has of a card."""
+        """Record what this process has of a GPU."""
         name = f"held-{index}-{os.getpid()}-{_started(os.getpid())}"
         _replace(self._folder / name, json.dumps(dataclasses.asdict(held)))
 
@@ -182,7 +182,7 @@ class SimulatedGpus:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Held:
-    """What a process has of a card: memory [bytes], and how much of the time it keeps it busy."""
+    """What a process has of a GPU: memory [bytes], and how much of the time it keeps it busy."""
 
     num_bytes: int
     utilisation: float = 0.0

@@ -1,4 +1,4 @@
-"""GPUs as a table: a row each, what is not known is missing."""
+"""Tables of GPUs (a row for each; unknown values are missing), and the GPUs that Ray knows."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def _asked(question: Callable[[], Any]) -> Any:
         return None
 
 
-# --- Ray, quietly -----------------------------------------------------------------------------------------------------
+# --- import of Ray ----------------------------------------------------------------------------------------------------
 
 
 def import_ray() -> None:

@@ -1,1 +1,1 @@
-"""What a process that runs tasks does around the user's functions."""
+"""The processes (or threads) that run tasks: everything around a call of a user's function."""

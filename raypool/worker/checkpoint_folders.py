@@ -1,6 +1,7 @@
-"""The folders in which the items that run in this process keep their checkpoints.
+"""Checkpoint folders of items that run in this process: `CheckpointFolders` provides them.
 
-They are in a folder of this machine, which other machines may share, or are local copies of what is kept behind a URL.
+They are in a folder of this machine, which other machines may share, or are local copies
+(`LocalCopy`) of checkpoints behind a URL (`UrlStorage`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from raypool.worker.folders import TemporaryFolder, make_folders, make_private
 from raypool.worker.running import Running, in_task, note_here
 
 PIECE_BYTES = 64 * 1024 * 1024
-"""So much of a file travels at once."""
+"""How much of a file is copied at once."""
 
 JUST_NOW_NS = 100_000_000
 """A file that was written so short a time before it was looked at may be written again without looking different [ns]."""
@@ -39,7 +40,7 @@ class CheckpointFolders:
     """Gives the items that a pool runs in this process their folders.
 
     Args:
-        temporary: Gives a folder on this machine for what is kept as long as the pool.
+        temporary: Returns a folder on this machine that lasts as long as the pool.
     """
 
     def __init__(self, temporary: Callable[[], Path]) -> None:
@@ -113,7 +114,7 @@ def temporary_here(own: TemporaryFolder) -> Callable[[], Path]:
     return lambda: make_private(folders.temporary() / name)
 
 
-# --- a folder that machines share -------------------------------------------------------------------------------------
+# --- shared folders ---------------------------------------------------------------------------------------------------
 
 
 def token_of(folder: str) -> str:
@@ -123,11 +124,11 @@ def token_of(folder: str) -> str:
         OSError: The folder cannot be written.
     """
     file = make_folders(Path(folder)) / TOKEN
-    with contextlib.suppress(FileExistsError):
+    with contextlib.suppress(FileExistsError):  # another process has made it: its token counts
         spare = file.with_name(f"{TOKEN}.{uuid.uuid4().hex}{PARTIAL}")
         spare.write_text(uuid.uuid4().hex)
         try:
-            os.link(spare, file)  # in one step, and only if there is none
+            os.link(spare, file)  # atomic, and fails if another process was first
         finally:
             spare.unlink()
     return file.read_text()
@@ -214,7 +215,7 @@ class UrlStorage:
         spare = f"{self._pointer(name)}.{version}"
         with self._open(spare) as stream:
             stream.write(json.dumps({"files": files}).encode())
-        self._files.move(spare, self._pointer(name))  # in one step, also where that is a copy
+        self._files.move(spare, self._pointer(name))  # one step for readers, also where a move is a copy
         for file, entry in old.items():
             if files.get(file) != entry:
                 with contextlib.suppress(OSError):  # it is removed when the next version is begun
@@ -258,7 +259,7 @@ def filesystem(url: str, what: str) -> tuple[Any, str]:
         ) from error
 
 
-# --- local copies of what is behind a URL -----------------------------------------------------------------------------
+# --- local copies -----------------------------------------------------------------------------------------------------
 
 
 class Look(NamedTuple):
@@ -320,7 +321,7 @@ class LocalCopy:
 
 
 def files_in(folder: Path) -> Iterator[str]:
-    """Yield the paths, in a folder, of its files, but for those that are not finished."""
+    """Yield the paths, in a folder, of its files, except those that are not finished."""
     for path, _, names in os.walk(folder):
         for name in names:
             file = Path(path) / name

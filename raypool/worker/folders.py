@@ -1,7 +1,7 @@
-"""Folders of this machine in which tasks keep their checkpoints: those that stay, and those that go with their pool.
+"""Folders on this machine for checkpoints and temporary files: permanent ones, and those of a pool.
 
-A temporary folder is there as long as a process holds it, by a lock on a file in it; what is left then is removed, however those
-processes have ended, by a small process that waits for that lock.
+A temporary folder exists as long as a process holds a lock on a file in it. A small process waits for
+that lock and then removes the folder, however its holders have ended.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def make_folders(folder: Path) -> Path:
 
 
 def sync_folder(folder: Path) -> None:
-    """See to it that what was made or renamed in a folder is so on the disk."""
+    """Sync a folder, so that files made or renamed in it are on the disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -133,7 +133,7 @@ def remove_unheld(folder: Path) -> None:
     except OSError:  # somebody is about to hold it
         return
     try:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # another process holds it
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)
     finally:

@@ -1,7 +1,7 @@
-"""A worker's memory on its GPU, from task to task: how much of it a task had, and what it has left there.
+"""A worker's GPU memory from task to task: the peak of each task, and memory that a task left allocated.
 
-After each call what is only kept for later is given back. What is still in use then, beyond what is kept on purpose (see
-`raypool.gpus.memory`), was left over by mistake; of too much of it only an end of the process gets rid.
+After each call, cached memory is given back. What is still in use then, beyond what is kept on purpose
+(see `raypool.gpus.memory`), was left over by mistake; if that is too much, the process is replaced.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PART_LEFT = 10
 
 
 class Leftover(NamedTuple):
-    """What a process has left over on its GPU is too much.
+    """The finding that a process has left too much on its GPU.
 
     `words` say so, once for each `name`: of the function that has left most, by what was there after calls that began with it.
     None: it has left nothing, and is to be replaced since a task has wished for that. `is_spent`: the process is to be replaced.
@@ -37,10 +37,10 @@ class Leftover(NamedTuple):
 
 
 class Upkeep:
-    """Looks after a process's memory on its (first) GPU. Of one that has not used it, it says nothing, and does nothing.
+    """Looks after a process's memory on its (first) GPU. It does nothing until the process has used the GPU.
 
     Args:
-        allocator: Who manages this memory.
+        allocator: Manages this memory.
         worker: Whose process it is.
         total_bytes: The GPU's memory, None if that is not known.
         max_leftover_bytes: How much may be left over; None: a tenth of what the process may have, anything if that is not known.
@@ -68,7 +68,7 @@ class Upkeep:
         """Return the most that the process had of its GPU's memory since then [bytes], None if it had nothing."""
         try:
             return self._allocator.peak() or None
-        except Exception:
+        except Exception:  # a GPU that fails; `settle` sees to that
             return None
 
     def describe_peak(self) -> str:
@@ -89,7 +89,7 @@ class Upkeep:
             error = error.__cause__ or error.__context__  # type: ignore[assignment]
 
     def begin_anew(self) -> None:
-        """Take it that all is on purpose which is there now, after the setup."""
+        """Count all memory in use now, after the setup, as kept on purpose."""
         self._floor_bytes = self._allocator.allocated()
         kept.take()
 
@@ -118,7 +118,7 @@ class Upkeep:
         purposes = kept.take()
         floor = self._floor_bytes + purposes.num_bytes
         if not purposes.is_all and allowed is not None and allocator.allocated() - floor > allowed:
-            gc.collect()  # objects that refer to each other
+            gc.collect()  # frees objects in reference cycles, which may hold tensors
         allocator.empty_cache()
         allocated = allocator.allocated()
         self._floor_bytes = allocated if purposes.is_all else min(floor, allocated)

@@ -1,7 +1,8 @@
-"""Several workers to a GPU, in the worker: it keeps to its part of the memory and, in an "auto" pool, waits for its turn.
+"""Sharing of a GPU, the worker's side: its limit of memory and, in an "auto" pool, its turns.
 
-In such a pool an item that did not fit beside others runs again alone. Locks that the kernel holds see to that: whatever runs
-on a GPU holds its lock, shared; what runs alone holds it exclusively. So a worker that dies keeps nobody waiting.
+In such a pool an item that did not fit beside others runs again alone. File locks ensure that: each
+item holds its GPU's lock, shared; an item that runs alone holds it exclusively. The kernel releases
+the locks of a worker that dies. The driver's side is `raypool.backends.ray.card_sharing`.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from raypool.gpus.devices import Inventory
 from raypool.gpus.sharing import fraction_for
 
 PATIENCE_S = 30.0
-"""Whoever comes lets go first what wants to run alone, but no longer than this [s]: what is awaited may itself wait for him."""
+"""Items that wait to run alone go first, but no longer than this [s]: what they wait for may wait for the newcomer."""
 
 POLL_S = 0.01
 
 WEIGH_S = 0.5
-"""The GPU is looked at so often at most [s]."""
+"""The shortest time between two looks at the GPU [s]."""
 
 
 class Sharing(NamedTuple):
@@ -35,7 +36,7 @@ class Sharing(NamedTuple):
 
 
 class Weight(NamedTuple):
-    """What a worker weighs on its GPU after a call; None stands for what is not known.
+    """A worker's load on its GPU after a call; None stands for what is not known.
 
     `total_bytes`: the GPU's memory. `used_bytes`: what of that is in use, by whomever. `own_bytes`: what this process has of it,
     `overhead_bytes` of that beside what torch allocates. `utilisation`: how busy the GPU was just now.
@@ -60,10 +61,10 @@ class Turns:
     """The turns of one worker on its GPU.
 
     Args:
-        inventory: Who knows the GPUs of a machine.
+        inventory: Tells the GPUs of a machine.
         device: The worker's GPU, by index or UUID.
         find_folder: Finds the pool's folder for temporary files on this machine.
-        patience_s: For so long those go first who wait to be alone [s].
+        patience_s: So long, items that wait to run alone go first [s].
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class Turns:
         fcntl.flock(self._lock, fcntl.LOCK_UN)
 
     def weigh(self) -> Weight | None:
-        """Return what this worker weighs on its GPU; None if that was asked just now."""
+        """Return this worker's load on its GPU; None if that was measured just now."""
         now = time.monotonic()
         if now < self._weigh_at:
             return None
@@ -135,7 +136,7 @@ class Turns:
         self._lock = os.open(folder / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def _pass_door(self) -> None:
-        """Let those in first who wait to be alone."""
+        """Let items that wait to run alone go first."""
         until = time.monotonic() + self._patience_s
         while time.monotonic() < until:
             try:

@@ -1,8 +1,9 @@
-"""Stops what a worker runs, from outside: only the slice that was meant, and only while code of the user's runs.
+"""Interrupts tasks from outside: only the slice that was meant, and only while the user's code runs.
 
-A wish names an attempt and a task. What is at hand is interrupted by raising `TaskCancelled` in it: in a worker process by a
-signal, whose handler runs in the main thread, where tasks run, and so also ends a `time.sleep`; in a thread by an asynchronous
-exception, which waits until the thread runs Python code again.
+A request (a "wish" below) names an attempt and a task. The running slice is interrupted by raising
+`TaskCancelled` in it. In a worker process a signal does that: its handler runs in the main thread,
+where tasks run, and so also ends a `time.sleep`. In a thread it is an asynchronous exception, which
+arrives when the thread runs Python code again.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class Deadline(Protocol):
 
 
 class Guard:
-    """Knows what is to be stopped, and what is running.
+    """Knows which slice is running, and which requests to stop are for it.
 
     The runner calls `begin_call`, `approach`, `begin` and `end`; wishes come from elsewhere.
     """
@@ -83,7 +84,7 @@ class Guard:
     def __init__(self) -> None:
         self._attempt_id = -1
         self._at_hand = NOTHING
-        self._is_armed = False  # what is at hand may be interrupted
+        self._is_armed = False  # the running slice may be interrupted
         self._note: Running | None = None
         self._limit: Deadline | None = None
         self._wishes: dict[tuple[int, int], Signal] = {}
@@ -95,17 +96,17 @@ class Guard:
             self._wishes = {key: wish for key, wish in self._wishes.items() if key[0] >= attempt_id}
 
     def approach(self, task_id: int) -> None:
-        """Note that a slice is opened. That may run code of the user's, and hang, but is not interrupted.
+        """Note that a slice is opened. That may run the user's code, and hang, but is not interrupted.
 
         Raises:
-            TaskCancelled: Nobody wants it any more: what has not begun need not be saved.
+            TaskCancelled: It was cancelled before it began, so there is nothing to save.
         """
         self._at_hand = (self._attempt_id, task_id)
         if self._wishes.get(self._at_hand) in (Signal.CANCEL, Signal.LEAVE):
             raise TaskCancelled
 
     def begin(self, note: Running, limit: Deadline) -> None:
-        """Note that code of the user's begins.
+        """Note that the user's code begins.
 
         Raises:
             TaskCancelled: Nobody wants it any more. From here on that can come at any moment, until `end` has returned.
@@ -119,19 +120,19 @@ class Guard:
         self._is_armed = True
 
     def shield(self) -> bool:
-        """Interrupt what is at hand no more: what is left of it is no code of the user's, and has to be brought to its end.
+        """Stop interrupting the running slice: the rest of it is not the user's code, and has to finish.
 
         Returns:
-            Whether it could be interrupted until now, so that `expose` makes sense: what was interrupted never is again.
+            Whether it could be interrupted until now, so that `expose` has to follow: a slice is interrupted only once.
         """
         was_armed, self._is_armed = self._is_armed, False
         return was_armed
 
     def expose(self) -> None:
-        """Interrupt what is at hand again.
+        """Allow interrupting the running slice again.
 
         Raises:
-            TaskCancelled: That was wanted meanwhile.
+            TaskCancelled: It was cancelled meanwhile.
         """
         wish = self._wishes.get(self._at_hand)
         if wish is not None and self._note is not None and self._limit is not None:
@@ -144,17 +145,17 @@ class Guard:
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether what is at hand was cancelled."""
+        """Whether the running slice was cancelled."""
         return self._limit is not None and self._limit.is_cancelled
 
     def end(self) -> None:
-        """Note that code of the user's has ended."""
+        """Note that the user's code has ended."""
         self._is_armed = False
         self._at_hand = NOTHING
         self._note = self._limit = None  # with what the task has returned
 
     def take(self, wish: Signal, attempt_id: int, task_id: int) -> bool:
-        """Note a wish; return whether the slice at hand has to be interrupted for it, which happens once only."""
+        """Take a request; return whether the running slice has to be interrupted for it, which happens only once."""
         key = (attempt_id, task_id)
         if attempt_id >= self._attempt_id and self._wishes.get(key) is not Signal.CANCEL:
             self._wishes[key] = wish
@@ -186,14 +187,14 @@ def _heed(wish: Signal, note: Running, limit: Deadline) -> None:
 
 
 class ProcessGuard(Guard):
-    """Guards the main thread of this process; wishes come from another process of the same user, as a signal and through a pipe.
+    """Guards the main thread of this process; requests arrive from the node agent, as a signal and through a pipe.
 
-    A board in shared memory says what is at hand, for whoever has to decide whether this process must be killed.
+    A board in shared memory names the running slice: the node agent reads it to decide whether to kill this process.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.pipe, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)  # whoever writes opens it through /proc
+        self.pipe, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)  # the node agent opens it for writing through /proc
         self.board = os.memfd_create("raypool-board")
         os.ftruncate(self.board, AT_HAND.size)
         self._board = mmap.mmap(self.board, AT_HAND.size)
@@ -215,12 +216,12 @@ class ProcessGuard(Guard):
         super().approach(task_id)
 
     def begin(self, note: Running, limit: Deadline) -> None:
-        """Note that code of the user's begins."""
+        """Note that the user's code begins."""
         note_in_process(note)
         super().begin(note, limit)
 
     def end(self) -> None:
-        """Note that code of the user's has ended."""
+        """Note that the user's code has ended."""
         super().end()
         note_in_process(None)
         AT_HAND.pack_into(self._board, 0, self._attempt_id, WHOLE)
@@ -238,7 +239,7 @@ class ProcessGuard(Guard):
 
 
 def _is_delicate(frame: FrameType | None) -> bool:
-    """Whether nothing should be raised here: a module imported by half would break what comes after; finalizers swallow it."""
+    """Whether nothing should be raised here: a module half-imported would break what comes after; finalizers swallow it."""
     while frame is not None:
         code = frame.f_code
         if code.co_filename == IMPORT_MACHINERY or code.co_name == "__del__" or code.co_filename in SWALLOWERS:
@@ -257,7 +258,7 @@ class ThreadGuard(Guard):
         self._lock = threading.Lock()
 
     def begin(self, note: Running, limit: Deadline) -> None:
-        """Note that code of the user's begins, in this thread."""
+        """Note that the user's code begins, in this thread."""
         with self._lock:
             self._thread_id = threading.get_ident()
             super().begin(note, limit)
@@ -273,7 +274,7 @@ class ThreadGuard(Guard):
             super().expose()
 
     def end(self) -> None:
-        """Note that code of the user's has ended."""
+        """Note that the user's code has ended."""
         self._without_interruption(super().end)
 
     def _without_interruption(self, note_end: Callable[[], object]) -> bool:
@@ -323,7 +324,7 @@ class ThreadGuard(Guard):
 
     @property
     def is_free(self) -> bool:
-        """Whether no code of the user's is running."""
+        """Whether none of the user's code is running."""
         return self._at_hand == NOTHING
 
     @property
@@ -363,17 +364,17 @@ def _raise_in(thread_id: int, kind: type[BaseException]) -> Any:
 def _let_arrive() -> None:
     """Let what was raised in this thread arrive here, if it has not yet.
 
-    It could also be taken back, but then Python 3.11 waits for ever, in whichever thread is traced or profiled next.
+    It could also be taken back, but then Python 3.11 waits forever, in whichever thread is traced or profiled next.
     """
     for _ in range(16):
         pass  # a loop is where Python looks for it
 
 
-# --- time limits for the backend "inline", where the driver waits for the call ----------------------------------------
+# --- time limits of the backend "inline" ------------------------------------------------------------------------------
 
 
 AGAIN_S = 0.05
-"""What could not be interrupted where it was is tried again after this time [s]."""
+"""The pause before another try, where an interruption was not possible [s]."""
 
 
 class TimeLimit:

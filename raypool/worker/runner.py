@@ -1,4 +1,8 @@
-"""Runs the slices of a call: user code is called here and nowhere else, in every backend."""
+"""Runs the slices of a call: every backend calls user code here, and nowhere else.
+
+Also here: reports about calls that last (`Early`, `Watch`, `OpenCall`), torch's modes, and functions
+with `async def`.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +37,11 @@ from raypool.worker.running import Running, Say, is_retired, item_seed, running,
 if TYPE_CHECKING:
     from raypool.backends.ray.packing import ParcelKeeper  # which imports Ray
 
-# --- calls that last: what is done is told before they end, and what they have not begun is handed back ---------------
+# --- calls that last --------------------------------------------------------------------------------------------------
 #
-# Short items share a call, and the next call waits at its worker. If one of them takes long after all, nothing may wait for it
-# that others could do, or that is done: somebody may wait for that, perhaps the long one itself.
+# Short items share a call, and the next call waits at its worker. If one item takes long after all, the worker reports the
+# items that are done before the call ends, and hands back those that it has not begun: somebody may wait for them, perhaps
+# the long item itself.
 
 
 LASTS_S = 0.5
@@ -59,14 +64,14 @@ class Early:
     def __init__(self, watch: Watch, tell: Callable[[OpenCall, Narrowed], object]) -> None:
         self._watch = watch
         self._tell = tell
-        self._told_of = -1  # the last call that was told of
+        self._told_of = -1  # the last call that was reported
 
     def begin(self, call: OpenCall) -> None:
         """Note that a call begins."""
         self._watch.add(call, self)
 
     def end(self, call: OpenCall) -> None:
-        """Note that it is over; nothing is told of it after that."""
+        """Note that it is over; it is not reported after that."""
         call.end()
         self._watch.drop(call)
 
@@ -85,7 +90,7 @@ class Early:
 
 
 class Watch:
-    """Looks, in a thread of its own, which calls last; of each it is told once."""
+    """Finds calls that last, in a thread of its own, and reports each once."""
 
     def __init__(self) -> None:
         self._calls: dict[int, tuple[OpenCall, Early]] = {}  # by attempt
@@ -131,16 +136,16 @@ class Watch:
 
 
 UNCHANGEABLE = frozenset({int, float, bool, str, bytes, type(None)})
-"""Types whose values stay what they are."""
+"""Types whose values cannot change."""
 
 CALL_LIMIT_S = 0.2
 """A call that was meant to be short hands back what it has not begun after this time [s]: others may be free by now."""
 
 
 class Surroundings(NamedTuple):
-    """What a worker has to run slices with.
+    """What the runner needs from a worker.
 
-    `functions` finds a function by its id, `unpack` opens the items of a part. `guard` stops a slice that somebody cancels. `say`
+    `functions` finds a function by its id, `unpack` opens the items of a part. `guard` stops a slice that is cancelled. `say`
     takes what a task reports and prints. `keeper` has the values until they travel (None: they stay here). `find_way` finds the
     pool's exchange if that is in this process. `folders` gives items their folders for checkpoints. `upkeep` watches over the
     memory of the worker's GPU, if it has one. `turns` lets items wait for their turn on that GPU, where workers take turns.
@@ -215,7 +220,7 @@ def _run_part(attempt_id: int, part: Part, here: Surroundings, result: RawResult
         items = here.unpack(part.items)
     except BaseException as error:
         here.guard.end()
-        # What was sent can't be opened here (a module that is missing, say): so much for all its items.
+        # The part can't be unpickled here (a module is missing, say): all its items fail.
         note_shortage(error, here.upkeep)
         result.is_interrupted = here.is_interrupt(error)
         result.errors = dict.fromkeys(range(part.start, part.start + part.num_items), as_error(error))
@@ -266,7 +271,7 @@ def _numbers(part: Part) -> Sequence[int]:
 
 
 def _with_folders(fn: Callable[[Any], Any], note: Running, folders: CheckpointFolders) -> Callable[[Any], Any]:
-    """Let the checkpoints of each item be where they are kept before its outcome is known."""
+    """Save the checkpoints of each item before its outcome is reported."""
 
     def call(item: Any) -> Any:
         try:
@@ -327,7 +332,7 @@ def _run_items(
             break
     result.done = len(values)
     if note.has_heard and not note.should_stop:
-        result.take_back_last()  # it may have ended early since its machine is about to go; nobody has wished for that
+        result.take_back_last()  # it may have ended early because its machine is about to go, which the user has not asked for
 
 
 def as_error(error: BaseException) -> BaseException:
@@ -413,7 +418,7 @@ def _generators_kept(own: Sequence[Generator]) -> Iterator[None]:
             generator.set_state(state)
 
 
-# --- a call while it runs ---------------------------------------------------------------------------------------------
+# --- running calls ----------------------------------------------------------------------------------------------------
 
 
 class RawResult:
@@ -455,7 +460,7 @@ class RawResult:
         self.durations_s.pop()
         error = self.errors.pop(self.start + self.done, None)
         if error is not None:
-            traceback.print_exception(error)  # nobody else hears of it
+            traceback.print_exception(error)  # otherwise this error would be lost
 
     def discard(self) -> None:
         """Let it be as if nothing had been begun."""
@@ -476,7 +481,7 @@ class RawResult:
         return copy
 
     def let_go(self, done: int) -> None:
-        """Hold nothing more of the first items; their outcomes are known elsewhere."""
+        """Drop the first items; their outcomes were reported."""
         self.values[:done] = [None] * done
         for index in range(self.start, self.start + done):
             self.errors.pop(index, None)
@@ -528,7 +533,7 @@ class OpenCall:
             self._is_over = True
 
     def narrow(self, tell: Callable[[Narrowed], object]) -> None:
-        """Let the call begin nothing more, unless the user wants all of it in one call, and tell what is done.
+        """Let the call begin no more items (unless the user has set `chunk_size`), and report those that are done.
 
         Nothing is told of a call that is about to end.
         """
@@ -538,7 +543,7 @@ class OpenCall:
                 tell(narrowed)
 
     def let_go(self, narrowed: Narrowed) -> None:
-        """Hold nothing more of what was told."""
+        """Drop what was reported."""
         for result, told in zip(self.results, narrowed.results, strict=False):
             result.let_go(told.done)
 
@@ -564,7 +569,7 @@ class OpenCall:
         return Narrowed(self.attempt_id, told, tuple(kept))
 
 
-# --- torch's modes, which belong to a thread --------------------------------------------------------------------------
+# --- torch's modes of a thread ----------------------------------------------------------------------------------------
 #
 # Torch leaves such a block by Python code of its own, which an interruption may hit too: no later task of the worker would train.
 
@@ -599,7 +604,7 @@ class TorchModes(NamedTuple):
 
 
 def _imported_torch() -> Any:
-    """Return torch where somebody has imported it, all of it."""
+    """Return torch if it is completely imported; else None."""
     torch = sys.modules.get("torch")
     return torch if hasattr(torch, "autocast_decrement_nesting") else None
 
@@ -635,13 +640,13 @@ def finished(value: Any) -> Any:
 
 
 def _run(coroutine: CoroutineType[Any, Any, Any]) -> Any:
-    import asyncio  # which most need not wait for
+    import asyncio  # imported late: most programs do not need it
 
     note = running.get()
     try:
         if asyncio._get_running_loop() is None:
             return _run_here(coroutine)
-        with ThreadPoolExecutor(1) as other:  # a task that runs inline was handed in by a coroutine, whose loop has this thread
+        with ThreadPoolExecutor(1) as other:  # a task that runs inline was submitted by a coroutine, whose loop has this thread
             return other.submit(copy_context().run, _run_here, coroutine).result()
     except BaseException as error:
         if note is None or note.shelter is None or not note.shelter.is_cancelled or isinstance(error, TaskCancelled):

@@ -1,4 +1,4 @@
-"""What runs in this process: the note of each task, the way to its pool, and what holds for the whole process."""
+"""State of this process: the `Running` note of each task, the connections to its pool, process-wide flags."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Running:
 
 @contextlib.contextmanager
 def unbroken(note: Running | None) -> Iterator[None]:
-    """Do something that is not to be interrupted in its midst; what was wanted meanwhile comes at the end.
+    """Call something that must not be interrupted; a cancellation meanwhile arrives at its end.
 
     Raises:
         TaskCancelled: The task was cancelled meanwhile.
@@ -105,7 +105,7 @@ def note_in_process(note: Running | None) -> None:
 
 
 def let_notes_travel() -> None:
-    """Let threads, and what is handed to pools of threads, run in the context of whoever starts or submits them.
+    """Let threads, and calls submitted to thread pools, run in the context of the code that starts them.
 
     So what they report and print is about the task that they work for: also if they outlive it, or were there before it. From
     Python 3.14 on threads can do so by themselves (`thread_inherit_context`). For worker processes, which are raypool's own.
@@ -162,7 +162,7 @@ def end_thread() -> None:
 
 
 def _fall_silent() -> None:
-    """In a forked child (of a DataLoader, say) nobody is left who would pass on what it says."""
+    """Turn off reports and output in a forked child (of a DataLoader, say): no thread is left that would send them."""
     global _link
     _link = None
     for note in (running.get(), _running_in_process):
@@ -174,7 +174,7 @@ os.register_at_fork(after_in_child=_fall_silent)
 
 
 class Way(Protocol):
-    """A way to a pool's `Exchange`."""
+    """A connection to a pool's `Exchange`."""
 
     def ask(self, method: str, *args: Any) -> Any:
         """Call a method of it, and wait for its answer."""
@@ -187,7 +187,7 @@ class Way(Protocol):
 
 
 class Link(Way, Protocol):
-    """A worker process's way to the rest of its pool."""
+    """A worker process's connection to the rest of its pool."""
 
     @property
     def worker_id(self) -> int:

@@ -1,4 +1,4 @@
-"""What a setup has left in global variables, for the functions that run after it in a worker process.
+"""Global variables that a setup has set, for functions that run after it in a worker process.
 
 A function of a script, a notebook or a test travels by value, and so does every lambda: with copies of the global variables that
 it uses, which no other function shares. With a setup something else is meant: after `global model; model = load()` the model is
@@ -119,5 +119,5 @@ def _digest(value: Any) -> bytes:
         )
         pickler.dump(getattr(value, "__code__", value))
         return digest.digest()
-    except Exception:  # it runs code of the user's
+    except Exception:  # it runs the user's code
         return b""

@@ -1,1 +1,1 @@
-"""Workers on Ray: their processes, the resources that they claim, and the machines that they are on."""
+"""The backend on Ray: worker processes, the resources that they claim, and the nodes that they run on."""

@@ -1,4 +1,7 @@
-"""The driver's side of the node agents: one for each node that a pool has workers on, made when the first of them comes up."""
+"""The driver's side of the node agents (see `node_agent`): it starts them, asks them and ends them.
+
+There is one agent for each node with workers of the pool, started with the first of these.
+"""
 
 from __future__ import annotations
 
@@ -36,17 +39,17 @@ from raypool.gpus.devices import Inventory
 logger = logging.getLogger("raypool")
 
 FINISH_TIMEOUT_S = 5.0
-"""How long to wait at the end for what workers have said last [s]."""
+"""How long to wait at the end for the last messages of workers [s]."""
 
 ANSWER_S = 3.0
-"""What is known of a node's GPUs is waited for so long [s]."""
+"""How long to wait for a node's answer about its GPUs [s]."""
 
 END_TIMEOUT_S = 60.0
 """An agent that has not ended a worker by then, or a task that was cancelled, answers nobody any more [s]: far above what it
 may take."""
 
 NODE_NEWS_S = 5.0
-"""After an agent has gone, what runs on its node has so long to tell that the node has gone too [s]; Ray takes about 1 s."""
+"""After the loss of an agent, calls on its node have so long to show that the node is lost too [s]; Ray takes about 1 s."""
 
 Chore = Callable[[], object]
 
@@ -59,7 +62,7 @@ class MemoryLimit(NamedTuple):
 
 
 class OfferAnswers:
-    """What becomes of values that are offered to queues: what is known at once travels together, the rest when it is known.
+    """Answers to values offered to queues: those known at once travel together, the others one by one.
 
     Args:
         send: Sends one that comes later: ticket, outcome.
@@ -90,10 +93,10 @@ class Agents:
     """The agents of a pool, and a thread of their own for what comes back from them.
 
     Args:
-        hub: Where what workers say comes together.
+        hub: Collects what tasks report and print.
         cancel_grace_s: How long a cancelled task has to end [s].
-        stays: Whether a node is there, and not about to go.
-        inventory: Who knows the GPUs of a machine.
+        stays: Whether a node is alive, and not about to go.
+        inventory: Tells the GPUs of a machine.
     """
 
     def __init__(self, hub: Hub, cancel_grace_s: float, stays: Callable[[str], bool], inventory: Inventory) -> None:
@@ -105,11 +108,11 @@ class Agents:
         self._agents: dict[str, Any] = {}  # by node
         self._home_name, self._num_homes = f"raypool-{uuid.uuid4().hex}", 0  # workers find the next one by it
         self._by_worker: dict[int, tuple[Any, Any]] = {}  # the agent of its node, and the reference of its answer to `watch`
-        self._outlived: list[Any] = []  # references: to drop one while Ray shuts down ends this process
+        self._outlived: list[Any] = []  # references; dropping one while Ray shuts down would end this process
         self._workers: dict[int, tuple[Introduction, Any, MemoryLimit | None]] = {}  # with their actors
         self._introductions: dict[int, Introduction] = {}  # the last one of each place
         self._warned: set[str] = set()
-        self._asked_memory: set[str] = set()  # nodes that have not answered
+        self._asked_memory: set[str] = set()  # nodes that were asked and have not answered yet
         self._making = threading.Lock()
         self._is_closed = False
         self._pid = os.getpid()  # a forked child has neither Ray's threads nor the one below
@@ -276,7 +279,7 @@ class Agents:
         """Return the value that was pickled."""
         return pickle.loads(packed)
 
-    # --- what workers say ---------------------------------------------------------------------------------------------
+    # --- messages from workers ----------------------------------------------------------------------------------------
 
     def _take(self, agent: Any, answers: Sequence[tuple[int, str]] = ()) -> None:
         self._answered(agent.take.remote(answers), functools.partial(self._on_mail, agent))
@@ -326,7 +329,7 @@ class Agents:
             if self._stays(worker[0].node_id):
                 self.attach(worker_id, *worker)
 
-    # --- stopping -----------------------------------------------------------------------------------------------------
+    # --- end of workers and agents ------------------------------------------------------------------------------------
 
     def signal(self, worker_id: int, attempt_id: int, task_id: int, wish: Signal, on_stuck: Chore) -> None:
         """Pass on a wish to a worker; `on_stuck` is called if what was cancelled still runs after the grace."""
@@ -353,7 +356,7 @@ class Agents:
             self._outlived.append(watched)
             then()
             return
-        for other in list(self._agents.values()):  # one of them has the exchange, which may wait for this worker
+        for other in list(self._agents.values()):  # one has the exchange, which may wait for this worker
             other.exchange.remote("forget", worker_id)
         if agent is None:
             aside(functools.partial(_kill, [actor], then))
@@ -369,7 +372,7 @@ class Agents:
 
     def within(self, timeout_s: float, ref: Any, take: Callable[[Any], object]) -> None:
         """Let `take` have the answer to a call, or a TimeoutError if none has come in time."""
-        first = threading.Lock()  # whoever comes first takes it, for good
+        first = threading.Lock()  # a lock taken once, never released: answer or timeout, whichever comes first
 
         def take_once(answer: Any) -> None:
             if first.acquire(blocking=False):
@@ -382,7 +385,7 @@ class Agents:
         self._answered(ref, take_once)
 
     def close(self) -> None:
-        """Take what workers have said last, and end the agents."""
+        """Take the last messages of workers, and end the agents."""
         with self._making:
             self._is_closed = True
             agents = list(self._agents.values())

@@ -1,4 +1,8 @@
-"""The backend on Ray: one actor for each worker, pinned to what its place has claimed."""
+"""The backend on Ray: one actor for each worker, pinned to the claim of its place.
+
+`RayBackend` is the backend, `Slot` a place as it knows it, and `Pulse` notices the end of a process
+of this machine, before Ray does.
+"""
 
 from __future__ import annotations
 
@@ -48,10 +52,10 @@ from raypool.worker.running import Way
 CLOSE_TIMEOUT_S = 5.0
 
 GIVEN_UP_S = 60.0
-"""So long the end of a pool waits at most once its Ray was given up [s]."""
+"""How long closing a pool waits at most once its Ray was given up [s]."""
 
 WIND_UP_TIMEOUT_S = 10.0
-"""What workers end with may take so long [s]."""
+"""How long the teardown of workers may take [s]."""
 
 WOUND_UP_LATE = "What worker %d ends with (teardown, cleanup of constants) had not ended after %g s; it is killed."
 
@@ -99,7 +103,7 @@ class RayBackend:
         self._ending = RAY_ENDED  # what to say of an end of Ray
         self._closed = threading.Event()
         self._is_cut_off = threading.Event()
-        self._left = threading.Event()  # all that needs an eye on Ray has ended
+        self._left = threading.Event()  # set once nothing needs the watch on Ray any more
         threading.Thread(target=self._watch, name="raypool-watch", daemon=True).start()
 
     def find_way(self) -> Way:
@@ -122,13 +126,13 @@ class RayBackend:
         self._seating.is_ending = is_ending
 
     def claim(self, least: int | None, most: int | None) -> list[int]:
-        """Claim what so many workers stand on."""
+        """Claim resources for so many workers."""
         claims = self._seating.claim(least, most)
         self.take_in(claims)
         return list(claims)
 
     def take_in(self, claims: dict[int, Claim]) -> None:
-        """Take note of new places, and what they stand on."""
+        """Take note of new places and their claims."""
         self._seats.update((place, Slot(place, claim)) for place, claim in claims.items())
 
     def _ask_usage(self, *args: Any) -> None:
@@ -186,7 +190,7 @@ class RayBackend:
         return self._seating.demands
 
     def lend(self, places: Sequence[int]) -> None:
-        """Give back what the workers of a loan have stood on, once they have ended; wait until others can have it."""
+        """Give the claims of a loan's workers back, once these have ended; wait until others can have them."""
         seats = [self._seats[place] for place in places if place in self._seats]
         with self._retired:
             ended = lambda: all(seat.worker_id not in self._retiring for seat in seats)  # noqa: E731
@@ -207,7 +211,7 @@ class RayBackend:
         return {worker.index: self._seating.why_taken(worker.gpu) for worker, _ in lent if worker.index not in claims}
 
     def _retire(self, seat: Slot, then: Chore) -> None:
-        """End the worker of a seat; `then` is called when nothing of it is left."""
+        """End the worker of a slot; `then` is called when nothing of it is left."""
         actor, worker_id, is_free = seat.actor, seat.worker_id, seat.is_idle and not seat.is_ending
         self._by_worker.pop(worker_id, None)
         seat.actor = None
@@ -240,7 +244,7 @@ class RayBackend:
         """Start an actor in a place; it is ready when it has introduced itself."""
         seat = self._seats[place]
         self._retire(seat, functools.partial(self._give_back, None))
-        if not is_up():  # asking anything of it would start a new one
+        if not is_up():  # asking Ray anything would start a new one
             self._post(WorkerLost(worker_id, LossReason.START), self._ending)
             return
         demand = seat.claim.demand
@@ -298,7 +302,7 @@ class RayBackend:
         """Let a worker be watched over, and take calls."""
         seat = self._by_worker.get(worker_id)
         if seat is None or seat.actor is None:
-            return  # it is not wanted any more
+            return  # the worker was given up meanwhile
         limit = seat.claim.demand.worker_memory_bytes
         memory = MemoryLimit(limit, functools.partial(self._on_memory, worker_id, limit)) if limit else None
         seat.claim.node_id = introduction.node_id
@@ -384,11 +388,11 @@ class RayBackend:
             if cut_off is not None:
                 self._let_go(cut_off)
             for worker_id, seat in list(self._by_worker.items()) if not self._closed.is_set() else ():
-                with contextlib.suppress(Exception):  # the seat may change hands meanwhile; the next look sees
+                with contextlib.suppress(Exception):  # the slot may get another worker meanwhile; the next look sees
                     self._look_after(worker_id, seat)
 
     def _let_go(self, cut_off: CutOff) -> None:
-        """Let go of a Ray that will answer nobody any more: whoever asked it something would wait, and in the end it ends us."""
+        """Let go of a Ray that no longer answers: any question to it would hang, and in the end Ray ends this process."""
         if self._ending != RAY_ENDED or (self._closed.is_set() and not is_up()):
             return  # it is known
         self._ending = cut_off.why
@@ -497,11 +501,11 @@ class RayBackend:
             leave_ray(bring_home, self._joined)
 
 
-# --- places: a slot of the pool, as the backend knows it --------------------------------------------------------------
+# --- slots ------------------------------------------------------------------------------------------------------------
 
 
 class Slot:
-    """A place: a claim, and the actor in it."""
+    """A place of the pool for the backend: a claim, and the actor in it."""
 
     __slots__ = (
         "__weakref__",
@@ -528,7 +532,7 @@ class Slot:
         self.claim = claim
         self.actor: Any = None
         self.run: Any = None  # its method, ready to be called
-        self.lock = threading.Lock()  # held by whoever tells the worker which functions to forget, or calls it
+        self.lock = threading.Lock()  # held while the worker is called, or told which functions to forget
         self.take_in(-1)
 
     def take_in(self, worker_id: int) -> None:
@@ -572,11 +576,11 @@ def note_stale(seat_ref: weakref.ref[Slot], fn_id: int) -> None:
         seat.stale.append(fn_id)
 
 
-# --- whether a process of this machine has ended ----------------------------------------------------------------------
+# --- end of a process -------------------------------------------------------------------------------------------------
 
 
 class Pulse:
-    """Feels whether a process lives, which need not be a child of this one; a zombie has ended, once its last thread has.
+    """Tells whether a process is alive, which need not be a child of this one; a zombie has ended.
 
     Raises:
         ProcessLookupError: There is none of this number.

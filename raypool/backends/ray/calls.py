@@ -1,4 +1,4 @@
-"""Calls to actors whose answers are waited for in other ways than Ray's own."""
+"""Calls to actors: ways to wait for answers that Ray lacks, and the meaning of its exceptions."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def answer_to(ref: Any) -> Any:
         return answer
 
 
-# --- what Ray's exceptions say of a worker ----------------------------------------------------------------------------
+# --- meaning of Ray's exceptions --------------------------------------------------------------------------------------
 
 
 RAY_FAILURES: dict[type[BaseException], LossReason] = {

@@ -1,7 +1,8 @@
-"""Several workers to a GPU, in the driver's process: how many share each one of an "auto" pool, by what their items have needed.
+"""Sharing of GPUs in an "auto" pool, the driver's side: how many workers each GPU has.
 
-Each GPU begins with one worker, so that its first items run alone and are measured. An item that runs out of memory beside others
-runs again, alone on its GPU; if it does so then, it has failed.
+Each GPU begins with one worker, so that its first items run alone and are measured. An item that runs
+out of memory beside others runs again, alone on its GPU; if it does so again, it fails. The worker's
+side is `raypool.worker.gpu_turns`, the rule is in `raypool.gpus.sharing`.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ if TYPE_CHECKING:
     from raypool.backends.ray.backend import Slot
 
 REMEMBERED = 32
-"""What a GPU's last items have needed, so many of them, decides how many workers share it."""
+"""The number of a GPU's last items whose needs decide how many workers share it."""
 
 TRIES_ALONE = 2
-"""So often an item runs alone. The first time, idle workers beside it may still have some memory; then they are sent away."""
+"""How often an item may run alone. The first time, idle workers may still hold memory; then they are sent away."""
 
 ALONE = (1.0, True)
 """The turn of an item that runs alone; see `Part`."""
 
 ASK_S = 1.0
-"""A GPU that was found busy is not asked for so long whether it still is [s]."""
+"""How long a GPU that was busy is not asked again [s]."""
 
 logger = logging.getLogger("raypool")
 
@@ -55,7 +56,7 @@ class Flight(NamedTuple):
 
 
 class Card:
-    """A GPU of the pool, and what is known of it."""
+    """A GPU of the pool, and its measurements."""
 
     def __init__(self, claim: Claim) -> None:
         self.claim = claim
@@ -66,7 +67,7 @@ class Card:
         self.num_done = 0  # items, since the number of workers has changed
         self.since = 0.0  # when the first of them began
         self.most = MOST
-        self.planned = 0  # so many workers may share it soon: what is sent from now on leaves room for them
+        self.planned = 0  # the next number of workers: calls sent from now on leave room for them
         self.ask_at = 0.0  # not before then [s, `time.monotonic`]
         self.is_asking = False
 
@@ -77,7 +78,7 @@ class Card:
 
     @property
     def load(self) -> Load:
-        """What the policy has to know."""
+        """The measurements for the rules in `raypool.gpus.sharing`."""
         return Load(
             self.claim.room,
             self.weight.total_bytes,
@@ -123,7 +124,7 @@ class Cards:
     """The GPUs of an "auto" pool. Its methods may be called from any thread.
 
     Args:
-        seating: Which place stands on what.
+        seating: Tells the claim of each place.
         take_in: Takes note of places that are added, and what they stand on.
         post: Tells the driver.
         ask_usage: Asks how busy a GPU was; None where workers compute at the same time (MPS), and that limits nothing.
@@ -241,7 +242,7 @@ class Cards:
         self._alone[item] = tries + 1
         return True
 
-    # --- how many -----------------------------------------------------------------------------------------------------
+    # --- number of workers --------------------------------------------------------------------------------------------
 
     def _consider(self, card: Card, worker_id: int) -> None:
         """Let a GPU have as many workers as it should, by what is known of it now."""

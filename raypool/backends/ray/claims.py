@@ -1,6 +1,8 @@
-"""Claims on particular GPUs, or on cores: placement groups of one bundle, kept while worker processes come and go in them.
+"""Claims on GPUs or cores: placement groups of one bundle, which outlive the workers in them.
 
-A bundle keeps its GPU for life, so whatever runs in it runs on that GPU. A GPU that several workers share is claimed whole.
+A bundle keeps its GPU for life, so every process in it uses that GPU. A GPU that several workers share
+is claimed whole. `claim_number` claims any GPUs or cores, `Choice` the GPUs that the user has chosen,
+and `Survey` asks which GPUs claims have got, and how full these are.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from raypool.profiles import for_ray
 POLL_S = 0.01
 
 SILENT_S = 1.0
-"""Nobody is told of a wait that is shorter [s]."""
+"""Shorter waits are not reported [s]."""
 
 logger = logging.getLogger("raypool")
 
@@ -71,7 +73,7 @@ class Claim:
 
 
 class Wanted:
-    """How long something is waited for: some time, and not beyond the end of the pool.
+    """How long to wait for claims: a limited time, and not beyond the end of the pool.
 
     Args:
         timeout_s: So long at most.
@@ -142,18 +144,18 @@ def wait_released(claims: Sequence[Claim], timeout_s: float) -> None:
         time.sleep(POLL_S)
 
 
-# --- as many GPUs, or cores, as there are and are wanted, whichever these are -----------------------------------------
+# --- claims on any GPUs or cores --------------------------------------------------------------------------------------
 
 
 NO_LIMIT = 10**6
-"""So many, and nobody has said how many."""
+"""No limit: the user has given no number."""
 
 SETTLE_S = 1.0
 """How long to wait for resources that somebody seems to hold, when any number will do: they may just have been given back [s]."""
 
 
 class ClaimProgress:
-    """What was asked for of one kind, and what has come of it."""
+    """The claims of one kind that were requested, and those that were granted."""
 
     def __init__(self, need: Need, total: int, survey: Survey) -> None:
         self.need = need
@@ -191,7 +193,7 @@ class ClaimProgress:
 
     @property
     def is_settled(self) -> bool:
-        """Whether it can be left at this, if nothing has been given back for a while."""
+        """Whether these claims are enough, if nothing has been given back for a while."""
         return self.is_complete or (self._is_seen and self.has_enough)
 
 
@@ -224,7 +226,7 @@ def claim_number(
         good = {claim for claims in kept for claim in claims}
         release_all([claim for gathering in gatherings for claim in gathering.claims if claim not in good])
     for gathering in gatherings:
-        if not gathering.has_enough:  # nothing is held any more, when it is said who holds any
+        if not gathering.has_enough:  # claims are given back before the error says who holds any
             crowd = survey.crowd(gathering.crowded)
             if is_waiting:
                 raise shortages.not_yet(gathering.need, len(gathering.good))
@@ -274,7 +276,7 @@ def _said(gathering: ClaimProgress) -> str:
     return f"{need.least * each:g} {kind} ({available * each:g} available)"
 
 
-# --- GPUs that the user has chosen ------------------------------------------------------------------------------------
+# --- claims on chosen GPUs --------------------------------------------------------------------------------------------
 #
 # Ray gives out GPUs without being asked for a particular one. So, in rounds, all that are free are claimed, each claim is asked
 # which GPU it got, and those that were not meant are given back.
@@ -363,7 +365,7 @@ class Choice:
             wishes = self._wishes()
             kept = [self._found[spot] for spot in wishes if spot in self._found][:most]
             if len(kept) < (max(1, min(len(wishes), most)) if least is None else least):
-                release_all([*self._found.values(), *besides])  # before it is said who holds any
+                release_all([*self._found.values(), *besides])  # before the error says who holds any: not these
                 raise self._shortage(least, most)
         except BaseException:
             release_all([*self._found.values(), *besides])
@@ -372,20 +374,20 @@ class Choice:
         self._survey.tell(kept, self._crowd.values())
         return kept
 
-    # --- what is left of them -----------------------------------------------------------------------------------------
+    # --- missing GPUs -------------------------------------------------------------------------------------------------
 
     def _wishes(self) -> list[Spot]:
         return [spot for spot in self._meant if spot not in self._crowd]
 
     def _missing(self, most: int) -> list[Spot]:
-        """Return those that would have to be found yet, if the first ones of them are to be had."""
+        """Return which of the first `most` chosen GPUs were not found yet."""
         return [spot for spot in self._wishes()[:most] if spot not in self._found]
 
     def _total(self, node_id: str) -> int:
         return int(self._nodes[node_id]["Resources"].get("GPU", 0))
 
     def _absent(self, spots: Iterable[Spot]) -> list[Spot]:
-        """Return those of these that are not there: all GPUs of their nodes were seen, and they were not among them."""
+        """Return which of these do not exist: all GPUs of their nodes were seen, and they were not among them."""
         seen = [spot.node_id for spot in self._seen]
         return [spot for spot in spots if spot not in self._seen and seen.count(spot.node_id) == self._total(spot.node_id)]
 
@@ -394,7 +396,7 @@ class Choice:
         """Whether GPUs came whose index nobody knows: Ray calls them by UUIDs, and the inventory is silent."""
         return any(spot.gpu < 0 for spot in self._seen)
 
-    # --- the search ---------------------------------------------------------------------------------------------------
+    # --- search -------------------------------------------------------------------------------------------------------
 
     def _check_nodes(self) -> None:
         """Make sure that each node could hold what is wanted of it, if it were empty."""
@@ -411,7 +413,7 @@ class Choice:
                 raise ResourceError(f"{name_of(node)}: {words}", requested=len(indices), available=0, holders=())
 
     def _check_others(self, needed: int, wanted: Wanted) -> None:
-        """Make sure that other open pools of this process leave enough of them: these would be waited for in vain."""
+        """Make sure that other open pools of this process leave enough of them: waiting for these would be in vain."""
         taken = {Spot(str(claim.node_id), claim.gpu or 0) for claims in wanted.others.values() for claim in claims if claim.cards}
         left = [spot.node_id for spot in self._meant if spot not in taken]
         rooms = {str(node["NodeID"]): self._demand.fits(node) for node in shortages.without(wanted.others, self._nodes.values())}
@@ -441,7 +443,7 @@ class Choice:
             if missing and not is_known:
                 is_known = True
                 self._check_existence({spot.node_id for spot in missing})
-            time.sleep(random.Random().uniform(0.01, 0.1))  # another process may be choosing too: let it
+            time.sleep(random.Random().uniform(0.01, 0.1))  # a random pause lets another process that chooses go first
 
     def _check_existence(self, node_ids: Iterable[str]) -> None:
         """Do not wait for GPUs that a machine does not have, as far as it knows what it has.
@@ -494,7 +496,7 @@ class Choice:
         claims.remove(claim)
         self._found[spot] = claim
 
-    # --- too few ------------------------------------------------------------------------------------------------------
+    # --- shortages ----------------------------------------------------------------------------------------------------
 
     def _shortage(self, least: int | None, most: int) -> ResourceError:
         missing = [spot for spot in self._wishes() if spot not in self._found]
@@ -520,22 +522,22 @@ class Choice:
         return shortages.no_such_gpus(absent, known, self._total(node_id), machine)
 
 
-# --- a look at claimed GPUs: a task inside each claim says which they are, and how much of them is free ---------------
+# --- survey of claimed GPUs -------------------------------------------------------------------------------------------
 
 
 PROBE_TIMEOUT_S = 10.0
-"""How long a task that only looks may take on a machine that is very busy [s]; after that, nothing is known of its GPUs."""
+"""How long a survey task may take on a busy machine [s]; after that, its GPUs count as unknown."""
 
 AGAIN_S = 0.25
 """How often to look whether somebody has given memory back [s]."""
 
 
 class Survey:
-    """Says what GPUs claims have got, and which have too little free memory.
+    """Asks which GPUs claims have got, and which have too little free memory, by a task inside each claim.
 
     Args:
         inventory: Who knows the GPUs of a machine; it is asked on the machine itself.
-        min_free_bytes: Cards of which less is free are of no use; those of which it is not known count as free. None: all are.
+        min_free_bytes: GPUs with less free memory are left out; unknown counts as free. None: all count as free.
     """
 
     def __init__(self, inventory: Inventory, min_free_bytes: int | None) -> None:
@@ -556,7 +558,7 @@ class Survey:
         claims = list(claims)
         for claim in claims:
             if claim not in self._asked:
-                # As much of its GPUs as it takes to be told of all of them.
+                # All of several GPUs, else Ray would tell the task of some only; the least share of a single one.
                 gpus = claim.demand.each if claim.demand.each > 1 else 0.0001
                 options = self._ask.options(num_gpus=gpus, scheduling_strategy=claim.strategy())
                 self._asked[claim] = time.monotonic(), options.remote(self._inventory)
@@ -566,7 +568,7 @@ class Survey:
             if ref in done:
                 self._note(claim, ref)
             elif time.monotonic() > at + PROBE_TIMEOUT_S:
-                ray.cancel(ref, force=True)  # else it would have a part of the GPU, and no worker could start there
+                ray.cancel(ref, force=True)  # else it would keep a share of the GPU, and no worker could start there
                 self._asked[claim], claim.cards = (at, None), claim.cards or ()
 
     def _note(self, claim: Claim, ref: Any) -> None:
@@ -585,11 +587,11 @@ class Survey:
                 del self._asked[claim]
 
     def is_crowded(self, claim: Claim) -> bool:
-        """Whether too little memory is free on one of its cards."""
+        """Whether too little memory is free on one of its GPUs."""
         return bool(self.crowd([claim]))
 
     def crowd(self, claims: Iterable[Claim]) -> dict[tuple[str, int], GpuDevice]:
-        """Return the cards among those of these claims that have too little memory, by machine and index."""
+        """Return the GPUs of these claims that have too little free memory, by machine and index."""
         least = self.min_free_bytes or 0
         return {
             (claim.host, card.index): card
@@ -599,7 +601,7 @@ class Survey:
         }
 
     def tell(self, kept: Sequence[Claim], crowded: Iterable[Claim]) -> None:
-        """Say which cards were left out, and of which that could not be known; once of each."""
+        """Warn which GPUs were left out, and whose free memory is unknown; once for each."""
         if self.min_free_bytes is None:
             return
         crowd = {card: device for card, device in self.crowd(crowded).items() if card not in self._told}
@@ -617,7 +619,7 @@ class Survey:
             logger.warning("How much memory of %s is free is not known: it counts as free for min_free_memory_bytes.", names)
 
     def check_sharing(self, claims: Iterable[Claim]) -> None:
-        """Make sure that so many workers fit on the cards that they are to share at first, as far as their memory is known.
+        """Make sure that so many workers fit on the GPUs that they share at first, as far as their memory is known.
 
         Raises:
             ResourceError: One of them cannot even hold what each of its workers needs before it has computed anything.

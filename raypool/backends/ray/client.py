@@ -1,7 +1,7 @@
-"""Ray Client: this process is no node of the cluster, and speaks through a process of its own in there (its server).
+"""Ray Client: this process is outside the cluster, and speaks through a server process inside it.
 
-Nearly all is as inside then, a few milliseconds later. What is not stands here: Ray tells some things only those who are inside,
-so an actor of ours in there, the scout, is asked for them.
+Nearly everything works as inside, a few milliseconds later. This module has the exceptions: Ray
+answers some questions only inside the cluster, so an actor there, `Scout`, asks them for us.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ T = TypeVar("T")
 ACTOR_DEAD = 4  # ray.core.generated.gcs_pb2.ActorTableData.DEAD
 
 AT_ONCE = 8
-"""So many questions the scout answers at a time: one that takes long holds up no other."""
+"""How many questions the scout answers at a time: a slow one must not hold up others."""
 
 
 class Scout:
@@ -46,7 +46,7 @@ class Scout:
 
 @dataclass(frozen=True, slots=True)
 class Outpost:
-    """What this process has in the cluster: the node that its server is on, and the scout there."""
+    """This process's presence in the cluster: its server's node, and the scout there."""
 
     connection: object
     node_id: str
@@ -180,7 +180,7 @@ def leave() -> None:
             ray.kill(outpost.scout)
 
 
-# --- who is dead --------------------------------------------------------------------------------------------------------
+# --- dead actors ------------------------------------------------------------------------------------------------------
 
 
 def is_dead(actor: Any) -> bool:

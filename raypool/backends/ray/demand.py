@@ -1,4 +1,4 @@
-"""What workers of one kind need of a node, and which nodes could give it."""
+"""What workers of one kind need of a node, which nodes have that, and how far a cluster may grow."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def _most_beside(wanted: WorkerResources, nodes: Sequence[Node]) -> int:
     return most
 
 
-# --- how much larger a cluster can become by itself -------------------------------------------------------------------
+# --- growth of a cluster ----------------------------------------------------------------------------------------------
 #
 # Source: Ray's `autoscaler/_private/monitor.py` (which reads that file, on the head), and "Configuring Autoscaling" in its
 # documentation.
@@ -220,7 +220,7 @@ def _settings_here() -> dict[str, Any] | None:
     import yaml
 
     for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
+        with contextlib.suppress(psutil.Error):  # it has just ended, or is another user's
             for word in process.cmdline():
                 if word.startswith(OPTION):
                     content: dict[str, Any] = yaml.safe_load(Path(word.removeprefix(OPTION)).expanduser().read_text("utf-8"))

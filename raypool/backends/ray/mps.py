@@ -1,7 +1,7 @@
 """NVIDIA's Multi-Process Service (MPS), by which workers that share a GPU compute at the same time instead of in turns.
 
 The agent of a node starts it, once for each pool, before the first worker there touches CUDA; it ends when the agent and these
-workers have, however that comes about (see `mps_keeper`).
+workers have, however they end (see `raypool.backends.ray.mps_keeper`).
 
 No client is limited to a part of the GPU (CUDA_MPS_ACTIVE_THREAD_PERCENTAGE): one that is alone may use all of it. Nor is its
 memory by CUDA_MPS_PINNED_DEVICE_MEM_LIMIT, which is for the life of a process: torch's own limit can be lifted for an item that
@@ -50,7 +50,7 @@ class MpsState(NamedTuple):
 
 
 class Mps:
-    """The service of a node, for one pool.
+    """The MPS service of a node, for one pool.
 
     Args:
         temporary: Gives the pool's folder for temporary files on this node.

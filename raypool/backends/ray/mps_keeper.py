@@ -26,13 +26,13 @@ from pathlib import Path
 UP = "up"
 
 START_TIMEOUT_S = 10.0
-"""So long the daemon has to start, and its server [s]."""
+"""How long the daemon, and then its server, may take to start [s]."""
 
 ASK_TIMEOUT_S = 5.0
-"""So long the daemon has to answer [s]."""
+"""How long the daemon may take to answer [s]."""
 
 QUIT_S = 1
-"""So long the server has to end by itself [s]; both have as much again before they are killed."""
+"""How long the server has to end by itself [s]; both have as long again before they are killed."""
 
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
@@ -83,7 +83,7 @@ class Control:
 
     def _last_words(self, name: str) -> str:
         """Return the last line of a log, to follow a sentence."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # there is no such log
             lines = (self._log / name).read_text(errors="replace").split("\n")
             return next((f": {line.strip()}" for line in reversed(lines) if line.strip()), "")
         return ""
@@ -103,14 +103,14 @@ def end(control: Control) -> None:
         time.sleep(0.02)
     while not _reaped():
         for pid in _children():
-            with contextlib.suppress(ProcessLookupError, PermissionError):
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # it has just ended
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
 
 
 def _reaped() -> bool:
-    """Whether there are no children any more, but for those that have just ended."""
-    with contextlib.suppress(ChildProcessError):
+    """Whether there are no children any more, except those that have just ended."""
+    with contextlib.suppress(ChildProcessError):  # no child is left
         while True:
             pid, _ = os.waitpid(-1, os.WNOHANG)
             if not pid:
@@ -121,7 +121,7 @@ def _reaped() -> bool:
 def _children() -> list[int]:
     found = []
     for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError, ValueError, IndexError):
+        with contextlib.suppress(OSError, ValueError, IndexError):  # no process, or one that has just ended
             parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
             if parent == os.getpid():
                 found.append(int(entry.name))

@@ -1,6 +1,6 @@
-"""One on each node that a pool has workers on: ends what must end there, and passes on what workers say.
+"""The agent of a node: an actor that stops workers there, watches GPUs and passes messages on.
 
-An actor of its own beside the workers, since a worker that runs a task answers nobody. It needs no resources.
+It is an actor beside the workers, since a worker that runs a task answers no calls. It claims no resources.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from raypool.worker.interrupts import AT_HAND, NOTHING, SIGNALS, STOP_SIGNAL, WH
 
 FIRST_LOOK_S = 0.02
 LONGEST_LOOK_S = 0.5
-"""Whether a wish was taken is looked at soon, then less and less often; as long as it was not, the signal is sent again [s]."""
+"""Pauses between looks whether a worker has read a wish; until it has, the signal is sent again [s]."""
 
 BY_ITSELF_S = 0.5
-"""Ray has so long to end a worker's process before it is killed [s]."""
+"""How long Ray has to end a worker's process before it is killed [s]."""
 
 GONE_TIMEOUT_S = 10.0
-"""How long a killed process may take to be gone, with its memory on the GPU [s]."""
+"""How long a killed process, and its memory on the GPU, may take to vanish [s]."""
 
 STEADY_S = 1.0
 """A GPU's memory that is not back where it was, but has not changed for so long, is in use by somebody else [s]."""
@@ -48,10 +48,10 @@ MEMORY_LOOK_S = 0.2
 """How often the memory of a worker that has a limit is looked at [s]."""
 
 OFFERED = -1
-"""Stands in the mailbox where else a worker's id is."""
+"""Takes the place of a worker's id in the mailbox, for offers to queues."""
 
 MAILBOX_BYTES = 64 * 1024 * 1024
-"""When so much waits for the driver, workers that have more to say wait too."""
+"""When so much waits for the driver, workers wait before they send more."""
 
 
 class WorkerProcess(NamedTuple):
@@ -97,28 +97,28 @@ class Watched:
     def kill_others(self) -> list[psutil.Process]:
         """Kill its descendants and what else is in its process group; return them, they may take a moment."""
         others = _group(self.pid)
-        with contextlib.suppress(psutil.Error):
+        with contextlib.suppress(psutil.Error):  # it has ended
             others += self.process.children(recursive=True)
         for other in others:
-            with contextlib.suppress(psutil.Error):
+            with contextlib.suppress(psutil.Error):  # it has ended
                 other.kill()
         return others
 
     @property
     def family(self) -> list[int]:
         """Its number, and those of its descendants."""
-        with contextlib.suppress(psutil.Error):
+        with contextlib.suppress(psutil.Error):  # it has ended
             return [self.pid, *(process.pid for process in self.process.children(recursive=True))]
         return []
 
     def freeze(self) -> None:
         """Let it do nothing more until it is killed."""
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError):  # it has ended
             signal.pidfd_send_signal(self._descriptor, signal.SIGSTOP)
 
     def kill(self) -> None:
         """Kill it itself."""
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError):  # it has ended
             signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
 
     @property
@@ -136,7 +136,7 @@ def _group(number: int) -> list[psutil.Process]:
     """Return the processes of a group but for its head, which they may have outlived."""
     members = []
     for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, ProcessLookupError):
+        with contextlib.suppress(psutil.Error, ProcessLookupError):  # it has just ended
             if process.pid != number and os.getpgid(process.pid) == number:
                 members.append(process)
     return members
@@ -148,7 +148,7 @@ class NodeAgent:
     Args:
         driver: The process of the driver and when it was started, if it is on this node: when it ends, however it does, so does
             everything here.
-        inventory: Who knows the GPUs of a machine.
+        inventory: Tells the GPUs of a machine.
     """
 
     def __init__(self, driver: tuple[int, float] | None, inventory: Inventory) -> None:
@@ -190,7 +190,7 @@ class NodeAgent:
             return
         pid, created_at = self._driver
         self._driver = None
-        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):  # no such process on this machine
             descriptor = os.pidfd_open(pid)
             if abs(psutil.Process(pid).create_time() - created_at) > 1:
                 raise ProcessLookupError  # another machine's numbers: the driver is connected from outside
@@ -203,7 +203,7 @@ class NodeAgent:
             watched.kill()
         os._exit(0)
 
-    # --- stopping -----------------------------------------------------------------------------------------------------
+    # --- end of workers -----------------------------------------------------------------------------------------------
 
     async def signal(self, _: None, worker_id: int, attempt_id: int, task_id: int, wish: Signal, grace_s: float) -> bool:
         """Tell a worker that the slices of a task are not wanted any more, or should end early, or elsewhere.
@@ -218,7 +218,7 @@ class NodeAgent:
             watched.tell(attempt_id, task_id, wish)
             return await self._see_to_it(watched, (attempt_id, task_id), wish is Signal.CANCEL, grace_s)
         except (ProcessLookupError, BrokenPipeError):
-            return False  # it is gone, and whoever calls it hears of that
+            return False  # it is gone, and the call itself tells the driver
 
     async def _see_to_it(self, watched: Watched, key: tuple[int, int], is_cancel: bool, grace_s: float) -> bool:
         deadline = time.monotonic() + grace_s
@@ -237,7 +237,7 @@ class NodeAgent:
                     return False
 
     async def oversee(self, _: None, worker_id: int, limit: int) -> int | None:
-        """Wait until a worker, with all that it has started, uses more memory than this [bytes].
+        """Wait until a worker and its descendants use more memory than this [bytes].
 
         Returns:
             How much it uses then; None when it has ended.
@@ -280,7 +280,7 @@ class NodeAgent:
         except OSError as error:
             return error
 
-    # --- its GPUs -----------------------------------------------------------------------------------------------------
+    # --- GPUs ---------------------------------------------------------------------------------------------------------
 
     async def devices(self) -> list[GpuDevice]:
         """Return all GPUs of this node, whoever may use them."""
@@ -301,7 +301,7 @@ class NodeAgent:
             self._mps_started = asyncio.create_task(asyncio.to_thread(self._mps.start, settings))
         return await asyncio.shield(self._mps_started)
 
-    # --- what workers say ---------------------------------------------------------------------------------------------
+    # --- messages from workers ----------------------------------------------------------------------------------------
 
     async def push(self, worker_id: int, number: int, batch: bytes) -> None:
         """Take what a worker has to say, in order; return when there is room for more."""
@@ -367,7 +367,7 @@ def _lives(process: psutil.Process) -> bool:
         return False
 
 
-# --- how much memory a worker uses, with all that it has started ------------------------------------------------------
+# --- memory of worker processes ---------------------------------------------------------------------------------------
 
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")

@@ -1,6 +1,6 @@
-"""What becomes of a pool whose nodes come and go: it leaves a node that is about to go, and makes up later for what was lost.
+"""Watches the nodes of a pool: it leaves nodes that are about to go, and later replaces lost workers.
 
-`NodeWatch` knows of nodes, places and time only; `look` and `why_cut_off` ask Ray.
+`NodeWatch` decides; the functions below it ask Ray for the nodes, and whether Ray still answers.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ LOOK_S = 1.0
 """How often to look at the nodes [s]."""
 
 MARGIN_S = 2.0
-"""What runs on a node that is about to go is interrupted so long before there is need to [s]: it runs again elsewhere."""
+"""Margin before the end of a node: its tasks are interrupted so much earlier, to run again elsewhere [s]."""
 
 NEWS_S = 1.0
-"""A node that will be gone so much sooner, or later, than was said is news [s]: a spot machine that waits for maintenance."""
+"""A change of a node's announced end by more than this is reported [s]."""
 
 LAST_S = 120.0
-"""Where no node of the pool stays, nothing is moved; what runs is told so long before the end [s]."""
+"""If no node of the pool stays, tasks are not moved, but told so long before the end [s]."""
 
 GROW_S = 5.0
-"""How often to see whether there is room again for workers that were lost, beside whenever a node comes [s]."""
+"""How often to look for room for lost workers, besides whenever a node arrives [s]."""
 
 logger = logging.getLogger("raypool")
 
@@ -63,7 +63,7 @@ class Nodes(NamedTuple):
 
 
 class Ground(Protocol):
-    """What a pool stands on."""
+    """The backend for `NodeWatch`: the nodes of the cluster, and the places of the pool."""
 
     def look(self) -> Nodes:
         """Ask for the nodes of the cluster."""
@@ -79,10 +79,10 @@ class Ground(Protocol):
 
 
 class NodeWatch:
-    """Watches over the nodes that a pool stands on, in a thread of its own.
+    """Watches the nodes of a pool, in a thread of its own.
 
     Args:
-        ground: What the pool stands on.
+        ground: The pool's places and the cluster's nodes.
         post: Tells the driver.
         grace_s: How long a task that is interrupted may take to end [s].
     """
@@ -141,7 +141,7 @@ class NodeWatch:
         while not self._closed.wait(LOOK_S):
             try:
                 self.check()
-            except Exception:  # Ray is at its end, or between two; whoever finds the silence too long acts
+            except Exception:  # Ray has ended, or is being replaced; `silent_s` tells if that takes too long
                 logger.debug("The nodes could not be looked at.", exc_info=True)
 
     def check(self) -> None:
@@ -163,7 +163,7 @@ class NodeWatch:
         """Whether a node is there and not about to go, by the last look."""
         return node not in self._going
 
-    # --- fewer of them ------------------------------------------------------------------------------------------------
+    # --- nodes that go ------------------------------------------------------------------------------------------------
 
     def _where_now(self, nodes: Nodes) -> dict[int, str | None]:
         """Return where each place is; Ray may have moved the claims of those whose node has died."""
@@ -230,11 +230,11 @@ class NodeWatch:
             return False
 
     def lose_all(self, words: str) -> None:
-        """Tell the driver that nothing is left to stand on."""
+        """Tell the driver that all places are lost."""
         for place in self._ground.places():
             self._post(PlaceLost(place, LossReason.NODE), words)
 
-    # --- more of them -------------------------------------------------------------------------------------------------
+    # --- nodes that come ----------------------------------------------------------------------------------------------
 
     def _make_up(self, nodes: Nodes) -> None:
         """Try to grow if a node has come, and otherwise now and then: somebody else may have given something back."""
@@ -257,7 +257,7 @@ class NodeWatch:
                 logger.warning("The pool grows again: %s on %s.", _workers(len(places)), self._on(places))
         except RaypoolError:
             pass  # the pool ends
-        except Exception:
+        except Exception:  # whatever it is: the next look tries again
             logger.debug("The pool could not grow.", exc_info=True)
 
     def _on(self, places: Iterable[int]) -> str:
@@ -274,11 +274,11 @@ def _workers(count: int) -> str:
     return f"{count} more worker" + ("s" if count != 1 else "")
 
 
-# --- what Ray says of nodes, and how to find out that it will say nothing any more ------------------------------------
+# --- questions to Ray -------------------------------------------------------------------------------------------------
 
 
 REFUSED_S = 3.0
-"""When nothing was heard for so long, it is looked whether anybody listens at all [s]."""
+"""After so long without an answer, this process checks whether Ray still listens [s]."""
 
 CONNECT_TIMEOUT_S = 1.0
 

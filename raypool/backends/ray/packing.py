@@ -1,7 +1,9 @@
-"""How values travel between Ray processes: pickled once, large buffers beside the pickle so that they are not copied on the way.
+"""How values travel between Ray processes: pickled once, with large buffers beside the pickle.
 
-Ray's own cloudpickle is used. Object references are taken out of the pickle and travel beside it too, so that Ray can count them:
-inside it they would keep their objects alive for ever.
+The buffers are not copied on the way. Ray's own cloudpickle is used. Object references travel beside
+the pickle too, so that Ray can count them: inside it they would keep their objects alive forever.
+Also here: stored return values, packed results of calls, the search for a variable that cannot be
+pickled, and private mappings of arrays in the object store.
 """
 
 from __future__ import annotations
@@ -96,10 +98,10 @@ INHERITANCE = "only be shared between processes through inheritance"
 
 
 class _Nowhere:
-    """A file for pickles that nobody reads."""
+    """A file that discards what is written, to test whether a value can be pickled."""
 
     def write(self, data: Any) -> int:
-        """Take it and let it go."""
+        """Discard the data."""
         return memoryview(data).nbytes
 
 
@@ -200,7 +202,7 @@ def load(parcel: Parcel) -> Any:
 
 
 def _arrived_buffer(buffer: Any) -> Any:
-    """Return memory that whoever has it may change: a private mapping of a large buffer, a copy of a smaller one."""
+    """Return memory that may be changed: a private mapping of a large buffer, a copy of a smaller one."""
     view = memoryview(buffer)
     return own(buffer) if view.nbytes >= MAPPED_BYTES else bytearray(view)
 
@@ -295,7 +297,7 @@ def load_each(parcel: Parcel) -> list[Any]:
         own = Parcel(header, list(islice(buffers, num_buffers)), list(islice(refs, num_refs)))
         try:
             values[position] = load(own)
-        except (Exception, SystemExit) as error:  # it runs code of the user's, which may not end this process
+        except (Exception, SystemExit) as error:  # it runs the user's code, which may not end this process
             values[position] = Unloadable(error)
     return values
 
@@ -309,7 +311,7 @@ def _is_plain_data(value: Any) -> bool:
 
 
 def snapshot(value: Any, what: str) -> bytes:
-    """Pickle a value as it is now, all in one piece that belongs to nobody, so that it outlives whoever sends it.
+    """Pickle a value as it is now, in one piece outside the object store, so that it outlives its sender.
 
     Raises:
         SerializationError: It cannot be pickled, or has object references of Ray's in it, which end with their owner.
@@ -332,7 +334,7 @@ def pack(value: Any, what: str, *, is_trial: bool = False) -> Packed:
     """Make a value ready to travel, to any number of workers; in a trial, only make sure that it can.
 
     Raises:
-        SerializationError: It cannot be pickled; the message names the variable that is to blame.
+        SerializationError: It cannot be pickled; the message names the variable at fault.
     """
     quick = _pickled_by_name(value)
     if quick is not None:
@@ -349,7 +351,7 @@ def pack(value: Any, what: str, *, is_trial: bool = False) -> Packed:
 
 
 def _try(value: Any) -> None:
-    """Pickle a value for nobody: its buffers are not looked at."""
+    """Pickle a value as a test: the result is discarded, and buffers are not read."""
     _Pickler(_Nowhere(), [], lambda _: False).dump(value)
 
 
@@ -379,7 +381,7 @@ class Fetched:
     """How many bytes this process has got from the object store to open what was packed for it."""
 
     num_bytes = 0
-    lock = threading.Lock()
+    lock = threading.Lock()  # `+=` from several threads
 
 
 def unpack(packed: Packed) -> Any:
@@ -398,7 +400,7 @@ def unpicklable(value: Any, what: str, error: BaseException) -> SerializationErr
         return SerializationError(f"Cannot send {what}: {error}", what=type(value).__name__)
     try:
         named = str(find_culprit(value, _Pickler(_Nowhere(), [], lambda _: False), error))
-    except Exception:  # it runs code of the user's
+    except Exception:  # it runs the user's code
         named = kind_of(value)
     reason = f"{type(error).__name__}: {error}".splitlines()[0]
     advice = "Make it inside the function, or pass what it is made from."
@@ -410,7 +412,7 @@ def unpicklable(value: Any, what: str, error: BaseException) -> SerializationErr
     return SerializationError(f"Cannot send {what}: {named} cannot be pickled ({reason}). {advice}", what=named)
 
 
-# --- return values: in the message, or still in Ray's object store ----------------------------------------------------
+# --- return values ----------------------------------------------------------------------------------------------------
 
 
 _stored: weakref.WeakSet[StoredValues] = weakref.WeakSet()
@@ -418,11 +420,11 @@ _stored_lock = threading.Lock()
 
 
 def bring_home() -> None:
-    """Fetch the values that somebody still holds a future of: with Ray they would go too."""
+    """Fetch values whose futures are still held: they would be lost with Ray."""
     with _stored_lock:
         stored = list(_stored)
     for values in stored:
-        with contextlib.suppress(Exception):  # it says so to whoever asks for it
+        with contextlib.suppress(Exception):  # whoever asks for the value gets the error
             values.get()
 
 
@@ -491,7 +493,7 @@ def loaded(parcel: Parcel) -> list[Any]:
     return values
 
 
-# --- answers: how the outcomes of slices travel, but for their values -------------------------------------------------
+# --- results of calls -------------------------------------------------------------------------------------------------
 
 
 Sendable = tuple[int, int, bytes, float, dict[int, bytes], int | None]
@@ -556,7 +558,7 @@ def pack_error(error: BaseException) -> bytes:
         parcel = dump(error, sys.maxsize)
         body = cloudpickle.dumps(error) if parcel.refs else bytes(parcel.header)
         pickle.loads(body)
-    except BaseException:  # it runs code of the user's
+    except BaseException:  # it runs the user's code
         body = None
     return pickle.dumps((body, summary, text, [str(note) for note in getattr(error, "__notes__", ())]), protocol=5)
 
@@ -566,7 +568,7 @@ def unpack_failure(packed: bytes) -> Failure:
     body, summary, text, notes = pickle.loads(packed)
     try:
         error = pickle.loads(body)
-    except BaseException:  # it runs code of the user's
+    except BaseException:  # it runs the user's code
         error = None
     if not isinstance(error, BaseException):
         error = TaskError(f"{summary} (the exception itself could not travel; the remote traceback is its cause)")
@@ -577,7 +579,7 @@ def unpack_failure(packed: bytes) -> Failure:
     return Failure(error, text)
 
 
-# --- which of the user's variables cannot be pickled ------------------------------------------------------------------
+# --- variables that cannot be pickled ---------------------------------------------------------------------------------
 
 
 PATH_LENGTH = 60
@@ -604,7 +606,7 @@ class Culprit(NamedTuple):
 
 
 class _Tracer(pickle._Pickler):
-    """Pickles in Python, for nobody, and notes what it was at when that failed, from the whole value to the innermost part."""
+    """Pickles in Python into nothing, and records the path to the part where that failed."""
 
     def __init__(self, pickler: Any) -> None:
         super().__init__(types.SimpleNamespace(write=len), protocol=5, buffer_callback=lambda _: False)
@@ -766,7 +768,7 @@ def kind_of(value: Any) -> str:
     return f"{'an' if name[:1] in 'aeiouAEIOU' else 'a'} {name}"
 
 
-# --- private mappings: memory of its own for each large array from Ray's object store ---------------------------------
+# --- private mappings -------------------------------------------------------------------------------------------------
 #
 # All processes of a machine share the store's memory, and torch writes to it even through a read-only array. Of a private mapping
 # the system copies only the pages that somebody writes to: who reads pays for no copy.
@@ -868,7 +870,7 @@ class _Store:
 def _open(device: int, inode: int) -> int:
     """Open a file that has no name any more, through the process of Ray's that holds it: the node's raylet; -1: in vain."""
     for process in _raylets():
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # it has just ended, or is another user's
             for path in Path(f"/proc/{process.pid}/fd").iterdir():
                 with contextlib.suppress(OSError):  # it may be closed meanwhile
                     found = path.stat()

@@ -1,4 +1,4 @@
-"""Which place of a pool stands on which claim; `claims` gets them from Ray."""
+"""Places of a pool on Ray: which claim each place uses. `claims` gets the claims from Ray."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _seatings: weakref.WeakSet[Seating] = weakref.WeakSet()
 LEND_TIMEOUT_S = 5.0
 
 Found = dict[WorkerResources, list[Claim]]
-"""For each kind of worker what it may stand on."""
+"""For each kind of worker, what it needs of a cluster."""
 
 
 class Seating:
     """The places of a pool on Ray, numbered in the order of its workers. No number is used twice.
 
-    `claim` may take long, in the thread of whoever asks for it; `leave` and `close` are for the driver's.
+    `claim` may take long, and runs in the caller's thread; `leave` and `close` are for the driver's.
     """
 
     def __init__(self, profile: Profile) -> None:
@@ -71,7 +71,7 @@ class Seating:
         has_gpus = any(node["Resources"].get("GPU", 0) >= 1 for node in there)
         return there if has_gpus else [*there, *(node for node, _ in self._growth().kinds)]
 
-    # --- more of them -------------------------------------------------------------------------------------------------
+    # --- new places ---------------------------------------------------------------------------------------------------
 
     def claim(self, least: int | None, most: int | None) -> dict[int, Claim]:
         """Claim GPUs, or cores where workers have no GPU; shares of GPUs that the pool holds already come first.
@@ -129,7 +129,7 @@ class Seating:
         return free[:most]
 
     def _claim_more(self, numbers: dict[WorkerResources, tuple[int, int]], wanted: Wanted) -> Found:
-        """Return what the pool holds and what it needs besides for so many (least, most) more workers of each kind."""
+        """Return what the pool holds and what else it needs for (least, most) more workers of each kind."""
         found: Found = {}
         needs: dict[WorkerResources, Need] = {}
         wishes: dict[WorkerResources, Need] = {}  # for GPUs that were chosen
@@ -167,7 +167,7 @@ class Seating:
         return list({id(claim): claim for claim in list(self._claims.values()) if claim.demand is demand}.values())
 
     def _seated(self, found: Found, seats: Iterable[tuple[WorkerResources, int]]) -> dict[int, Claim]:
-        """Spread workers over what was found for their kind evenly, as long as there is room; give back what none stands on."""
+        """Spread workers evenly over the claims of their kind, as room allows; give back unused claims."""
         places: dict[int, Claim] = {}
         with self._seating:
             for kind, entry in seats:
@@ -191,7 +191,7 @@ class Seating:
         self._next_place += 1
         return claim
 
-    # --- lent, and back -----------------------------------------------------------------------------------------------
+    # --- loans --------------------------------------------------------------------------------------------------------
 
     @property
     def demands(self) -> list[Demand]:
@@ -242,14 +242,14 @@ class Seating:
         claiming.release_all([found.pop(place) for place in late])
 
     def why_taken(self, gpu: int | None) -> str:
-        """Say who has what was lent."""
+        """Say who holds a claim that was lent."""
         what = "its core was" if gpu is None else f"GPU {gpu} was"
         return f"{what} taken by somebody else while a training had it. {shortages.held_by(())}".rstrip(".")
 
-    # --- several to a GPU ---------------------------------------------------------------------------------------------
+    # --- shared GPUs --------------------------------------------------------------------------------------------------
 
     def widen(self, claim: Claim, room: int) -> dict[int, Claim]:
-        """Let so many workers stand on a claim; return the new places."""
+        """Allow so many workers on a claim; return the new places."""
         with self._seating:
             if claim.is_released or self._closed.is_set():
                 return {}
@@ -260,7 +260,7 @@ class Seating:
             return dict.fromkeys(range(first, self._next_place), claim)
 
     def narrow(self, claim: Claim, room: int) -> tuple[int, ...]:
-        """Let no more than so many workers stand on a claim; return the places that have to be left, the newest ones."""
+        """Allow at most so many workers on a claim; return the newest places, which have to be left."""
         with self._seating:
             claim.room = room
             leaving = tuple(self._staying(claim)[room:])
@@ -271,10 +271,10 @@ class Seating:
         """Return the places on a claim that nobody was told to leave, in order."""
         return [place for place, other in self._claims.items() if other is claim and place not in self._leaving]
 
-    # --- fewer of them ------------------------------------------------------------------------------------------------
+    # --- places given back --------------------------------------------------------------------------------------------
 
     def leave(self, place: int) -> Claim | None:
-        """Give a place up; return its claim if nobody stands on that any more, for `give_back` once its worker has ended."""
+        """Give a place up; return its claim if it has no other place, for `give_back` once its worker has ended."""
         with self._seating:
             claim = self._claims.pop(place)
             self._entries.pop(place, None)
@@ -289,7 +289,7 @@ class Seating:
         claim.release()
 
     def stop_claiming(self) -> None:
-        """Let whoever is claiming give up, and wait for that; nobody can claim any more."""
+        """Let running claims give up, and wait for that; no thread can claim any more."""
         self._closed.set()
         with self._claiming:
             pass

@@ -1,4 +1,4 @@
-"""Starts Ray on this machine, safe and quiet, or joins the one that is there; ends only what it started."""
+"""Starts Ray on this machine, safe and quiet, or joins a running one; ends only a Ray that it started."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ LOOPBACK_ONLY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """With "0" Ray binds everything to 127.0.0.1; for Linux it is not documented, and a test looks at the ports."""
 
 GIVE_UP_S = 5.0
-"""How long to try to fetch what is in a Ray that is beyond help [s]."""
+"""How long to try to fetch values from a Ray that no longer works [s]."""
 
 BRING_HOME_S = 60.0
-"""How long to try to fetch what is in a Ray that is about to end [s]."""
+"""How long to try to fetch values from a Ray that is about to end [s]."""
 
 SHUTDOWN_S = 20.0
-"""So long a Ray may take to let go of this process before its processes are killed, and then once more [s]."""
+"""How long Ray may take to shut down before its processes are killed, and then once more [s]."""
 
 RAYS_THREAD = "worker.io"
 
 CLIENT_TRIES = 3
-"""So often a server of Ray Client is asked for."""
+"""How often connecting to Ray Client is tried."""
 
 FORKED = (
     "This process was forked from one that uses Ray, and Ray's threads did not come along: no pool on Ray can work here. "
@@ -106,7 +106,7 @@ _ended = threading.Event()
 _shipped: dict[str, Any] = {}  # with our connection
 _ours: str | None = None  # the connection that raypool has made; unique, so that no other is taken for it
 _files: tuple[Path, int] | None = None  # the folder of that Ray, and the descriptor that holds it
-_is_given_up = False  # whoever asked the Ray that this process is connected to would wait forever
+_is_given_up = False  # Ray no longer answers: a question to it would hang
 
 
 def join_ray(profile: Profile | None = None, inventory: Inventory | None = None) -> None:
@@ -186,7 +186,7 @@ def _exit_terminated(number: int, frame: FrameType | None) -> NoReturn:
 def is_forked() -> bool:
     """Whether this process was forked from one that is connected to Ray: it has inherited the connection, but no thread of Ray's.
 
-    Whoever asks Ray anything in such a process waits forever.
+    Any question to Ray hangs in such a process.
     """
     return _has_forked or (_is_initialized() and _lacks_threads())
 
@@ -316,7 +316,7 @@ def _wake() -> list[int]:
 
 def _signal(processes: Sequence[int], number: int) -> None:
     for process in processes:
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
             os.kill(process, number)
 
 
@@ -337,7 +337,7 @@ def _shut_down(processes: Sequence[int]) -> None:
         ending.join(SHUTDOWN_S)
     _is_given_up = ending.is_alive()
     if _is_given_up:
-        atexit.unregister(ray.shutdown)  # it would keep this process from ending
+        atexit.unregister(ray.shutdown)  # it could hang, and keep this process from ending
         logger.error("Ray has not let go of this process within %g s; what it holds here stays.", 2 * SHUTDOWN_S)
 
 
@@ -391,7 +391,7 @@ def is_ours() -> bool:
 
 
 def _prepare(profile: Profile, address: str | None) -> None:
-    """See to the environment that Ray reads when it is imported, and to whatever can be seen to be in the way."""
+    """Prepare the environment that Ray reads when it is imported, and check for problems."""
     connect.prepare(profile)
     if address is None:
         for name, value in ENVIRONMENT.items():
@@ -526,7 +526,7 @@ def _connect(ray: Any, address: str | None, inventory: Inventory | None, shipped
             raise
 
 
-# --- a Ray without the processes that have nothing to do --------------------------------------------------------------
+# --- start without idle processes -------------------------------------------------------------------------------------
 #
 # `ray.init` starts, and waits for, the server of a dashboard that is off, the autoscaler's monitor, where nothing can be added,
 # and a process that reads all logs for a driver that does not want them. The dashboard's agent has to be there. It is Ray's

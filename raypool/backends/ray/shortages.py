@@ -1,4 +1,4 @@
-"""What is said when a cluster has less than was asked for: how much there is, who holds the rest, and what to do."""
+"""Errors for shortages: what a cluster has, who holds the rest, and what to do."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def held_by(names: tuple[str, ...]) -> str:
     return f"Held by: {'; '.join(names)}." if names else "Nobody holds any."
 
 
-# --- too little for any number ------------------------------------------------------------------------------------------
+# --- shortages of any GPUs or cores -----------------------------------------------------------------------------------
 
 
 def check_sum(needs: Sequence[Need]) -> None:
@@ -225,7 +225,7 @@ def _unlabelled(labels: Mapping[str, str], nodes: Sequence[Node]) -> str:
     return f"No node has all of the labels {', '.join(f'{name}={value}' for name, value in labels.items())}."
 
 
-# --- GPUs that somebody else fills --------------------------------------------------------------------------------------
+# --- GPUs filled by others --------------------------------------------------------------------------------------------
 
 
 def said_of(crowd: Crowd, min_free_bytes: int | None) -> str:
@@ -269,7 +269,7 @@ def too_narrow(share: int, machine: str, index: int, total_bytes: int) -> Resour
     )
 
 
-# --- certain GPUs -------------------------------------------------------------------------------------------------------
+# --- shortages of chosen GPUs -----------------------------------------------------------------------------------------
 
 
 def in_use(missing: Sequence[str], free: Sequence[str], requested: int, available: int, crowd: str) -> ResourceError:

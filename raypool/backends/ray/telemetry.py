@@ -1,6 +1,6 @@
-"""How busy the GPUs of a node have been: its agent looks at them once a second while workers of the pool have them.
+"""Use of the GPUs of a node: the agent reads them once a second while the pool's workers have them.
 
-Whoever asks a GPU's driver may wait for long, if that is in trouble: it is asked in a thread of its own, and nobody else waits.
+A GPU's driver that is in trouble may take long to answer: so a thread of its own asks it.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ LOOK_S = 1.0
 """How often the GPUs are looked at [s]; the driver says how busy one was in the last 1/6 s to 1 s."""
 
 ANSWER_S = 3.0
-"""What is known of a GPU's memory is waited for so long [s]."""
+"""How long to wait for the memory in use [s]."""
 
 STALE_S = 5.0
-"""What was seen before this is not how it is now: the driver of the GPUs has not answered since [s]."""
+"""Older readings are out of date: the GPUs' driver has not answered since [s]."""
 
 KEPT = 3600
 """So many readings of each GPU are kept: an hour."""

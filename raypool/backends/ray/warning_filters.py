@@ -1,4 +1,4 @@
-"""The script's filters for warnings, in its workers. They travel with calls, as often as they have changed."""
+"""The script's filters for warnings, in its workers. They travel with a call whenever they have changed."""
 
 from __future__ import annotations
 

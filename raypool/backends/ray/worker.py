@@ -1,4 +1,8 @@
-"""What runs inside a Ray worker's process."""
+"""The actor of a worker on Ray (`PoolWorker`), and what its process needs around it.
+
+`WorkerFolders` are the folders of its machine, `WorkerLink` is its connection to the pool, and `pin`
+limits the process to its GPUs.
+"""
 
 from __future__ import annotations
 
@@ -61,13 +65,13 @@ from raypool.worker.running import is_retired, let_notes_travel, mark_worker_pro
 from raypool.worker.setup_globals import call_setup, share_left
 
 COLLECT_BYTES = 16 * 1024 * 1024
-"""If a process has grown by so much, it looks for garbage when it forgets a function, also if something waits to run."""
+"""A process that has grown by so much collects garbage when it forgets a function, even if a call waits."""
 
 DRAIN_TIMEOUT_S = 2.0
-"""How long a worker that ends waits until what it has said last is sent [s]."""
+"""How long a worker that ends waits for its last messages to be sent [s]."""
 
 NEXT_HOME_S = 10.0
-"""How long a worker waits for the next home of its pool [s]: after a few seconds there is one, unless the machine has gone."""
+"""How long a worker waits for the next home agent [s]: it takes a few seconds, unless the machine has gone."""
 
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
@@ -116,7 +120,7 @@ class PoolWorker:
     Args:
         index: Its number in the pool.
         worker_id: The number of this process among all that the pool starts.
-        inventory: Who knows the GPUs of a machine.
+        inventory: Tells the GPUs of a machine.
         sharing: How it shares its GPU with other workers, if it does.
         max_leftover_bytes: How much of its GPU's memory its tasks may leave over; see `Upkeep`.
     """
@@ -214,7 +218,8 @@ class PoolWorker:
     def attach(self, agent: Any, home: Any, is_far: bool, home_name: tuple[str, int]) -> None:
         """Take note of the agent of this node, and of the one where the pool's exchange is; of others, when they have died.
 
-        `is_far`: the driver is on none of their machines. `home_name`: what the home is called, and the how-many-th it is.
+        `is_far`: the driver is on none of their machines. `home_name`: the home agent's
+        name (it has the pool's exchange), and its number among all homes of the pool.
         """
         self._agent = agent
         self._folders.attach(agent, home, is_far)
@@ -249,7 +254,7 @@ class PoolWorker:
         must_run = is_known or parts[0].is_rank
         if self._outdated and not self._renew_modules(must_run or bool(kept.treasures)):
             self._is_spent = True
-        is_too_late = self._is_spent and not must_run  # it was sent before anybody knew
+        is_too_late = self._is_spent and not must_run  # the driver had sent it before it knew that
         if is_too_late or (self._early is not None and self._early.is_behind(behind)):
             results = [RawResult(part.start) for part in parts]
         else:
