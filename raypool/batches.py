@@ -1,4 +1,4 @@
-"""Work that a cluster does by itself: `batch` hands in a function, and its outputs are there when somebody asks for them.
+"""`batch`: a function that a cluster runs as a job by itself; `find_job` and `Job` give its outputs later.
 
 **There** the call goes as a module of the job's runtime environment: handed in through the dashboard with the job, like the
 user's own code, and not in its command or its variables, which the dashboard shows.
@@ -51,7 +51,7 @@ MOST_BYTES = 512 * 2**20
 """So much can be handed in with a job at most: Ray takes no larger package."""
 
 CALL = "raypool_call"
-"""The module that takes a call to a job, and the file in it."""
+"""The name of the module that carries a call to its job, and of the file in it."""
 
 OUTPUTS = "raypool_outputs"
 """What is noted with a job whose outputs lie elsewhere than on its cluster."""
@@ -344,7 +344,7 @@ class Job:
         return key
 
     def _fetch(self) -> tuple[Any, BaseException | None]:
-        """Return what has come of it: a value, or an exception."""
+        """Return the outcome: a value, or an exception."""
         if self._outcome is None:
             key = self._key()
             try:
@@ -411,7 +411,7 @@ class Job:
             ) from error
 
     def _unsaid(self) -> TaskError:
-        """Return the error for one that has left nothing."""
+        """Return the error for a job that has left no outcome."""
         printed = self.diary.strip().splitlines()
         if self._info.exit_code is None:
             return TaskError(f"Job {self.id} ({self.name}) could not be started: {self._info.message.strip()}")
@@ -450,7 +450,7 @@ def _checksum(key: str, kind: str, body: bytes | memoryview) -> str:
     return checksum.hexdigest()
 
 
-# --- on the cluster -----------------------------------------------------------------------------------------------------
+# --- on the cluster ---------------------------------------------------------------------------------------------------
 
 
 def run() -> Any:

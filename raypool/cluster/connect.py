@@ -30,7 +30,7 @@ ANSWER_S = 4.0
 TLS_VARIABLES = {"certificate": "RAY_TLS_SERVER_CERT", "key": "RAY_TLS_SERVER_KEY", "authority": "RAY_TLS_CA_CERT"}
 
 
-_replaced: dict[str, tuple[str | None, str | None]] = {}  # variables of the last profile: the value before, and now
+_replaced: dict[str, tuple[str | None, str | None]] = {}  # by variable: the value before, and now
 
 
 def prepare(profile: Profile) -> None:

@@ -1,4 +1,4 @@
-"""What the verbs of `raypool.interop.multiprocessing.Pool` return, and the thread that calls back."""
+"""Results of `raypool.interop.multiprocessing.Pool`: `AsyncResult`, `IMapIterator`, and callbacks."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ logger = logging.getLogger("raypool")
 
 
 class Unfinished(Protocol):
-    """What a verb has handed in, as long as not all of it has ended."""
+    """The submitted work of a verb that has not ended."""
 
     def finish(self) -> None:
-        """Take it that all of it has ended; called in the collector's thread."""
+        """Finish, after all calls have ended; called in the collector's thread."""
 
     def hurry(self) -> None:
-        """Hand in what is left without waiting for somebody to take results."""
+        """Submit the rest without waiting for results to be taken."""
 
     def stop(self) -> None:
         """Hand in nothing more."""
@@ -42,7 +42,7 @@ class Unfinished(Protocol):
 class Collector:
     """Brings outcomes here and calls back, one after the other, in a thread of its own, until it is closed and none is left.
 
-    It holds its pool by the jobs that have not ended only.
+    Only unfinished jobs keep its pool alive.
     """
 
     def __init__(self) -> None:
@@ -194,7 +194,7 @@ class CallGroup(Generic[T]):
                 callback(self.value)
             except BaseException:
                 logger.exception("A callback of a pool, %r, has failed; nothing else is harmed.", callback)
-        self._pool = None  # before anybody goes on: who drops the pool then is the last to hold it
+        self._pool = None  # first: then a waiter that drops the pool holds the last reference
         self.ended.set()
 
     def hurry(self) -> None:
@@ -274,7 +274,7 @@ class AsyncResult(Generic[T]):
             del self  # the traceback of the error would hold it
 
 
-# --- what `imap` and `imap_unordered` return, and the thread that draws for them --------------------------------------
+# --- results of `imap` and `imap_unordered`, and the thread that draws items ------------------------------------------
 
 
 class IMapIterator(Iterator[T], Generic[T]):
@@ -367,12 +367,12 @@ class Drawing(Generic[T]):
         self._ready: deque[Future[Any]] = deque()
         self._values: deque[T] = deque()  # of the last call that was taken
         self._why: BaseException | None = None  # raised after what was drawn before
-        self._is_drawn = False  # nothing more is handed in
-        self._is_forgotten = False  # nobody takes results
+        self._is_drawn = False  # no more calls are submitted
+        self._is_forgotten = False  # no one takes results
         collector.open(self)
         threading.Thread(target=self._draw, args=(submit, calls), name="raypool-imap", daemon=True).start()
 
-    # --- the thread that draws ----------------------------------------------------------------------------------------
+    # --- drawing thread -----------------------------------------------------------------------------------------------
 
     def _draw(self, submit: Callable[[Any], Future[Any]], calls: Iterator[Any]) -> None:
         why = None

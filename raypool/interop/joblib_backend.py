@@ -1,8 +1,8 @@
-"""The backend "raypool" of joblib: how what a `joblib.Parallel` hands in comes to the workers of a pool, and back.
+"""The backend "raypool" of joblib: carries the batches of a `joblib.Parallel` to a pool's workers and back.
 
-joblib puts tasks together into batches. A batch is one call of the pool, which queues it, binds it to whoever is free, runs it
-again after a loss and stops it. joblib's callbacks draw the next tasks from the user's generator, so they run in a thread of
-their own and not in the pool's.
+joblib groups tasks into batches. A batch is one call of the pool, which queues it, gives it to a
+free worker, runs it again after a loss, and stops it. joblib's callbacks draw the next tasks from
+the user's generator, so they run in a separate thread instead of the pool's.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ LEAST_JOBS = 2
 """So many jobs a `Parallel` hears of at least, also where a single worker runs them: with one it runs all in turn where it is."""
 
 BATCH_S = 0.2
-"""What a batch should take [s]; joblib's own processes aim at the same."""
+"""The target duration of a batch [s], as for joblib's own processes."""
 
 TASK_S = 10e-6
-"""What a task costs here and on its way [s]."""
+"""The overhead of a task [s]."""
 
 GROWTH = 64
 """A batch holds at most so many times the tasks of those before: what takes far too long is handed back, which costs a call."""
@@ -116,7 +116,7 @@ class RaypoolBackend(ParallelBackendBase):  # type: ignore[misc]
         """Whether workers are processes, each with native libraries of its own."""
         return self._source.is_on_ray
 
-    # --- how many -----------------------------------------------------------------------------------------------------
+    # --- number of workers --------------------------------------------------------------------------------------------
 
     def effective_n_jobs(self, n_jobs: int | None) -> int:
         """Return how many workers `n_jobs` means; to a `Parallel` that uses a single one, see `LEAST_JOBS`.
@@ -429,7 +429,7 @@ def _call_each(calls: queue.SimpleQueue[Callable[[], None] | None]) -> None:
 
 
 def _fail(callback: BatchCompletionCallBack, error: BaseException) -> None:
-    """End a `Parallel` with an error that joblib does not expect in its callback, and after which it would wait for ever.
+    """End a `Parallel` with an error that joblib does not expect in its callback: it would wait forever.
 
     `SystemExit` in the user's generator is one. What joblib does for an `Exception` there is done for it.
     """
@@ -441,7 +441,7 @@ def _fail(callback: BatchCompletionCallBack, error: BaseException) -> None:
             tracker._register_outcome({"result": error, "status": TASK_ERROR})
 
 
-# --- tasks: what of them travels, and how a worker runs them ----------------------------------------------------------
+# --- tasks: transport and execution -----------------------------------------------------------------------------------
 
 
 Task: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
@@ -587,7 +587,7 @@ def check_travels(tasks: list[Task], engine: Engine) -> None:
             engine.backend.pack(value, f"argument {key!r} of {name}", is_trial=True)
 
 
-# --- where the pool comes from ----------------------------------------------------------------------------------------
+# --- source of the pool -----------------------------------------------------------------------------------------------
 
 
 BESIDE_THE_PROFILE = frozenset({"num_workers", "initializer", "initargs"})

@@ -48,9 +48,10 @@ SHARED_CPUS = 0.01
 class Pool:
     """A `multiprocessing.Pool` whose processes are raypool's workers, each with a GPU of its own where there are any.
 
-    What it does better: a worker that dies is replaced and its calls run again, where the standard pool waits for ever; functions
-    need not be importable; what cannot be sent fails at the call, and the error names the variable; `terminate` and Ctrl-C
-    stop what runs, wherever it is in Python code, and keep the workers' GPUs from being held.
+    What it does better: a worker that dies is replaced and its calls run again, where the standard
+    pool hangs; functions need not be importable; what cannot be sent fails at the call, and the
+    error names the variable; `terminate` and Ctrl-C stop what runs, wherever it is in Python code,
+    and keep the workers' GPUs from being held.
 
     What is different: a call may run more than once (after its worker was lost; `pool=p.options(retries=0)` prevents it). What
     was terminated raises `CancelledError` in `get`. Functions of scripts and notebooks travel with their global variables as
@@ -297,7 +298,7 @@ class Pool:
     def _num_workers(self) -> int:
         return max(len(self._view._numbers()), 1)
 
-    # --- its end ------------------------------------------------------------------------------------------------------
+    # --- end of the pool ----------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Take no more work; the workers end when what there is has ended."""
@@ -385,7 +386,7 @@ def _opened(processes: int | None, profile: str | Profile, changes: dict[str, An
     return open_pool(processes, profile=settings)
 
 
-# --- the calls on workers ---------------------------------------------------------------------------------------------
+# --- calls on workers -------------------------------------------------------------------------------------------------
 
 
 class UnpicklableError(SerializationError, TypeError, AttributeError, RuntimeError):
