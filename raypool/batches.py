@@ -48,13 +48,13 @@ if TYPE_CHECKING:
     from raypool.cluster.jobs import JobInfo, Jobs
 
 MOST_BYTES = 512 * 2**20
-"""So much can be handed in with a job at most: Ray takes no larger package."""
+"""The greatest size of a job's call [bytes]: Ray takes no larger package."""
 
 CALL = "raypool_call"
 """The name of the module that carries a call to its job, and of the file in it."""
 
 OUTPUTS = "raypool_outputs"
-"""What is noted with a job whose outputs lie elsewhere than on its cluster."""
+"""The metadata key of a job whose outputs are not on its cluster."""
 
 Workers = int | tuple[int, int]
 
@@ -223,7 +223,7 @@ def _check_room(jobs: Jobs, pool: Workers | None, profile: Profile) -> None:
 
 
 class Job:
-    """A job on a cluster, from `batch` or `find_job`. Whatever it is asked, it asks the cluster."""
+    """A job on a cluster, from `batch` or `find_job`. All properties are asked of the cluster."""
 
     def __init__(self, jobs: Jobs, info: JobInfo) -> None:
         self._jobs = jobs
@@ -282,7 +282,7 @@ class Job:
         """Where its outputs lie, or will: the folder or URL that was given, else where on its node."""
         from raypool.cluster.jobs import OUTPUTS_FOLDER
 
-        self._key()  # who has none, has no outputs
+        self._key()  # raises the error for a job without outputs
         place = self._info.metadata.get(OUTPUTS)
         if place is not None:
             return f"{place}/{self.id}"
@@ -450,11 +450,11 @@ def _checksum(key: str, kind: str, body: bytes | memoryview) -> str:
     return checksum.hexdigest()
 
 
-# --- on the cluster ---------------------------------------------------------------------------------------------------
+# --- part that runs on the cluster ------------------------------------------------------------------------------------
 
 
 def run() -> Any:
-    """Do what the call says that came with this job, and leave what comes of it; return the exit code."""
+    """Run the call that came with this job, and store its outcome; return the exit code."""
     from raypool.backends.ray.packing import pack_error, snapshot
     from raypool.backends.ray.session import join_ray
     from raypool.worker.runner import finished
@@ -508,7 +508,7 @@ def _loaded(body: bytes, theirs: dict[str, str]) -> BatchCall:
 
 
 def _try_out(place: str, job_id: str) -> None:
-    """Make sure that something can be left there, before hours of work depend on it.
+    """Check that the place is writable, before hours of work depend on it.
 
     Raises:
         CloudError: It cannot.
@@ -524,7 +524,7 @@ def _try_out(place: str, job_id: str) -> None:
 
 
 def _leave(data: bytes, job_id: str, place: str | None) -> None:
-    """Leave something where whoever wants it looks for it, at the latest on the disk of this node."""
+    """Store the outcome at its place; if that fails, on the disk of this node."""
     from raypool.cluster.jobs import make_outputs_folder
 
     if place is not None:
@@ -542,7 +542,7 @@ def _leave(data: bytes, job_id: str, place: str | None) -> None:
 
 
 def _put(data: bytes, name: str, place: str) -> tuple[Any, str]:
-    """Write a file in a folder or at a URL, all of it or nothing; return who knows it, and what it calls it."""
+    """Write a file in a folder or at a URL, as a whole; return its file system and path."""
     from raypool.worker.checkpoint_folders import filesystem
 
     files, root = filesystem(place, "outputs")

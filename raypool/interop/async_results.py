@@ -33,10 +33,10 @@ class Unfinished(Protocol):
         """Submit the rest without waiting for results to be taken."""
 
     def stop(self) -> None:
-        """Hand in nothing more."""
+        """Submit nothing more."""
 
     def cancel(self) -> None:
-        """Hand in nothing more, and cancel what was handed in."""
+        """Submit nothing more, and cancel the submitted calls."""
 
 
 class Collector:
@@ -74,13 +74,13 @@ class Collector:
             return list(self._open)
 
     def close(self, at_end: Callable[[], object]) -> None:
-        """Take no more jobs; call something when the last has ended."""
+        """Take no more jobs; call `at_end` when the last has ended."""
         with self._changed:
             self._at_end = at_end
         self._ended.put(None)
 
     def check_wait(self, timeout: float | None = None) -> None:
-        """Raise InvalidValueError in a callback: who waits for a job there waits for itself, for ever or until the time is up."""
+        """Raise InvalidValueError in a callback, where a wait for a job would wait for itself."""
         if threading.current_thread() is self.thread and (timeout is None or timeout > 0):
             raise InvalidValueError(
                 "A callback cannot wait for results of its pool, or join it: the pool would wait for itself. "
@@ -99,7 +99,7 @@ class Collector:
 
 
 def outcome_of(future: Future[Any]) -> Any:
-    """Return the value of a call that has ended, or raise what it has raised, in the manner of the standard pool."""
+    """Return the value of an ended call, or raise its error, as the standard pool does."""
     try:
         return future.result()
     except concurrent.futures.CancelledError:
@@ -436,7 +436,7 @@ class Drawing(Generic[T]):
                 self._is_drawn, self._why = True, None if self._is_forgotten else why
             self._changed.notify_all()
             is_ended = not self._pending
-        if is_ended:  # otherwise the last call says so; the thread that draws may wait in the iterable for ever
+        if is_ended:  # else the last call ends it: the drawing thread may wait forever
             self._collector.note_ended(self)
 
     # --- for the pool -------------------------------------------------------------------------------------------------
@@ -495,7 +495,7 @@ class Drawing(Generic[T]):
             del why  # it would hold itself, by its traceback
 
     def forget(self, has_begun: bool) -> None:
-        """Throw the results away, since nobody takes them any more; draw no more of a generator of which some were taken."""
+        """Discard the results, as the iterator is gone; stop drawing from a generator that was begun."""
         with self._changed:
             self._is_forgotten = True
             self._ready.clear()

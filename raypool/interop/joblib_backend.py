@@ -49,7 +49,7 @@ from raypool.worker.running import in_task
 from raypool.worker.setup_globals import share_left
 
 LEAST_JOBS = 2
-"""So many jobs a `Parallel` hears of at least, also where a single worker runs them: with one it runs all in turn where it is."""
+"""The least number of jobs that a `Parallel` is told: with one it would run all tasks here, in turn."""
 
 BATCH_S = 0.2
 """The target duration of a batch [s], as for joblib's own processes."""
@@ -147,7 +147,7 @@ class RaypoolBackend(ParallelBackendBase):  # type: ignore[misc]
         return min(n_jobs, size)
 
     def configure(self, n_jobs: int = 1, parallel: Parallel | None = None, max_nbytes: int | None = None, **settings: Any) -> int:
-        """Make ready for what a `Parallel` hands in; return how many workers it gets, or `LEAST_JOBS`.
+        """Prepare for a `Parallel`; return the number of its workers, or `LEAST_JOBS`.
 
         Raises:
             FallbackToBackend: To a copy of this for that `Parallel` alone, or to no workers at all where it gets one.
@@ -189,7 +189,7 @@ class RaypoolBackend(ParallelBackendBase):  # type: ignore[misc]
     # --- one call of a Parallel ---------------------------------------------------------------------------------------
 
     def start_call(self) -> None:
-        """Begin with nothing handed in."""
+        """Begin a call without batches."""
         self._batches = self._make_batches()
 
     def submit(self, batch: BatchedCalls, callback: BatchCompletionCallBack) -> Batches:
@@ -198,7 +198,7 @@ class RaypoolBackend(ParallelBackendBase):  # type: ignore[misc]
         return self._batches
 
     def stop_call(self) -> None:
-        """Let go of what was handed in."""
+        """Release the batches of the call."""
         self._batches.end()
 
     def retrieve_result_callback(self, out: Callable[[], list[Any]]) -> list[Any]:
@@ -269,7 +269,7 @@ AHEAD_S = 0.006
 
 
 class Batch:
-    """A batch, and what of it is back."""
+    """A batch, and the results so far."""
 
     def __init__(self, tasks: list[Task], callback: BatchCompletionCallBack) -> None:
         self.tasks = tasks
@@ -293,7 +293,7 @@ class BatchPart(NamedTuple):
 
 
 class Batches:
-    """What one call of a `Parallel` has handed in.
+    """The batches of one call of a `Parallel`.
 
     Args:
         pool: Where it runs.
@@ -361,11 +361,11 @@ class Batches:
 
     def _pass_on(self, piece: BatchPart, future: Future[Any]) -> None:
         """Leave the pool's thread: joblib's callback draws from the user's generator."""
-        if not self._is_over:  # else joblib wants no answer any more
+        if not self._is_over:  # else joblib expects no answer
             self._ended.put(functools.partial(self._answer, piece, future))
 
     def _answer(self, piece: BatchPart, future: Future[Any]) -> None:
-        """Begin what has waited for this call, and let joblib have what is back."""
+        """Start a waiting call, and pass the results to joblib."""
         callback = piece.batch.callback
         try:
             self._begin_next(future)
@@ -544,7 +544,7 @@ class SharedArguments:
             )
 
     def forget(self) -> None:
-        """Let go of them."""
+        """Release the arguments."""
         self._known.clear()
 
     def _is_large(self, value: Any) -> bool:
@@ -570,7 +570,7 @@ def _num_bytes(value: Any) -> float:
         if nbytes is None:
             nbytes = getattr(getattr(value, "data", None), "nbytes", 0)
         return float(nbytes)
-    except Exception:  # it is something else that has such a name
+    except Exception:  # another class with an attribute of this name
         return 0
 
 

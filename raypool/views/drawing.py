@@ -28,7 +28,7 @@ COLOURS = {
     "retried": "#edae49",
     "cancelled": "#8d99ae",
 }
-"""The statuses of attempts, in the order in which a legend has them, told apart also by those who see few colours."""
+"""The statuses of attempts, in the order of a legend, with colors that color-blind readers can tell apart."""
 
 
 class TimelineRow(NamedTuple):

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 PAGE = Path(__file__).with_name("page")
 
 MARKS = {**COLOURS, "missing": "#b0b0b0"}
-"""The colours of items by status."""
+"""The colors of items by status."""
 
 MAX_FAILURES = 50
 """The greatest number of different failures in a report."""
