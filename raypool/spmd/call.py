@@ -76,6 +76,9 @@ class Roster:
             self._rolls.pop(worker_id, None)
 
 
+# --- future and work of a call ----------------------------------------------------------------------------------------
+
+
 class SpmdFuture(Future[Any]):
     """The future of an spmd call: of a `Composite`, or of another result of its work."""
 
@@ -257,6 +260,9 @@ class SpmdWork:
             available=available,
             holders=(),
         )
+
+
+# --- submission -------------------------------------------------------------------------------------------------------
 
 
 def choose_ranks(workers: Any, numbers: Sequence[int], places: tuple[int, ...] | None) -> tuple[int, tuple[int, ...] | None]:
