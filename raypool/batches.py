@@ -1,4 +1,4 @@
-"""Work that a cluster does by itself: `batch` hands in a function, and its outputs are there when somebody asks for them.
+"""`batch`: a function that a cluster runs as a job by itself; `find_job` and `Job` give its outputs later.
 
 **There** the call goes as a module of the job's runtime environment: handed in through the dashboard with the job, like the
 user's own code, and not in its command or its variables, which the dashboard shows.
@@ -48,13 +48,13 @@ if TYPE_CHECKING:
     from raypool.cluster.jobs import JobInfo, Jobs
 
 MOST_BYTES = 512 * 2**20
-"""So much can be handed in with a job at most: Ray takes no larger package."""
+"""The greatest size of a job's call [bytes]: Ray takes no larger package."""
 
 CALL = "raypool_call"
-"""The module that takes a call to a job, and the file in it."""
+"""The name of the module that carries a call to its job, and of the file in it."""
 
 OUTPUTS = "raypool_outputs"
-"""What is noted with a job whose outputs lie elsewhere than on its cluster."""
+"""The metadata key of a job whose outputs are not on its cluster."""
 
 Workers = int | tuple[int, int]
 
@@ -223,7 +223,7 @@ def _check_room(jobs: Jobs, pool: Workers | None, profile: Profile) -> None:
 
 
 class Job:
-    """A job on a cluster, from `batch` or `find_job`. Whatever it is asked, it asks the cluster."""
+    """A job on a cluster, from `batch` or `find_job`. All properties are asked of the cluster."""
 
     def __init__(self, jobs: Jobs, info: JobInfo) -> None:
         self._jobs = jobs
@@ -282,7 +282,7 @@ class Job:
         """Where its outputs lie, or will: the folder or URL that was given, else where on its node."""
         from raypool.cluster.jobs import OUTPUTS_FOLDER
 
-        self._key()  # who has none, has no outputs
+        self._key()  # raises the error for a job without outputs
         place = self._info.metadata.get(OUTPUTS)
         if place is not None:
             return f"{place}/{self.id}"
@@ -344,7 +344,7 @@ class Job:
         return key
 
     def _fetch(self) -> tuple[Any, BaseException | None]:
-        """Return what has come of it: a value, or an exception."""
+        """Return the outcome: a value, or an exception."""
         if self._outcome is None:
             key = self._key()
             try:
@@ -411,7 +411,7 @@ class Job:
             ) from error
 
     def _unsaid(self) -> TaskError:
-        """Return the error for one that has left nothing."""
+        """Return the error for a job that has left no outcome."""
         printed = self.diary.strip().splitlines()
         if self._info.exit_code is None:
             return TaskError(f"Job {self.id} ({self.name}) could not be started: {self._info.message.strip()}")
@@ -450,11 +450,11 @@ def _checksum(key: str, kind: str, body: bytes | memoryview) -> str:
     return checksum.hexdigest()
 
 
-# --- on the cluster -----------------------------------------------------------------------------------------------------
+# --- part that runs on the cluster ------------------------------------------------------------------------------------
 
 
 def run() -> Any:
-    """Do what the call says that came with this job, and leave what comes of it; return the exit code."""
+    """Run the call that came with this job, and store its outcome; return the exit code."""
     from raypool.backends.ray.packing import pack_error, snapshot
     from raypool.backends.ray.session import join_ray
     from raypool.worker.runner import finished
@@ -508,7 +508,7 @@ def _loaded(body: bytes, theirs: dict[str, str]) -> BatchCall:
 
 
 def _try_out(place: str, job_id: str) -> None:
-    """Make sure that something can be left there, before hours of work depend on it.
+    """Check that the place is writable, before hours of work depend on it.
 
     Raises:
         CloudError: It cannot.
@@ -524,7 +524,7 @@ def _try_out(place: str, job_id: str) -> None:
 
 
 def _leave(data: bytes, job_id: str, place: str | None) -> None:
-    """Leave something where whoever wants it looks for it, at the latest on the disk of this node."""
+    """Store the outcome at its place; if that fails, on the disk of this node."""
     from raypool.cluster.jobs import make_outputs_folder
 
     if place is not None:
@@ -542,7 +542,7 @@ def _leave(data: bytes, job_id: str, place: str | None) -> None:
 
 
 def _put(data: bytes, name: str, place: str) -> tuple[Any, str]:
-    """Write a file in a folder or at a URL, all of it or nothing; return who knows it, and what it calls it."""
+    """Write a file in a folder or at a URL, as a whole; return its file system and path."""
     from raypool.worker.checkpoint_folders import filesystem
 
     files, root = filesystem(place, "outputs")

@@ -1,4 +1,4 @@
-"""Profiles by name: the built-in ones, and those that stand in a file.
+"""Profiles by name: the built-in ones, and those in raypool.toml or pyproject.toml.
 
 ::
 
@@ -33,7 +33,7 @@ BUILT_IN = {
     "threads": Profile(backend="threads"),
     "inline": Profile(backend="inline"),
 }
-"""The profiles that are always there."""
+"""The built-in profiles."""
 
 T = TypeVar("T")
 

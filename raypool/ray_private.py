@@ -23,7 +23,7 @@ class PrivateName(NamedTuple):
 
 
 NAMES = {
-    # --- the Ray that this process runs in ---
+    # --- Ray of this process ------------------------------------------------------------------------------------------
     "worker": PrivateName(
         "ray._private.worker",
         None,
@@ -44,7 +44,7 @@ NAMES = {
     "get_accelerator_manager_for_resource": PrivateName(
         "ray._private.accelerators", "get_accelerator_manager_for_resource", "GPUs that are not NVIDIA's."
     ),
-    # --- a Ray elsewhere ---
+    # --- Ray on another machine ---------------------------------------------------------------------------------------
     "GcsClient": PrivateName("ray._raylet", "GcsClient", "Asks a control store without joining its cluster, and drains nodes."),
     "init_grpc_channel": PrivateName(
         "ray._private.grpc_utils", "init_grpc_channel", "Asks a server of Ray Client whether it is there, with token and TLS."
@@ -60,7 +60,7 @@ NAMES = {
     ),
     "prepare_config": PrivateName("ray.autoscaler._private.util", "prepare_config", "Ray's own check of a cluster's file."),
     "validate_config": PrivateName("ray.autoscaler._private.util", "validate_config", "Ray's own check of a cluster's file."),
-    # --- Ray Train ---
+    # --- Ray Train ----------------------------------------------------------------------------------------------------
     "device_manager": PrivateName("ray.air._internal.device_manager", None, "The device that Ray Train gives a rank."),
     "StorageContext": PrivateName(
         "ray.train.v2._internal.execution.storage", "StorageContext", "The folder of a run, as `ray.train.report` sees it."

@@ -25,7 +25,7 @@ ONLY = {
     "hosts": ("on-prem",),
     "job": ("kubernetes",),
 }
-"""Options of `init` that mean something for some providers only."""
+"""Options of `init` that only some providers use."""
 
 
 @click.group()
@@ -157,7 +157,7 @@ def validate(files: tuple[Path, ...]) -> None:
 
 
 def _check(file: Path) -> None:
-    """Check a file, and tell what may not work."""
+    """Check a file, and print warnings of entries that may not work."""
     from raypool.cluster.checks import check_file
 
     warnings: tuple[str, ...] = ()
@@ -240,7 +240,7 @@ def connect(file: Path, name: str) -> None:
 
 @contextlib.contextmanager
 def _failures() -> Iterator[None]:
-    """Say what has failed."""
+    """Turn errors of clusters into the command's error message."""
     try:
         yield
     except RaypoolError as error:

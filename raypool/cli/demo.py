@@ -1,6 +1,7 @@
-"""The main job: a dozen networks at once, trained on real images of handwritten digits.
+"""`raypool demo`: a dozen networks at once, trained on real images of handwritten digits.
 
-`train` is what a user writes. The rest hands it thirteen configurations, and shows what has come out.
+`train` is the part that a user would write. The rest runs it on thirteen configurations, and shows
+the results.
 """
 
 from __future__ import annotations
@@ -121,10 +122,10 @@ def run(num_workers: int | None = None, profile: str = "local", out: Path = Path
         out: The folder to write to.
 
     Returns:
-        Whether all have finished but the one that is a mistake.
+        Whether all items finished, except the intended failure.
 
     Raises:
-        click.ClickException: What the demo needs beyond raypool is not installed.
+        click.ClickException: A package that the demo needs is not installed.
     """
     try:
         check_installed("demo", "The demo", "sklearn", "matplotlib")
@@ -139,7 +140,7 @@ def run(num_workers: int | None = None, profile: str = "local", out: Path = Path
     if len(results.errors) == len(results):
         raise results.errors[0]
 
-    frame = results.to_frame().sort_values("accuracy", ascending=False)  # failed ones have none, and come last
+    frame = results.to_frame().sort_values("accuracy", ascending=False)  # failed ones have none, and go last
     say(Padding(table(frame), (1, 0)))
     for index in results.errors:
         say(Text(f"Failed: {named(CONFIGS[index])}: {frame.error[index]}", style="red"))
@@ -169,7 +170,7 @@ def named(config: Any) -> str:
 
 
 def table(frame: pd.DataFrame) -> Table:
-    """Return the table to print: the best first, what failed last."""
+    """Return the table to print: the best first, failures last."""
     shown = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
     for name in ("rank", "network", "width", "lr", "accuracy", "loss", "parameters", "seconds", "worker", "GPU", "status"):
         shown.add_column(name, justify="left" if name in ("network", "status") else "right", no_wrap=True)

@@ -1,7 +1,7 @@
-"""What may keep pools from running well on this machine: a table of checks, for `raypool doctor`.
+"""The checks of `raypool doctor`: a table of functions that look for problems on this machine.
 
-Nothing is started but two short Python processes, which import Ray and torch: a library that crashes harms nobody here. No CUDA
-context is made, and nothing is left.
+Only two short Python processes are started. They import Ray and torch, so that a library that
+crashes does not end the command. No CUDA context is made, and nothing is left behind.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 IMPORT_TIMEOUT_S = 120.0
-"""On a busy machine with a slow disk torch takes a minute [s]."""
+"""The time limit of an import [s]: torch may take a minute on a busy machine with a slow disk."""
 
 RAY = """
 import json, ray
@@ -76,10 +76,10 @@ PCI = Path("/sys/bus/pci/devices")
 KERNEL_DRIVER = Path("/proc/driver/nvidia/version")
 
 SOCKET = "/12345678/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"
-"""A name as long as those of the sockets of a Ray below its folder."""
+"""A socket of Ray below its folder, with a name of the usual length."""
 
 MOST_SOCKET_LETTERS = 107
-"""The name of a socket may be so long (Linux, unix(7))."""
+"""The greatest length of a socket's path (Linux, unix(7))."""
 
 MOST_FILES, FEWEST_FILES = 65536, 4096
 """Ray raises the limit of open files to the first by itself, as far as it may; below the second it warns."""
@@ -96,13 +96,14 @@ Judgment = tuple[State, str] | tuple[State, str, str]
 
 
 class Finding(NamedTuple):
-    """What was found out about something, and what to do about it.
+    """The result of a check, and advice.
 
     Attributes:
-        check: What was looked at.
-        state: "ok"; "warning": pools work, but not as well as they could; "problem": they, or part of them, do not.
-        fact: What is so.
-        advice: What to do, None if there is nothing.
+        check: The name of the check.
+        state: "ok"; "warning": pools work, but not as well as they could; "problem": they, or parts
+            of them, do not.
+        fact: The observation.
+        advice: A remedy, None if none is needed.
     """
 
     check: str
@@ -121,7 +122,7 @@ class NvidiaDriver(NamedTuple):
 
 
 class Import(NamedTuple):
-    """What a library tells of itself, or why it cannot be imported; and the last warning that comes with it."""
+    """Facts on an imported library, or why its import failed; and its last warning."""
 
     told: dict[str, Any]
     error: str = ""
@@ -129,7 +130,7 @@ class Import(NamedTuple):
 
 
 def imported(code: str) -> Import:
-    """Run code that imports a library, in a process of its own, and return what it tells as JSON in its last line."""
+    """Run code that imports a library in another process; return the JSON of its last line."""
     arguments, limit_s = [sys.executable, "-c", code], IMPORT_TIMEOUT_S
     try:
         done = subprocess.run(arguments, capture_output=True, text=True, timeout=limit_s, stdin=subprocess.DEVNULL, check=False)
@@ -146,7 +147,7 @@ def imported(code: str) -> Import:
 
 
 class Measured:
-    """What several checks look at, each measured once."""
+    """Facts that several checks use, each measured once."""
 
     def __init__(self, inventory: Inventory) -> None:
         self.inventory = inventory
@@ -179,12 +180,12 @@ class Measured:
 
     @cached_property
     def gpus(self) -> tuple[list[GpuDevice], Sequence[int | None]]:
-        """All that there are, and the indices of those that a process started here sees, None for one that may be any."""
+        """All GPUs, and the indices of those that a process started here sees (None: may be any)."""
         return gpus_here(self.inventory)
 
 
 CHECKS: dict[str, Callable[[Measured], Iterator[Judgment]]] = {}
-"""Each looks at one thing, and yields nothing if there is nothing to say."""
+"""The checks by name; a check yields nothing if it does not apply."""
 
 
 def check(name: str) -> Callable[[Callable[[Measured], Iterator[Judgment]]], None]:
@@ -193,10 +194,10 @@ def check(name: str) -> Callable[[Callable[[Measured], Iterator[Judgment]]], Non
 
 
 def examine(inventory: Inventory | None = None) -> Iterator[Finding]:
-    """Look at this machine, and yield what is found, in the order in which it is to be read.
+    """Run all checks of this machine, and yield their findings in order.
 
     Args:
-        inventory: Who knows the GPUs. None: this machine.
+        inventory: The source of GPUs. None: this machine.
 
     Example:
         >>> next(examine()).check
@@ -207,7 +208,7 @@ def examine(inventory: Inventory | None = None) -> Iterator[Finding]:
         try:
             for state, fact, *advice in look(machine):
                 yield Finding(name, state, fact, advice[0] if advice and state != "ok" else None)
-        except Exception as error:  # of a machine that is too ill, or too closed, to be looked at: the other checks go on
+        except Exception as error:  # one check's failure does not stop the others
             yield Finding(name, "warning", f"could not be checked: {type(error).__name__}: {error}")
 
 
@@ -289,7 +290,7 @@ def _gpus(machine: Measured) -> Iterator[Judgment]:
         numbers = ", ".join("?" if index is None else str(index) for index in seen)
         yield "ok", names + (f"; visible here, by {said}: {numbers}" if said else "")
     for gpu in devices:
-        if gpu.index not in seen or gpu.uuid is None:  # of those that are not NVIDIA's little is known
+        if gpu.index not in seen or gpu.uuid is None:  # little is known of GPUs that are not NVIDIA's
             continue
         if gpu.total_bytes is None or gpu.used_bytes is None:
             advice = "sudo dmesg | grep -i xid says what happened to it; it may need a reset."
@@ -446,7 +447,7 @@ def _named(pid: int | None) -> str:
         return f"process {pid}"
 
 
-# --- what pools read before they start --------------------------------------------------------------------------------
+# --- profiles, token and address --------------------------------------------------------------------------------------
 
 
 @check("profiles")

@@ -1,4 +1,4 @@
-"""Reads what a command is about: the configurations of a sweep (CSV, JSON lines, YAML), and the function that it names."""
+"""Reads the inputs of commands: configurations (CSV, JSON lines, YAML), and functions by name."""
 
 from __future__ import annotations
 
@@ -309,7 +309,7 @@ def _module(name: str) -> ModuleType:
 
 
 def _refuse_another(module: ModuleType, name: str, path: Path) -> None:
-    """Make sure that a file of this folder is not passed over for a module that Python has imported already under its name."""
+    """Refuse a file of this folder if another module of its name is imported already."""
     if path.is_file() and _origin(module) not in (path, path.with_suffix("") / "__init__.py"):
         raise InvalidValueError(
             f"{name!r} is the name of {_origin(module) or 'a module of Python'}, which was imported first, and of {path}. "
@@ -357,14 +357,14 @@ def _look_in(folder: Path) -> None:
 
 
 def _let_workers_look_in(folder: Path) -> None:
-    """Let the workers of a Ray that starts here find modules in a folder; in this one, where we are, they look anyway."""
+    """Let workers of a Ray started here find modules in a folder; they search the current one anyway."""
     others = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if folder != Path.cwd() and str(folder) not in others:
         os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, others)])
 
 
 def _broken(name: str, error: BaseException) -> InvalidValueError:
-    """Return what to say of a module that raises when it is imported; its own lines are what the user can mend."""
+    """Return the error for a module whose import fails, with the module's own lines."""
     foreign = (__file__, importlib.__file__, "<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>")
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename not in foreign]
     where = f", in line {own[-1].lineno} of {own[-1].filename}" if own else ""
@@ -403,7 +403,7 @@ def _check_call(function: Callable[..., Any], target: str) -> None:
 
 
 def check_takes_whole(function: Callable[[Any], Any], configs: Iterable[Mapping[str, Any]]) -> None:
-    """Make sure that a function does not want one value of a configuration where it gets the configuration.
+    """Make sure that a function expects a whole configuration, not one of its values.
 
     Raises:
         InvalidTypeError: Its parameter is called as such a value is.
@@ -434,7 +434,7 @@ def _modules_of(package: str) -> list[str]:
 
 
 def _near(name: str, others: Iterable[str]) -> str:
-    """Return what to say of names that are near a name; if none is, and there are few, of all."""
+    """Return the hint with names similar to a name; without any, with all names if these are few."""
     known = sorted(set(others))
     near = difflib.get_close_matches(name, known, n=3)
     if near:

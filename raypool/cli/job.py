@@ -1,4 +1,4 @@
-"""The command line for what runs on a cluster without us: `raypool job ...` and `raypool submit`."""
+"""The command line for jobs on a cluster: `raypool job ...`."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def _jobs(profile: str, **changes: Any) -> Jobs:
 
 
 def _follow_to_end(jobs: Jobs, job_id: str) -> None:
-    """Print what a job prints until it has ended, and end as it has."""
+    """Print a job's output until it ends, and exit with its status."""
     try:
         for piece in jobs.follow(job_id):
             click.echo(piece, nl=False)

@@ -1,4 +1,4 @@
-"""The command line: `raypool demo`, `gpus`, `doctor` and `replay`; the other commands stand in modules of their own."""
+"""The command line: `raypool demo`, `gpus`, `doctor` and `replay`; other modules have the rest."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Commands(click.Group):
-    """Commands that Ctrl-C ends as it ends others, and a reader who has gone does not; by themselves they would seem to fail."""
+    """The group of commands: Ctrl-C ends them with status 130, and a closed pipe does not fail them."""
 
     def main(self, *args: Any, **options: Any) -> Any:
         """Run as a program."""
@@ -144,7 +144,7 @@ def replay(run_dir: Path, item: str, debug: bool) -> None:
 
 
 def _shown(again: Replay, debug: bool) -> int:
-    """Run an item and print what comes of it."""
+    """Run an item and print its outcome."""
     import pdb
 
     echo(f"Item {again.number} ({again.key}) of {again.name}, attempt {again.attempt}: {again.item!r}", err=True)

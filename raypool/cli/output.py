@@ -1,4 +1,4 @@
-"""How commands print, and how they end: 2 for wrong use, before anything is done; 1 for what has failed."""
+"""Output and exit status of commands: 2 for wrong use, before any work; 1 for failures."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from raypool.errors import InvalidTypeError, InvalidValueError, JournalError, Ra
 from raypool.views.words import printable
 
 WRONG_USE = (InvalidValueError, InvalidTypeError, JournalError, ResourceError)
-"""Something was asked for that is not there, or not as it has to be; a folder that another run has; or more than there is."""
+"""Errors that count as wrong use."""
 
 INTERRUPTED = 130
-"""The status of what Ctrl-C has ended, as shells have it."""
+"""The exit status after Ctrl-C, as in shells."""
 
 
 @contextlib.contextmanager
 def errors_said() -> Iterator[None]:
-    """End with what an error says; one that comes with results was met when the work was done."""
+    """Turn errors into messages and exit statuses; an error with results arose after the work."""
     try:
         yield
     except RaypoolError as error:
@@ -33,17 +33,17 @@ def errors_said() -> Iterator[None]:
         raise click.ClickException(str(error)) from error
 
 
-# --- output: no name gives the terminal orders, and a reader may go before all is printed -----------------------------
+# --- output: safe texts, and readers that leave early -----------------------------------------------------------------
 #
-# When it does, as `head` does, the command goes on to its end, and ends as what it did.
+# After the reader has gone (`head`, say), the command continues, and exits with its usual status.
 
 
 READER_GONE = 141
-"""The status of what only prints, and has nobody left to print for, as shells have it: 128 and the number of SIGPIPE."""
+"""The exit status of a printing command whose reader has gone, as in shells: 128 + SIGPIPE."""
 
 
 class _Pipe(io.FileIO):
-    """Drops what is written once the reader has gone."""
+    """A pipe that drops further output once the reader has gone."""
 
     has_reader = True
 
@@ -59,7 +59,7 @@ class _Pipe(io.FileIO):
 
 
 def echo(text: str, *, err: bool = False, color: str | None = None) -> None:
-    """Print a text: all that commands say goes through here, but for what other programs have printed."""
+    """Print a text. All output of commands goes through here, except that of other programs."""
     click.echo(click.style(printable(text), fg=color), err=err)
 
 
@@ -75,13 +75,13 @@ def readers_may_go() -> Iterator[None]:
 
 
 def has_reader() -> bool:
-    """Whether anybody may still read what is printed on standard output, as far as a write has shown."""
+    """Whether standard output still has a reader, as far as writes have shown."""
     file = _file_of(sys.stdout)
     return not isinstance(file, _Pipe) or file.has_reader
 
 
 def _outlet(stream: TextIO) -> TextIO:
-    """Return a stream into the same pipe that drops what nobody reads; what is no pipe stays as it is."""
+    """Return a stream into the same pipe that drops unread output; other streams stay."""
     file = _file_of(stream)
     if file is None or not isinstance(stream, io.TextIOWrapper) or not stat.S_ISFIFO(os.fstat(file.fileno()).st_mode):
         return stream

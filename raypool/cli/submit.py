@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 
 ARGS = "raypool.args"
 WORDS = "raypool.words"
-"""Where a context keeps what stands behind `--`, None without one; and the words before."""
+"""The key in a context for the words after `--` (None without one), and those before."""
 
 
 class Passing(click.Command):
-    """A command that looks at nothing behind `--`."""
+    """A command that passes on everything after `--`."""
 
     def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
-        """Take apart what stands before `--`."""
+        """Parse only the words before `--`."""
         at = args.index("--") if "--" in args else len(args)
         context.meta[WORDS] = args[:at]
         context.meta[ARGS] = None if at == len(args) else args[at + 1 :]
         return super().parse_args(context, args[:at])
 
     def collect_usage_pieces(self, context: click.Context) -> list[str]:
-        """Say that there may be more."""
+        """Add the words after `--` to the usage line."""
         return [*super().collect_usage_pieces(context), "[-- ARGS...]"]
 
 
@@ -57,7 +57,7 @@ ROLES = {"master": "master", "worker": "worker", "parameter-server": "parameterS
 
 
 def _settings() -> dict[str, tuple[tuple[str, ...], dict[str, Any]]]:
-    """Return the options that stand for entries of the file: the way there, and what click is told."""
+    """Return the options for entries of the file: the path of each, and its settings for click."""
     options: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
         "--scale-tier": (("scaleTier",), {"callback": _tier, "help": "custom, where machines are said, basic-gpu or basic."}),
         "--region": (("region",), {"help": "Where the machines are to be: us-central1, ..."}),
@@ -128,7 +128,7 @@ def submit(context: click.Context, /, **given: Any) -> None:
 
 
 def _submission(context: click.Context, given: dict[str, Any]) -> Submission:
-    """Return the job that is asked for."""
+    """Return the requested job."""
     from raypool.cluster import job_files
     from raypool.cluster.documents import documents_of, read_documents
     from raypool.cluster.job_files import overridden
@@ -212,7 +212,7 @@ def _text(context: click.Context, given: dict[str, Any], training: Training, nam
     )
     try:
         write(plan)
-    except CloudError as error:  # machines that AI Platform had, and that are there no more
+    except CloudError as error:  # machines of AI Platform that no longer exist
         role = "worker" if len(training.groups) > 1 else "master"
         words = f"--scale-tier custom --{role}-machine-type n1-standard-8 --{role}-accelerator count=1,type=nvidia-tesla-t4"
         raise CloudError(f"{error} Options win over the file: {words}") from error

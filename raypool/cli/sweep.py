@@ -1,4 +1,4 @@
-"""The command line for sweeps: `raypool sweep`, and `raypool report` on what has come of one."""
+"""The command line for sweeps: `raypool sweep`, and `raypool report` for a saved one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 MOST_FAILURES = 20
-"""So many failed items are named; the others are counted."""
+"""The greatest number of failed items that are named; others are counted."""
 
 
 class RunFolder(click.Path):
@@ -93,7 +93,7 @@ def sweep(target: str, configs: Path, is_json: bool, **options: Any) -> None:
 
 
 def _say_interrupted(interrupt: KeyboardInterrupt, run_dir: str, count: int) -> None:
-    """Say what is kept, and how to go on."""
+    """Print what is saved, and how to resume."""
     results = getattr(interrupt, "results", None)
     if results is None:
         echo("Interrupted before anything had begun.", err=True)
@@ -119,7 +119,7 @@ def _show(frame: pd.DataFrame, is_json: bool) -> None:
 
 
 def _say_failures(errors: dict[int, BaseException], items: list[Config], run_dir: str) -> None:
-    """Name the items that have failed, and how to look at each of them."""
+    """Print the failed items, and how to replay them."""
     from raypool.views.words import describe_error, describe_item
 
     for index, error in itertools.islice(errors.items(), MOST_FAILURES):
@@ -131,7 +131,7 @@ def _say_failures(errors: dict[int, BaseException], items: list[Config], run_dir
 
 
 def _hint(error: BaseException, config: Config) -> str:
-    """Return what there is instead, where a function has asked for what its configuration lacks."""
+    """Return the hint for a KeyError of a missing entry: the entries of the configuration."""
     wanted = error.args[0] if isinstance(error, KeyError) and error.args else None
     if not isinstance(wanted, str) or wanted in config:
         return ""

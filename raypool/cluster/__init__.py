@@ -1,1 +1,1 @@
-"""Clusters: their files, written and checked before money is spent; jobs; what a cloud says of its machines."""
+"""Clusters: files for them, written and checked; launching and connecting; jobs; notices of preemption."""

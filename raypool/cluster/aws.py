@@ -1,7 +1,7 @@
-"""Clusters on Amazon's cloud: the file for Ray's launcher, and what cannot work in one.
+"""Clusters on Amazon's cloud: writes the file for Ray's launcher, and checks one.
 
-What Ray would otherwise take is never left to it: an image of Ubuntu 18.04, and a security group that opens SSH to the whole
-internet, whatever rules it is given.
+Two of Ray's defaults are always replaced: an image of Ubuntu 18.04, and a security group that opens
+SSH to the whole internet, whatever rules it is given.
 
 Source: the reference of EC2's RunInstances, its pages "Spot Instances" and "Use the Instance Metadata Service"; Ray's
 `autoscaler/_private/aws/config.py`.
@@ -35,7 +35,7 @@ FIND_IMAGE = (
 
 
 def header(plan: ClusterPlan) -> list[str]:
-    """Return what the comment at the top of the file says of what is to be filled in."""
+    """Return the comment at the top of the file, which explains the entries to fill in."""
     ask, name = FIND_IMAGE
     key = [f"{KEY}: the name that EC2 knows {plan.ssh_key} by."] if plan.ssh_key else []
     return [
@@ -69,19 +69,19 @@ def write(plan: ClusterPlan) -> dict[str, Any]:
         "type": "aws",
         "region": plan.region,
         "availability_zone": plan.zone,
-        "cache_stopped_nodes": False,  # what is ended is gone, and costs nothing any more
+        "cache_stopped_nodes": False,  # machines that end are deleted, and cost nothing
     }
     return launcher_file.launcher_file(plan, provider, lambda group: _instance(plan, group))
 
 
 def _instance(plan: ClusterPlan, group: NodeGroup) -> dict[str, Any]:
-    """Return what EC2 is told of an instance."""
+    """Return the settings of an instance for EC2."""
     instance: dict[str, Any] = {
         "InstanceType": group.machine,
         "ImageId": IMAGE,
         "SecurityGroupIds": [SECURITY_GROUP],
         "BlockDeviceMappings": [{"DeviceName": "/dev/sda1", "Ebs": {"VolumeSize": group.disk_gb, "VolumeType": "gp3"}}],
-        # Credentials of the machine are given to those only who can ask for them in two steps: not to a tricked web client.
+        # The machine's credentials require a two-step request, which a tricked web client cannot make.
         "MetadataOptions": {"HttpTokens": "required", "HttpEndpoint": "enabled"},
     }
     if plan.ssh_key:
@@ -120,7 +120,7 @@ def check(findings: Findings) -> None:
 
 
 def _check_machine(findings: Findings, keys: Keys) -> None:
-    """Look at the machine of a type of node, and at what Ray is told of it."""
+    """Check the machine of a node type, and its description for Ray."""
     at = (*keys, "node_config", "InstanceType")
     machine = findings.at(at)
     if not isinstance(machine, str):
@@ -139,9 +139,9 @@ def _check_machine(findings: Findings, keys: Keys) -> None:
 
 
 def _check_entries(findings: Findings, config: Keys) -> None:
-    """Have boto3 look at the names and kinds of the entries, as it does when Ray hands them on.
+    """Let boto3 check names and types of the entries, as it does when Ray passes them on.
 
-    One misspelt name in a worker, and the head asks for it again and again, and never has it.
+    With one misspelled name in a worker, the head would request it again and again, in vain.
     """
     validator = _validator()
     if validator is None:
@@ -158,7 +158,7 @@ def _check_entries(findings: Findings, config: Keys) -> None:
 
 @functools.cache
 def _validator() -> Callable[[dict[str, Any]], str] | None:
-    """Return what says how boto3 would refuse the settings of an instance; None where it is not installed."""
+    """Return a function for boto3's report on an instance's settings; None if it is not installed."""
     try:
         from botocore.loaders import Loader
         from botocore.model import ServiceModel
@@ -166,12 +166,12 @@ def _validator() -> Callable[[dict[str, Any]], str] | None:
     except ImportError:
         return None
     wanted = ServiceModel(Loader().load_service_model("ec2", "service-2")).operation_model("RunInstances").input_shape
-    counts = {"MinCount": 1, "MaxCount": 1}  # Ray says them
+    counts = {"MinCount": 1, "MaxCount": 1}  # Ray adds them
     return lambda config: str(ParamValidator().validate(config | counts, wanted).generate_report())
 
 
 def _check_instance(findings: Findings, config: Keys) -> None:
-    """Look at what Ray would replace, or leave open, in what EC2 is told of a machine."""
+    """Check settings of a machine that Ray would replace by its defaults, or leave open."""
 
     def there(*keys: str | int) -> Any:
         return findings.at((*config, *keys))

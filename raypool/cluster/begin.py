@@ -1,8 +1,8 @@
-"""How a training job begins, on the head of its cluster: `python -m raypool.cluster.begin --machines 13 -- train.py --steps 100`.
+"""The start of a training job on its cluster's head: `python -m raypool.cluster.begin ... -- train.py`.
 
-It makes sure that the folder for outputs can be written to, before hours of training find out that it cannot; waits until all
-machines have joined, so that a pool which the script opens has all GPUs; and then becomes the script: its exit code is the
-script's, and signals reach the script.
+First it checks that the folder for outputs is writable, instead of failing after hours of training.
+Then it waits until all machines have joined, so that the script's pool has all GPUs. At last it
+becomes the script, so that exit code and signals are the script's.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from collections.abc import Callable, Sequence
 from raypool.errors import CloudError
 
 MACHINES_TIMEOUT_S = 1800.0
-"""So long machines may take to come [s]: minutes to start and to install things on, more where a zone is short of them."""
+"""The time for machines to join [s]: starting and installing takes minutes, more in a full zone."""
 
 LOOK_S = 1.0
-"""How often to look whether they are there [s]."""
+"""The interval of checks for machines [s]."""
 
 ANSWER_S = 10.0
-"""How long Ray may take to say which are [s]."""
+"""The time for Ray to list its machines [s]."""
 
 BUCKET_PATIENCE = {"gs": "?retry_limit_seconds=20", "s3": ""}
-"""So long a bucket is asked again if it does not answer; Google's client would do so for a quarter of an hour."""
+"""Options that limit retries of a bucket; Google's client would retry for a quarter of an hour."""
 
 
 def main(words: Sequence[str]) -> None:
-    """Try the folder, wait for the machines, and become the script: what stands after the first `--`, for Python to run."""
+    """Test the folder, wait for the machines, and become the script: Python's arguments after `--`."""
     at = words.index("--") if "--" in words else len(words)
     parser = argparse.ArgumentParser(prog="python -m raypool.cluster.begin", description="Begin a training job on its cluster.")
     parser.add_argument("--job-dir", help="has to be writable from here")
@@ -51,7 +51,7 @@ def main(words: Sequence[str]) -> None:
 
 
 def try_out(job_dir: str) -> None:
-    """Write a small file into a job's folder, and remove it again. The folder is made if it is not there.
+    """Write a small file into a job's folder, and remove it again. The folder is made if missing.
 
     Raises:
         CloudError: It cannot be written to from this machine.
@@ -77,9 +77,9 @@ def try_out(job_dir: str) -> None:
 
 
 def machines_there() -> int:
-    """Return how many machines the cluster has of which this job is, without being a driver.
+    """Return the number of machines of this job's cluster, without connecting as a driver.
 
-    When the first driver of a job ends, Ray removes the folder that came along, and the script with it.
+    When the first driver of a job ends, Ray removes the working folder, and the script with it.
     """
     from ray.core.generated.gcs_pb2 import GcsNodeInfo
 
@@ -90,15 +90,15 @@ def machines_there() -> int:
 
 
 def wait_until(machines: int, count: Callable[[], int], timeout_s: float) -> None:
-    """Wait until there are so many machines, and print how it goes.
+    """Wait until `machines` machines have joined, and print the progress.
 
     Args:
-        machines: How many there are to be.
-        count: Tells how many there are.
-        timeout_s: For so long [s].
+        machines: The expected number.
+        count: Returns the current number.
+        timeout_s: The time limit [s].
 
     Raises:
-        CloudError: There are fewer then.
+        CloudError: Some have not joined by then.
 
     Example:
         >>> wait_until(2, lambda: 2, timeout_s=10)

@@ -1,8 +1,8 @@
-"""Checks of files, before money is spent: of clusters for Ray's launcher, of clusters on Kubernetes, of training jobs.
+"""Checks of files before money is spent: for Ray's launcher, for Kubernetes, and of training jobs.
 
-In a file for the launcher, first Ray's own schema says what may stand there. Then the rules here say what Ray takes without a
-word although it cannot work, or leaves open to everybody. At last Ray itself is asked, as it asks itself before it makes
-anything.
+A file for the launcher is checked by Ray's own schema first. Then come rules for entries that Ray
+accepts silently although they cannot work, or are open to everybody. At last Ray's own preparation
+of the file is run, without making anything.
 
 Source: Ray's `autoscaler/ray-schema.json`, `autoscaler/_private/util.py` and `autoscaler/*/defaults.yaml`.
 """
@@ -32,16 +32,17 @@ HEAD, WORKER = "head_start_ray_commands", "worker_start_ray_commands"
 
 
 def check_file(path: str | Path) -> tuple[str, ...]:
-    """Make sure that the documents of a file can work, as far as this machine can know.
+    """Check the documents of a file, as far as this machine can know.
 
-    A manifest for Kubernetes is shown to the cluster that `kubectl` talks to, which makes nothing of it.
+    A manifest for Kubernetes is checked by the cluster that `kubectl` reaches, in a dry run.
 
     Returns:
-        What may not work: a machine that the catalogue here does not have, which is of a day; what could not be asked.
+        Warnings: machines that the (dated) catalogue does not have, and checks that could not be
+        made.
 
     Raises:
-        CloudError: It cannot be read, there is nothing in it, or something is wrong with it; says what, with its line.
-            `.warnings`, if it has that, is what may not work besides.
+        CloudError: The file is unreadable, empty or wrong; the message has all mistakes with their
+            lines. `.warnings`, if present, has the warnings.
     """
     documents = [document for document in read_documents(path) if document.content is not None]
     if not documents:
@@ -53,7 +54,7 @@ def check_file(path: str | Path) -> tuple[str, ...]:
         content = document.content
         is_foreign = isinstance(content, dict) and "apiVersion" in content and not kubernetes.is_manifest(content)
         if is_for_kubernetes and is_foreign:
-            continue  # something of Kubernetes' own, as may stand beside a cluster: a Secret, a Service
+            continue  # an object of Kubernetes itself beside the cluster: a Secret, a Service
         try:
             warnings += check(document)
         except CloudError as error:
@@ -65,10 +66,10 @@ def check_file(path: str | Path) -> tuple[str, ...]:
 
 
 def check(document: Document) -> tuple[str, ...]:
-    """Make sure that a document can work, of whichever kind it is, and return what may not work.
+    """Check a document of any kind, and return warnings.
 
     Raises:
-        CloudError: It is of no kind that is known here, or something is wrong with it.
+        CloudError: The kind is unknown, or something is wrong with it.
     """
     content = document.content
     findings = Findings(document)
@@ -88,10 +89,10 @@ def check(document: Document) -> tuple[str, ...]:
 
 
 def _check_launcher(findings: Findings) -> None:
-    """Note what cannot work in a file for Ray's launcher."""
+    """Note mistakes in a file for Ray's launcher."""
     findings.check_schema(_schema())
     if findings.problems:
-        return  # what follows relies on entries being of the right kinds
+        return  # the next checks rely on the types of entries
     provider = findings.at(("provider", "type"))
     if provider not in PROVIDERS:
         from raypool.ray_private import _NODE_PROVIDERS
@@ -131,7 +132,7 @@ def _schema() -> Draft7Validator:
 
 
 def _check_login(findings: Findings) -> None:
-    """Look at who logs in, and by which key: it has to be readable by its owner only, or SSH does not take it."""
+    """Check user and key of the login: SSH requires that only the owner can read the key."""
     user = findings.at(("auth", "ssh_user")) or ""
     if not re.fullmatch(rf"{PLACEHOLDER}.*|[A-Za-z_][-A-Za-z0-9_.@]*", user):
         findings.add(("auth", "ssh_user"), f"ssh_user is {user!r}, which is no name of a user; one is like ubuntu.")
@@ -147,7 +148,7 @@ def _check_login(findings: Findings) -> None:
 
 
 def _check_commands(findings: Findings) -> None:
-    """Look at what is run on the machines: that it is said at all, and that nobody gets in without the token."""
+    """Check the commands for the machines: they must be given, and require the token."""
     for name in ("setup_commands", HEAD, WORKER):
         if findings.at((name,)) is None:
             end = "which installs an old version and opens the dashboard to everybody. `raypool cluster init` writes good ones."
@@ -184,7 +185,7 @@ def _has_token(command: str) -> bool:
 
 
 def _ask_ray(findings: Findings) -> None:
-    """Have Ray itself look, as it does before it makes anything; it is kept from telling what it fills in."""
+    """Run Ray's own preparation of the file, without its output."""
     from raypool.ray_private import prepare_config, validate_config
 
     logger = logging.getLogger("ray")

@@ -1,4 +1,4 @@
-"""Cluster files as text, with comments for who reads and changes them."""
+"""Cluster files as text, with comments for their readers and editors; and saving them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ COMMENTS = {
     "head_start_ray_commands": "Ray, with the token; its dashboard on the loopback only; who is silent for 8 s is given up.",
     "worker_start_ray_commands": "What runs on each worker.",
 }
-"""What stands above an entry of a launcher's file."""
+"""The comments above entries of a launcher's file."""
 
 WHAT = {
     "gcp": "A cluster of machines with GPUs on Google Cloud, for Ray's launcher.",
@@ -56,10 +56,10 @@ def text_of(
 
     Args:
         plan: The cluster.
-        command: What made it.
-        file: What it is going to be called.
+        command: The command that makes it.
+        file: Its future name.
         job: On Kubernetes, a command: the cluster is made for it, and taken down after it.
-        warn: Is told what may not be had: the catalogues here are of a day.
+        warn: Takes warnings on machines that the (dated) catalogues do not have.
 
     Raises:
         CloudError: The plan cannot be carried out there, or something is wrong with the file, but for what is to be filled in.
@@ -96,10 +96,10 @@ def text_of(
 
 
 def save(text: str, file: Path, is_forced: bool = False) -> None:
-    """Write a file, and over another only if that is wanted: it may be the one by which a cluster that runs can be ended.
+    """Write a file. An existing one is replaced only if forced: it may be needed to end a running cluster.
 
     Raises:
-        CloudError: It is there already, or cannot be written.
+        CloudError: It exists already, or cannot be written.
     """
     draft = file.with_name(f".{file.name}.{os.getpid()}")
     try:
@@ -107,7 +107,7 @@ def save(text: str, file: Path, is_forced: bool = False) -> None:
         if is_forced:
             draft.replace(file)
         else:
-            os.link(draft, file)  # unlike `replace`, fails if it is there
+            os.link(draft, file)  # unlike `replace`, fails if it exists
     except FileExistsError:
         end = "perhaps as that of a cluster that runs. Give --out with another name"
         raise CloudError(f"{file} is there already, {end}.") from None
@@ -119,7 +119,7 @@ def save(text: str, file: Path, is_forced: bool = False) -> None:
 
 
 def write(plan: ClusterPlan) -> dict[str, Any]:
-    """Return what stands in the file of a cluster.
+    """Return the content of a cluster's file.
 
     Raises:
         CloudError: The plan cannot be carried out there.
@@ -128,7 +128,7 @@ def write(plan: ClusterPlan) -> dict[str, Any]:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes no anchors: who changes one entry does not want to change others with it."""
+    """A dumper without anchors: an edit of one entry must not change others."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -138,7 +138,7 @@ def render(documents: Iterable[Mapping[str, Any]], header: Iterable[str]) -> str
     """Return the text of a file.
 
     Args:
-        documents: What stands in it, one after the other.
+        documents: Its documents, in order.
         header: Lines of the comment that it begins with: by which command it was made, and what is to be filled in.
 
     Example:

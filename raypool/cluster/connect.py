@@ -1,6 +1,6 @@
-"""Connecting to a cluster: the token and the certificates that it asks for, and what is in the way, said within seconds.
+"""Connecting to a cluster: token, certificates and runtime environment, and checks with a quick error.
 
-Ray itself tries for half a minute, or for ever, and then does not say why.
+Ray itself would try for half a minute, or forever, and then not name the reason.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from raypool.errors import InvalidValueError, StartupError
 from raypool.profiles import CLIENT, Profile
 
 CONNECT_TIMEOUT_S = 5.0
-"""How long a machine may take to take a connection [s]."""
+"""The time for a machine to accept a connection [s]."""
 
 ANSWER_S = 4.0
-"""How long Ray may take to say who it is [s]."""
+"""The time for Ray to answer [s]."""
 
 TLS_VARIABLES = {"certificate": "RAY_TLS_SERVER_CERT", "key": "RAY_TLS_SERVER_KEY", "authority": "RAY_TLS_CA_CERT"}
 
 
-_replaced: dict[str, tuple[str | None, str | None]] = {}  # variables that the last profile has set: what was there, and is now
+_replaced: dict[str, tuple[str | None, str | None]] = {}  # by variable: the value before, and now
 
 
 def prepare(profile: Profile) -> None:
-    """Put a profile's token and certificates where Ray looks for them: in the environment, which it reads when it is imported.
+    """Put a profile's token and certificates into the environment, which Ray reads at its import.
 
-    What an earlier profile has put there goes, and what was there before it comes back.
+    Variables of an earlier profile are restored first.
 
     Raises:
-        StartupError: There is no such file, or nothing in it.
+        StartupError: A file does not exist, or is empty.
 
     Source:
         Ray, Token authentication: RAY_AUTH_TOKEN counts before RAY_AUTH_TOKEN_PATH. Ray, TLS Authentication.
@@ -55,7 +55,7 @@ def prepare(profile: Profile) -> None:
 
 
 def _variables(profile: Profile) -> dict[str, str | None]:
-    """Return what a profile needs in the environment; None: not to be there."""
+    """Return the environment variables of a profile; None: must be unset."""
     variables: dict[str, str | None] = {}
     if profile.token_file is not None:
         variables["RAY_AUTH_TOKEN_PATH"] = _readable(profile.token_file, "token_file")
@@ -87,7 +87,7 @@ def _readable(entry: str | os.PathLike[str], name: str) -> str:
 
 
 def host_and_port(address: str) -> tuple[str, int | None]:
-    """Return where to look for a Ray; no port if that is for Ray to find out.
+    """Return host and port of a Ray; no port if Ray has to find it.
 
     Example:
         >>> host_and_port("ray://head:10001"), host_and_port("10.0.0.1:6379"), host_and_port("auto")
@@ -98,13 +98,13 @@ def host_and_port(address: str) -> tuple[str, int | None]:
 
 
 def check(address: str) -> None:
-    """Make sure that a Ray at this address takes this process in, as far as that can be seen from here.
+    """Check that a Ray at this address accepts this process, as far as can be seen from here.
 
     The environment is as `prepare` leaves it, and Ray has read it.
 
     Raises:
-        StartupError: Nobody listens there; it encrypts and this process does not, or the other way round; it does not accept the
-            token; this machine is no node of the cluster, and the address is one for nodes.
+        StartupError: Nothing listens there; only one side encrypts; the token is refused; or the
+            address is for nodes of the cluster, and this machine is none.
     """
     host, port = host_and_port(address)
     if port is None:
@@ -141,7 +141,7 @@ def _wants_tls() -> bool:
 
 
 def speaks_tls(host: str, port: int) -> bool:
-    """Whether who listens there begins an encrypted connection, whoever that is and whatever certificate it wants to see."""
+    """Whether the listener speaks TLS, whatever its identity, and whatever certificate it requires."""
     context = ssl.create_default_context()
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
@@ -155,11 +155,11 @@ def speaks_tls(host: str, port: int) -> bool:
         return False
 
 
-# --- Ray's own doors ----------------------------------------------------------------------------------------------------
+# --- Ray's own services -----------------------------------------------------------------------------------------------
 
 
 def _check_server(address: str, target: str) -> None:
-    """Ask a server of Ray Client whether it is there; what that takes is private to Ray, checked on Ray 2.60."""
+    """Check for a server of Ray Client; this uses private names, checked on Ray 2.60."""
     import grpc  # type: ignore[import-untyped]
     from ray.core.generated.ray_client_pb2 import ClusterInfoRequest, ClusterInfoType
     from ray.core.generated.ray_client_pb2_grpc import RayletDriverStub
@@ -179,7 +179,7 @@ def _refusal(address: str, error: Any) -> StartupError:
     code, details = error.code(), str(error.details())
     if code is grpc.StatusCode.UNAUTHENTICATED:
         return _bad_token(address)
-    if _wants_tls() and code is grpc.StatusCode.UNAVAILABLE:  # what listens there encrypts, and yet lets nobody in
+    if _wants_tls() and code is grpc.StatusCode.UNAVAILABLE:  # TLS is answered, but refuses this process
         return StartupError(
             f"{address} does not accept the certificate of this machine, or this machine not the one shown there ({details}). "
             "Both have to be signed by the same authority, and the one there has to name the host of this address."
@@ -209,7 +209,7 @@ def _bad_token(address: str) -> StartupError:
 
 @contextmanager
 def _token_as_here(address: str) -> Iterator[None]:
-    """Say what Ray means where it does not find a token at all."""
+    """Explain Ray's error for a missing token."""
     from ray.exceptions import AuthenticationError
 
     try:
@@ -219,7 +219,7 @@ def _token_as_here(address: str) -> Iterator[None]:
 
 
 def _check_node(address: str) -> None:
-    """Make sure that this machine is a node of the cluster: on any other Ray would look for its process there for minutes."""
+    """Check that this machine is a node: elsewhere Ray would look for its local process for minutes."""
     import psutil
     from ray.exceptions import RaySystemError, RpcError
 
@@ -244,7 +244,7 @@ def _check_node(address: str) -> None:
 
 
 def not_started(address: str | None, error: Exception) -> StartupError:
-    """Return what to say where Ray did not start, or did not let this process in: `error` is what Ray says."""
+    """Return the error for a Ray that did not start, or refused this process; `error` is Ray's."""
     where = address or "this machine"
     rays, pythons = re.findall(r"Ray: (\S+)", str(error)), re.findall(r"Python: (\S+)", str(error))
     if "Version mismatch" in str(error) and len(rays) == len(pythons) == 2:
@@ -256,11 +256,11 @@ def not_started(address: str | None, error: Exception) -> StartupError:
     return StartupError(f"Ray could not be started or reached at {where}: {error}")
 
 
-# --- the token that whoever connects to a Ray of ours has to show -----------------------------------------------------
+# --- token of our own clusters ----------------------------------------------------------------------------------------
 
 
 def token_path() -> Path:
-    """Return where Ray's token lies."""
+    """Return the path of Ray's token."""
     return Path(os.environ.get("RAY_AUTH_TOKEN_PATH", Path.home() / ".ray" / "auth_token"))
 
 
@@ -278,7 +278,7 @@ def make_token(path: Path | None = None) -> None:
     if path.exists() and path.stat().st_size > 0:
         path.chmod(0o600)
         return
-    # Written apart and then given its name, so that nobody ever reads half a token, and two who come at once agree on one.
+    # Written under another name first, so that no process reads half a token, and two agree on one.
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
         file.write(secrets.token_hex(32))
@@ -292,22 +292,22 @@ def make_token(path: Path | None = None) -> None:
         draft.unlink(missing_ok=True)
 
 
-# --- what travels to the workers: a folder with the user's code, and packages from an index ---------------------------
+# --- runtime environment of workers -----------------------------------------------------------------------------------
 
 
 MIB = 2**20
 
 LARGE_BYTES = 100 * MIB
-"""A folder that is larger than this takes its time on the way from a laptop."""
+"""A larger folder [bytes] is slow to upload from a laptop, and causes a warning."""
 
 NAMED = 3
-"""So many of its largest entries are named where a folder is too large."""
+"""The number of largest entries that the warning names."""
 
 logger = logging.getLogger("raypool")
 
 
 def runtime_env(profile: Profile) -> dict[str, Any]:
-    """Return what Ray is to ship to the workers of a profile (its `runtime_env`), and warn of a large folder.
+    """Return the `runtime_env` for a profile's workers, and warn of a large folder.
 
     Raises:
         InvalidValueError: `working_dir` is no folder, or more than Ray takes.
@@ -344,9 +344,10 @@ def _check(folder: Path) -> None:
 
 
 def sizes_of(folder: Path) -> dict[str, int]:
-    """Return how much of each entry of a folder would travel [bytes]: Ray packs files as they are.
+    """Return the size of each entry of a folder that would travel [bytes]: Ray packs files uncompressed.
 
-    What its .gitignore and .rayignore files name is left out; who reads these is private to Ray, checked on Ray 2.60.
+    Files named in .gitignore and .rayignore are left out. Their reader is private to Ray, checked
+    on 2.60.
     """
     from raypool.ray_private import _dir_travel, ray_constants
 

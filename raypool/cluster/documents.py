@@ -1,4 +1,4 @@
-"""YAML files whose entries know where they stand: what is wrong with one is said with its line."""
+"""YAML files with the line of each entry, and `Findings`, the mistakes and warnings of a check."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from raypool.errors import CloudError
 Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 Keys = tuple[str | int, ...]
-"""The way to an entry: names in mappings, numbers in lists."""
+"""The path to an entry: names in mappings, numbers in lists."""
 
 PLACEHOLDER = "<"
-"""What begins so is still to be filled in: "<your project>"."""
+"""The beginning of a placeholder: "<your project>"."""
 
 DEEPEST = 100
 
 OPEN = "is still to be filled in."
-"""The end of what is said of it."""
+"""The end of messages on placeholders."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class Document:
     """One document of a YAML file.
 
     Attributes:
-        name: What to call the file.
-        content: What stands in it, as Python's plain values.
-        node: The same with the places, as PyYAML has it.
+        name: The file's name in messages.
+        content: The content as plain values.
+        node: The content as PyYAML's nodes, with positions.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Document:
     node: yaml.Node = field(repr=False, compare=False)
 
     def line_of(self, keys: Keys) -> int:
-        """Return the line, from 1, of the entry at `keys`, or of what is nearest above it."""
+        """Return the line, from 1, of the entry at `keys`, or of the nearest one above it."""
         node, line = self.node, self.node.start_mark.line
         for key in keys:
             if isinstance(node, yaml.MappingNode):
@@ -112,7 +112,7 @@ def documents_of(text: str, name: str) -> list[Document]:
 
 
 def _check_keys(node: yaml.Node, name: str, above: set[int]) -> None:
-    """Refuse keys that YAML takes and nobody means, and an alias of what it stands in."""
+    """Refuse duplicate and non-text keys, and aliases of an enclosing entry, all of which YAML accepts."""
 
     def refuse(at: yaml.Node, text: str) -> None:
         raise CloudError(f"{name}, line {at.start_mark.line + 1}: {text}")
@@ -137,21 +137,21 @@ def _check_keys(node: yaml.Node, name: str, above: set[int]) -> None:
 
 @dataclass(frozen=True)
 class Problem:
-    """Something that is wrong with an entry: where, what, and what would be right."""
+    """A mistake in an entry: the place, and the text with a correction."""
 
     keys: Keys
     text: str
 
     @property
     def is_open(self) -> bool:
-        """Whether it is only that something is still to be filled in."""
+        """Whether it is only a placeholder that is not filled in."""
         return self.text.endswith(OPEN)
 
 
 class Findings:
-    """What is found in a document: what cannot work, and what may not.
+    """The mistakes and doubts that a check finds in a document.
 
-    All that cannot work is told at once. What may not work is told, and refused by nobody: a catalogue of machines is of a day,
+    All mistakes are raised together. Doubts are only warnings: a catalogue of machines has a date,
     and a machine may be newer.
 
     Example:
@@ -169,12 +169,12 @@ class Findings:
         self.doubts: list[Problem] = []
 
     def add(self, keys: Keys, text: str) -> None:
-        """Note what is wrong with an entry, and what would be right."""
+        """Note a mistake in an entry, with a correction."""
         if (problem := Problem(keys, text)) not in self.problems:  # two schemas may say the same
             self.problems.append(problem)
 
     def doubt(self, keys: Keys, text: str) -> None:
-        """Note what may be wrong with an entry."""
+        """Note a possible mistake in an entry."""
         self.doubts.append(Problem(keys, text))
 
     def check_keys(self, keys: Keys, known: Iterable[str]) -> None:
@@ -191,7 +191,7 @@ class Findings:
                 self.add(keys, f"{text} {OPEN}")
 
     def check_schema(self, schema: Validator, keys: Keys = ()) -> None:
-        """Note what a JSON schema does not allow in the entry at `keys`."""
+        """Note violations of a JSON schema in the entry at `keys`."""
         for error in schema.iter_errors(self.at(keys)):
             at = (*keys, *error.absolute_path)
             name = next((key for key in reversed(at) if isinstance(key, str)), "the file")
@@ -204,7 +204,7 @@ class Findings:
                 self.add(at, f"{name}: {error.message}.")
 
     def at(self, keys: Keys) -> Any:
-        """Return what stands there, None if nothing does."""
+        """Return the entry at `keys`, None if there is none."""
         content = self.document.content
         for key in keys:
             try:
@@ -214,11 +214,11 @@ class Findings:
         return content
 
     def finish(self) -> tuple[str, ...]:
-        """Return what may be wrong, in the order of lines.
+        """Return the doubts, in the order of lines.
 
         Raises:
-            CloudError: Something is wrong. It says all that is; `.problems` has each with its place (`keys`, `text`), and
-                `.warnings` is what may be wrong besides.
+            CloudError: There are mistakes. The message lists all; `.problems` has each (`keys`,
+                `text`), and `.warnings` the doubts.
         """
         for found in (self.problems, self.doubts):
             found.sort(key=lambda problem: self.document.line_of(problem.keys))
@@ -231,7 +231,7 @@ class Findings:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return the end of a sentence that says what else could have been meant.
+    """Return the end of a sentence, with similar names.
 
     Example:
         >>> nearest("max_worker", ["max_workers", "provider"])
@@ -245,7 +245,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def texts(content: Any, keys: Keys = ()) -> Iterator[tuple[Keys, str]]:
-    """Give every text in an entry, with the way to it.
+    """Yield every text in an entry, with the path to it.
 
     Example:
         >>> list(texts({"a": ["x", 1], "b": {"c": "y"}}))

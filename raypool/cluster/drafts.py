@@ -1,4 +1,4 @@
-"""The first draft of a cluster: what somebody says who wants one, and good choices for the rest."""
+"""`Draft`, a user's wishes for a cluster, completed to a plan by good defaults."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from raypool.errors import CloudError
 
 HEADS = {"gcp": "n2-standard-4", "aws": "m5.xlarge"}
 PLACES = {"gcp": ("us-central1-a",), "aws": ("us-west-2",)}
-"""Where a cluster is unless somebody says so, if the GPUs are to be had there."""
+"""The default places of clusters, if the GPUs are available there."""
 
-CPUS_PER_GPU = 4  # what loads and prepares data for a GPU
+CPUS_PER_GPU = 4  # to load and prepare data for a GPU
 
 
 @dataclass(frozen=True, kw_only=True)
 class Draft:
-    """What somebody says who wants a cluster; what is None is chosen.
+    """A user's wishes for a cluster; None: chosen by raypool.
 
     Args:
-        provider: Who has the machines.
-        name: What to call it.
-        project: The project that pays (GCP).
-        zone: Where.
+        provider: The provider of the machines.
+        name: The name of the cluster.
+        project: The project to bill (GCP).
+        zone: The zone.
         gpu: The kind of GPU that workers have; None: what `machine` comes with, else T4.
         gpus: How many each worker has; None: as many as `machine` comes with, else 1.
         machine: The kind of machine that workers are; None: the smallest with these GPUs and four vCPUs for each.
@@ -36,7 +36,7 @@ class Draft:
         hosts: Addresses of machines on premises, the head's first.
         ssh_user: Who logs in on the machines.
         ssh_key: The file with that user's private key.
-        packages: What is installed on the machines; none: raypool and Ray as here.
+        packages: The packages to install on the machines; none: raypool and Ray as here.
         python: The version of Python there; None: as here.
 
     Example:
@@ -63,7 +63,7 @@ class Draft:
     python: str | None = None
 
     def plan(self) -> ClusterPlan:
-        """Return the cluster that is to be.
+        """Return the plan of the cluster.
 
         Raises:
             CloudError: There is no such machine, it cannot have these GPUs, there would be more workers at least than at most,
@@ -108,7 +108,7 @@ class Draft:
         return machine, gpu, gpus
 
     def _place(self, worker: NodeGroup) -> str | None:
-        """Return where such workers are to be had."""
+        """Return the zone or region that has such workers."""
         if self.provider not in OF_PROVIDERS or worker.gpu is None:
             return None
         known = catalogue(OF_PROVIDERS[self.provider])

@@ -1,4 +1,4 @@
-"""Clusters on Google Cloud: the file for Ray's launcher, and what Compute Engine would refuse of one.
+"""Clusters on Google Cloud: writes the file for Ray's launcher, and checks one.
 
 Source: the reference of Compute Engine's `instances.insert`, its pages "GPU machine types", "Spot VMs" and "Choose a disk type";
 Ray's `autoscaler/_private/gcp`; the rules for names are those of the pages "Naming resources" and "Label resources".
@@ -23,7 +23,7 @@ from raypool.errors import CloudError
 
 HEAD_IMAGE = "projects/ubuntu-os-cloud/global/images/family/ubuntu-2404-lts-amd64"
 GPU_IMAGE = "projects/deeplearning-platform-release/global/images/family/common-cu129-ubuntu-2404-nvidia-580"
-"""Ubuntu with NVIDIA's driver installed; it does for all GPUs but K80, which newer drivers do not know any more."""
+"""Ubuntu with NVIDIA's driver installed; it suits all GPUs but K80, which newer drivers do not support."""
 
 # The families of machines that boot from these disks only. Others get pd-balanced: Compute Engine's own default are spinning
 # disks, which take minutes to read what is installed, and which newer machines do not have.
@@ -78,7 +78,7 @@ def write(plan: ClusterPlan) -> dict[str, Any]:
 
 
 def _instance(plan: ClusterPlan, group: NodeGroup) -> dict[str, Any]:
-    """Return what Compute Engine is told of an instance."""
+    """Return the settings of an instance for Compute Engine."""
     instance: dict[str, Any] = {"machineType": group.machine, "disks": [_disk(plan, group)]}
     gpu = catalogue("gce").gpu(group.gpu) if group.gpu else None
     if gpu and catalogue("gce").machine(group.machine).gpu is None:
@@ -112,7 +112,7 @@ def _scheduling(group: NodeGroup) -> dict[str, Any]:
 
 
 def check(findings: Findings) -> None:
-    """Note what Compute Engine would refuse of a file whose entries are of the right kinds, or take although it cannot work."""
+    """Note entries that Compute Engine would refuse, or accept although they cannot work."""
     name = findings.at(("cluster_name",))
     if not re.fullmatch(rf"[a-z][-a-z0-9]{{0,{NAME_LIMIT - 1}}}|{PLACEHOLDER}.*", name):
         right = f"lower-case letters, digits and dashes, a letter first, {NAME_LIMIT} at most"
@@ -129,7 +129,7 @@ def check(findings: Findings) -> None:
 
 
 def _check_place(findings: Findings) -> str | None:
-    """Look at who pays, and where machines are to be; return the zone, None if that is still to be said."""
+    """Check project and zone; return the zone, None if it is not filled in."""
     project, region, zone = (findings.at(("provider", name)) for name in ("project_id", "region", "availability_zone"))
     for name, given in (("project_id", project), ("region", region), ("availability_zone", zone)):
         if not given:
@@ -147,7 +147,7 @@ def _check_place(findings: Findings) -> str | None:
 
 
 def why_no_project(project: str) -> str | None:
-    """Return why a project cannot be called so, None if it can.
+    """Return why a project's name is invalid, None if it is valid.
 
     Example:
         >>> why_no_project("my-project"), why_no_project("p")
@@ -159,7 +159,7 @@ def why_no_project(project: str) -> str | None:
 
 
 def _check_type(findings: Findings, keys: Keys, zone: str | None) -> None:
-    """Look at a type of node: first at the names and kinds of its settings."""
+    """Check a node type: first the names and types of its settings."""
     config = (*keys, "node_config")
     findings.check_schema(_schema() or SHAPE, config)
     if not SHAPE.is_valid(findings.at(config)):
@@ -201,7 +201,7 @@ def _strict(described: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_gpus(findings: Findings, keys: Keys, zone: str | None) -> None:
-    """Look at the machine of a type of node, its GPUs, and what goes with them."""
+    """Check the machine of a node type, its GPUs, and related settings."""
     config, gce = (*keys, "node_config"), catalogue("gce")
     machine = findings.at((*config, "machineType")).rpartition("/")[2]
     attached = (findings.at((*config, "guestAccelerators")) or [None])[0]

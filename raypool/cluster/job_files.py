@@ -1,4 +1,4 @@
-"""Training jobs: what they need, and what AI Platform Training took for that, `config.yaml`, checked.
+"""Training jobs: reads and checks `config.yaml` of AI Platform Training, and options that override it.
 
 ::
 
@@ -11,8 +11,9 @@
       workerType: n1-highcpu-16
       ...
 
-The service is gone; what its files say of machines still means something. The master becomes the head of a Ray cluster, where the
-job's script runs; workers, parameter servers and evaluators become groups of machines beside it, of fixed size.
+The service no longer exists, but its files still describe machines. The master becomes the head of
+a Ray cluster, where the job's script runs; workers, parameter servers and evaluators become groups
+of machines beside it, of fixed size.
 
 Source:
     Google Cloud, AI Platform Training: "Using GPUs for training models in the cloud", and TrainingInput in the discovery document
@@ -32,7 +33,7 @@ from raypool.cluster.plan import ClusterPlan, NodeGroup
 from raypool.errors import CloudError
 
 GROUPS = {"master": "head", "worker": "worker", "parameterServer": "parameter-server", "evaluator": "evaluator"}
-"""What the roles of a training job are called as groups of machines; nodes have it as their label "raypool/role"."""
+"""The groups of machines for the roles of a job; nodes have the label "raypool/role" with it."""
 
 INPUT = "trainingInput"
 OUTSIDE = (INPUT, "jobId", "labels")
@@ -60,7 +61,7 @@ UNABLE = {
     "network": "Write the cluster's file with --dry-run, and add networkInterfaces to each node_config there.",
     "serviceAccount": "Write the cluster's file with --dry-run, and add serviceAccounts to each node_config there.",
 }
-"""Settings that would change what is done, and cannot be kept: what to do instead."""
+"""Settings that cannot be supported, and what to do instead."""
 
 UNABLE_OF_ROLES = dict.fromkeys(
     ("imageUri", "containerCommand", "containerArgs", "tpuTfVersion"), "Machines run what --package installs, in no container."
@@ -205,7 +206,7 @@ def read(document: Document) -> Training:
 
 
 def _check_outside(findings: Findings) -> None:
-    """Note what is wrong around the settings of the job."""
+    """Note mistakes outside the settings of the job."""
     content = findings.at(())
     if not isinstance(content, dict):
         findings.add((), f"{_shown(content)} stands here. A training job is a mapping with trainingInput.")
@@ -254,7 +255,7 @@ def _why_no_job_dir(job_dir: str) -> str | None:
     return f"{job_dir!r} is neither gs://BUCKET/..., s3://BUCKET/... nor a path that begins with /."
 
 
-# --- machines -----------------------------------------------------------------------------------------------------------
+# --- machines ---------------------------------------------------------------------------------------------------------
 
 
 def _groups(findings: Findings) -> Iterator[NodeGroup]:
@@ -410,7 +411,7 @@ def _check_legacy(findings: Findings, have: Catalogue) -> None:
             )
 
 
-# --- values -------------------------------------------------------------------------------------------------------------
+# --- values -----------------------------------------------------------------------------------------------------------
 
 
 def _whole(value: Any) -> int | None:

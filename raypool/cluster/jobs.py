@@ -1,4 +1,4 @@
-"""Jobs on a cluster: commands that its head runs, which go on when this machine does not.
+"""Jobs on a cluster: commands that its head runs, independently of this machine.
 
 Ray's `JobSubmissionClient` hands them in, asks for them and stops them, through the dashboard: the one port of a cluster that
 has to be reachable from elsewhere, as a rule through a tunnel. `Dashboard` adds what that client lacks: a time limit for every
@@ -67,10 +67,10 @@ STATES = {"PENDING": "queued", "RUNNING": "running", "SUCCEEDED": "finished", "F
 ENDED = ("finished", "failed", "cancelled")
 
 LOOK_S = 0.5
-"""How often to look how a job is doing, and what a cluster has [s]."""
+"""The interval of questions about a job or a cluster [s]."""
 
 PATIENCE_S = 60.0
-"""So long a cluster that has answered before may be out of reach: tunnels break, and laptops sleep [s]."""
+"""The time for which a known cluster may be unreachable [s]: tunnels break, and laptops sleep."""
 
 STOP_TIMEOUT_S = 30.0
 """A job has three seconds between the signals that ask it and make it end; more go by until the cluster says so [s]."""
@@ -98,7 +98,7 @@ asyncio.run(stop(sys.argv[1]))
 
 @dataclass(frozen=True, kw_only=True)
 class JobInfo:
-    """How a job is doing.
+    """The state of a job.
 
     Attributes:
         id: Its id, which is one for all that ever ran on its cluster.
@@ -126,7 +126,7 @@ class JobInfo:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it will not change any more."""
+        """Whether the state is final."""
         return self.state in ENDED
 
     @property
@@ -145,7 +145,7 @@ class JobInfo:
 
     @staticmethod
     def of(details: JobDetails) -> JobInfo:
-        """Return what Ray says of a job, in our words."""
+        """Convert Ray's details of a job."""
         metadata = details.metadata or {}
         job_id = details.submission_id or details.job_id
         return JobInfo(
@@ -385,7 +385,7 @@ def make_outputs_folder() -> Path:
 
 
 class PackedCall(NamedTuple):
-    """What goes along with a job: its id, from `new_id`; a folder that it can import as a module; what is noted with the job."""
+    """The call of a job: its id, from `new_id`; a folder that it can import as a module; and metadata."""
 
     job_id: str
     module: str
@@ -581,11 +581,11 @@ class Jobs:
         return info
 
     def _stop_waiting(self, job_id: str) -> None:
-        """Let another job end one that waits."""
+        """End a waiting job by another job: Ray's own stop does not."""
         command = shlex.join([self.python, "-c", STOPPER, job_id])
         stopper = self._hand_in(entrypoint=command, submission_id=f"{STOPPING}{uuid.uuid4().hex[:12]}")
         if self.wait(stopper, STOP_TIMEOUT_S).has_ended:
-            with suppress(CloudError):  # somebody else may have tidied up
+            with suppress(CloudError):  # it may be deleted already
                 self.dashboard.delete_job(stopper)
 
     def _check_room(self, cpus: float, gpus: float) -> None:
@@ -608,7 +608,7 @@ class Jobs:
 
 
 def _is_answer(error: Exception) -> bool:
-    """Whether it is the cluster that says so: then it does not help to ask again."""
+    """Whether an error is the cluster's answer, so that a retry does not help."""
     return getattr(error, "status", None) is not None
 
 

@@ -1,8 +1,9 @@
-"""Files for Kubernetes: KubeRay's RayCluster and RayJob, and what surely cannot work in one.
+"""Files for Kubernetes: writes KubeRay's RayCluster and RayJob, and checks them.
 
-What Ray's launcher does elsewhere, the operator does here: it makes pods, starts Ray in them, and grows and shrinks the groups.
-No watcher is needed beside the workers: where a machine is taken back, Kubernetes tells its pods to end first, and Ray, whose
-`ray start --block` is their first process, drains the node when it is told so.
+The operator takes the role of Ray's launcher: it makes pods, starts Ray in them, and resizes the
+groups. No watcher is needed beside the workers: where a machine is taken back, Kubernetes tells its
+pods to end first, and Ray, whose `ray start --block` is their first process, drains the node when
+it is told so.
 
 Source: KubeRay 1.7, `apis/ray/v1/raycluster_types.go`, `rayjob_types.go` and `controllers/ray/common/pod.go` (what the operator
 adds to a pod); Ray 2.60, `_private/node.py` (what it does at SIGTERM) and `autoscaler/_private/kuberay/autoscaling_config.py`
@@ -127,7 +128,7 @@ def _cluster(plan: ClusterPlan) -> dict[str, Any]:
 
 
 def _head(plan: ClusterPlan) -> dict[str, Any]:
-    """Return the head's group: one without GPUs has nothing to give away, so that what is there for all has its peace."""
+    """Return the head's group; without GPUs it offers no resources, so tasks stay off it."""
     template = _template(plan, plan.head)
     [container] = template["spec"]["containers"]
     container["env"] += [{"name": name, "value": str(value)} for name, value in HEALTH_CHECKS.items()]
@@ -141,7 +142,7 @@ def _head(plan: ClusterPlan) -> dict[str, Any]:
 
 def _workers(plan: ClusterPlan, group: NodeGroup) -> dict[str, Any]:
     template = _template(plan, group)
-    template["spec"]["automountServiceAccountToken"] = False  # what runs there has no business with Kubernetes
+    template["spec"]["automountServiceAccountToken"] = False  # user code needs no access to Kubernetes
     # Ray finds the kind of a GPU where one is. The autoscaler has to know it before there is one.
     kind = {"resources": {f"accelerator_type:{group.gpu}": "1"}} if group.gpu else {}
     return {
@@ -226,7 +227,7 @@ def _machines(group: NodeGroup) -> tuple[dict[str, str], list[dict[str, str]]]:
     return selector, tolerations
 
 
-# --- files of others ----------------------------------------------------------------------------------------------------
+# --- checks of manifests ----------------------------------------------------------------------------------------------
 
 
 def is_manifest(content: object) -> bool:
@@ -235,7 +236,7 @@ def is_manifest(content: object) -> bool:
 
 
 def check(findings: Findings) -> None:
-    """Note what surely cannot work in a manifest, and what lets strangers in: Kubernetes itself knows the rest."""
+    """Note sure mistakes in a manifest, and open access; Kubernetes itself checks the rest."""
     kind, name = (str(findings.at(keys) or "") for keys in (("kind",), ("metadata", "name")))
     if kind in OTHERS:
         return
@@ -292,7 +293,7 @@ def _check_job(findings: Findings) -> None:
 
 
 def _check_gpus(findings: Findings, keys: Keys) -> None:
-    """Note a group of pods whose Ray is told of more GPUs than a pod gets: work would wait for them for ever.
+    """Note a group of pods whose Ray is told of more GPUs than a pod gets: work would wait for them forever.
 
     Ray is told by `rayStartParams` or `resources`; left out, it is told of the limits.
     """
@@ -314,7 +315,7 @@ def _check_gpus(findings: Findings, keys: Keys) -> None:
 
 
 def ask(path: str | Path) -> tuple[str, ...]:
-    """Have the cluster that `kubectl` talks to look at a file, which makes nothing of it.
+    """Let the cluster that `kubectl` reaches check a file, in a dry run.
 
     Returns:
         Its warnings, or that it could not be asked.

@@ -1,6 +1,6 @@
-"""Starts, looks after and ends clusters by Ray's own launcher, and makes the way to them: a tunnel by SSH.
+"""Starts, inspects and ends clusters by Ray's own launcher, and opens SSH tunnels to them.
 
-Nothing of a cluster but SSH need be open to this machine. What the launcher says of its work goes to the standard error.
+Only SSH of a cluster has to be open to this machine. The launcher's output goes to standard error.
 
 Source: `ray.autoscaler.sdk`; Ray's `autoscaler/_private/{commands,command_runner}.py`.
 """
@@ -31,7 +31,7 @@ from raypool.errors import CloudError
 from raypool.profiles import Profile
 
 TUNNEL_S = 30.0
-"""How long a tunnel may take to be there [s]."""
+"""The time for a tunnel to open [s]."""
 
 TOKEN_MODE = "export RAY_AUTH_MODE=token"
 
@@ -41,7 +41,7 @@ SEES_RAY = "cat /proc/[0-9]*/comm 2>/dev/null | grep -qx gcs_server"
 OPEN = "raypool: open"
 
 NOISE = ("bash: cannot set terminal process group", "bash: no job control in this shell")
-"""What an interactive shell says where there is no terminal; without one, the lines of ~/.bashrc would not count."""
+"""Messages of an interactive shell without a terminal, which ~/.bashrc requires."""
 
 
 class _NotThereError(CloudError):
@@ -120,7 +120,7 @@ def down(path: str | Path) -> None:
         sdk.teardown_cluster(str(path))
 
 
-# --- on premises --------------------------------------------------------------------------------------------------------
+# --- on premises ------------------------------------------------------------------------------------------------------
 # Ray's launcher knows the head of such a cluster by a file in /tmp of the machine that has started it, and by that only: after a
 # restart, or from another machine, it finds nothing to end, and says that all went well. The addresses stand in the file.
 
@@ -182,7 +182,7 @@ def _stop_everywhere(path: str | Path, content: dict[str, Any]) -> None:
         )
 
 
-# --- what Ray's launcher is given, and what it says ---------------------------------------------------------------------
+# --- input and output of Ray's launcher -------------------------------------------------------------------------------
 
 
 def _content(path: str | Path) -> dict[str, Any]:
@@ -247,16 +247,16 @@ def _launching(path: str | Path) -> Iterator[None]:
         ) from error
 
 
-# --- the way there ------------------------------------------------------------------------------------------------------
+# --- tunnels ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Tunnel:
-    """A way to a cluster that is open.
+    """An open tunnel to a cluster.
 
     Attributes:
         profile: How to reach the cluster by it, on this machine's loopback.
-        ssh: Who keeps it open.
+        ssh: The process that keeps it open.
     """
 
     profile: Profile
@@ -346,7 +346,7 @@ def _wait_open(ssh: subprocess.Popen[str], path: str | Path, head: Login) -> Non
 
 
 def _free_port(wanted: int) -> int:
-    """Return this port, if nobody has it, else another."""
+    """Return this port if it is free, else another."""
     for port in (wanted, 0):
         with contextlib.suppress(OSError), socket.socket() as listener:
             listener.bind(("127.0.0.1", port))
@@ -354,7 +354,7 @@ def _free_port(wanted: int) -> int:
     raise CloudError("No port is free on this machine.")
 
 
-# --- logging in on machines by SSH, as Ray's launcher does ------------------------------------------------------------
+# --- logins by SSH, as by Ray's launcher ------------------------------------------------------------------------------
 #
 # Source: `SSHOptions` in Ray's `autoscaler/_private/command_runner.py`.
 
@@ -380,7 +380,7 @@ OPTIONS = tuple(f"-o{name}={value}" for name, value in _SETTINGS.items())
 
 @dataclass(frozen=True)
 class Login:
-    """Who logs in, and where.
+    """A login by SSH.
 
     Attributes:
         user: The user there.

@@ -1,7 +1,7 @@
-"""What runs on the machines of a cluster that Ray's launcher makes: what is installed, and how Ray is started there.
+"""Files for Ray's launcher: the entries that all providers share, for installation and start of Ray.
 
-The same for every provider, so that what is said here once (a token for everybody, the dashboard on the loopback, a lost machine
-noticed within seconds) holds for all of them.
+Every cluster requires a token, keeps the dashboard on the loopback, and notices a lost machine
+within seconds.
 
 Source: Ray's `autoscaler/_private/updater.py` (the commands are run in this order, each by a login shell) and the page
 "Cluster YAML Configuration Options" of its documentation.
@@ -27,7 +27,7 @@ DASHBOARD_PORT = 8265  # of the head, on its loopback only: jobs, through a tunn
 START = "ray start"  # what a command that starts Ray has in it
 
 ENVIRONMENT = "~/raypool-venv"
-"""Where everything is installed on a machine: apart from what its image brings, which may be of another Python."""
+"""The environment for all packages on a machine, apart from the image's, whose Python may differ."""
 
 ROLE = "raypool/role"
 """The label that says which group a machine belongs to."""
@@ -39,7 +39,7 @@ UV = "0.13.9"
 """The version of the tool that makes this environment, with the Python that it is for, and installs packages into it."""
 
 LAUNCHER_NEEDS = {"gcp": ("google-api-python-client>=2",), "aws": ("boto3",)}
-"""What Ray's launcher asks a provider for machines with; the head does so, too."""
+"""The packages that Ray's launcher needs for a provider, also on the head."""
 
 # By default Ray takes 65 s to notice that a machine does not answer any more (5 times 3 s + 10 s); so it takes 8 s.
 HEALTH_CHECKS = {
@@ -102,7 +102,7 @@ def _node_type(plan: ClusterPlan, group: NodeGroup, node_config: dict[str, Any])
 
 
 def _resources(plan: ClusterPlan, group: NodeGroup) -> dict[str, int]:
-    """Return what Ray may give away of a machine: of a head without GPUs nothing, so that what is there for all has its peace."""
+    """Return the resources of a machine for Ray; none of a head without GPUs, so tasks stay off it."""
     if not group.gpus:
         return {"CPU": 0 if group is plan.head else _cpus(plan, group)}
     kind = {f"accelerator_type:{group.gpu}": 1} if group.gpu else {}  # the machine says so itself, but only once it is there
@@ -199,7 +199,8 @@ def check_resources(
 ) -> None:
     """Note where a file for Ray's launcher tells Ray of a machine other than what it has.
 
-    Ray believes what is written there: with too many GPUs, work waits for ever for the last ones; with too few, they idle.
+    Ray believes what is written there: with too many GPUs, work waits forever for the missing ones;
+    with too few, the rest idle.
 
     Args:
         findings: The file.

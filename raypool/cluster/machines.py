@@ -1,13 +1,13 @@
-"""Kinds of machines that can be rented, and which GPUs go with which: data, with the date they are of.
+"""Catalogues of machines for rent and their GPUs, each with its date; and the choice of zones.
 
-Three catalogues, each a TOML file in `catalogues` that names its sources:
+There are three catalogues, each a TOML file in `catalogues` that names its sources:
 
 - "ai-platform-2021": what Google's AI Platform Training had in 2021, its legacy names (`complex_model_m_gpu`) among them;
 - "gce": Google Compute Engine;
 - "aws": Amazon EC2.
 
-Where GPUs are attached to a machine, how many may be follows from limits: so many GPUs of a kind allow so many vCPUs and so much
-memory at most. Other machines are fixed shapes, which come with their GPUs.
+Where GPUs are attached to a machine, limits say how many: a number of GPUs of a kind allows at most
+so many vCPUs and so much memory. Other machines have fixed shapes, with their GPUs.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Catalogue:
-    """What a provider has.
+    """A provider's machines and GPUs.
 
     Attributes:
         name: One of `NAMES`.
@@ -312,7 +312,7 @@ def _gpu(name: str, entry: dict[str, Any]) -> Gpu:
     )
 
 
-# --- zones: all of a cluster's machines stand in one --------------------------------------------------------------------
+# --- zones: one for all machines of a cluster -------------------------------------------------------------------------
 
 
 def zones_with(kinds: tuple[str, ...]) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Clusters of machines that are there already: the file for Ray's launcher, and what cannot work in one.
+"""Clusters on premises, of existing machines: writes the file for Ray's launcher, and checks one.
 
 Source: Ray's `autoscaler/_private/local/config.py` and `node_provider.py`, and "Launching an On-Premise Cluster" in its
 documentation.

@@ -1,4 +1,4 @@
-"""What a cluster is to be: its machines, and where. Files for each provider are written from it."""
+"""`ClusterPlan`: the machines of a cluster, and their place. Files for all providers are written from it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Provider = Literal["gcp", "aws", "on-prem", "kubernetes"]
-"""Who has the machines."""
+"""The providers of machines."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class NodeGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterPlan:
-    """A cluster that is to be.
+    """The plan of a cluster.
 
     Args:
         name: What to call it.

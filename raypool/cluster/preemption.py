@@ -1,8 +1,9 @@
-"""Watches whether the cloud is about to take this machine, and tells Ray: `python -m raypool.cluster.preemption --cloud gcp`.
+"""Watches for preemption of this machine, and tells Ray: `python -m raypool.cluster.preemption --cloud gcp`.
 
-Runs beside Ray on each worker machine of a cluster and ends with it; the files that raypool writes start it. A notice becomes
-a drain of this node, with the time when it will be gone: Ray places nothing more there, and pools and trainings go elsewhere.
-On Kubernetes nothing of the kind is needed: Ray drains its node when its pod is asked to end.
+The watcher runs beside Ray on each worker machine of a cluster, and ends with Ray; the files that
+raypool writes start it. A notice becomes a drain of this node with a deadline: Ray places nothing
+more there, and pools and trainings move elsewhere. Kubernetes needs no watcher: Ray drains its node
+when its pod is asked to end.
 
 Source:
     Compute Engine: "Spot VMs" (instance/preempted; up to 30 s) and "Handling GPU host maintenance events"
@@ -40,7 +41,7 @@ MOST_BYTES = 64 * 1024
 """No answer of a metadata server is longer."""
 
 RAY_TIMEOUT_S = 60.0
-"""Ray has so long to come up on this machine [s]."""
+"""The time for Ray to start on this machine [s]."""
 
 SPOT_S = 25.0
 """Compute Engine gives up to 30 s, of which some have passed when they are seen [s]."""
@@ -52,14 +53,14 @@ HOUR_S = 3600.0
 """With GPUs. An event that is known for days is a notice from then on, too [s]."""
 
 EARLIER_S = 1.0
-"""A notice that brings the end forward by less is no news [s]."""
+"""A notice that brings the deadline forward by less [s] is ignored."""
 
 NVIDIA = Path("/dev/nvidiactl")
 """Is there on a machine with GPUs, and in containers that see them."""
 
 
 class Notice(NamedTuple):
-    """Somebody is about to take this machine away: who says so, and when it will be gone [Unix time, s]."""
+    """A notice that this machine is about to go: its source, and the deadline [Unix time, s]."""
 
     words: str
     gone_at: float
@@ -94,7 +95,7 @@ class Metadata:
 
 
 class Cloud(Protocol):
-    """Where notices come from."""
+    """A source of notices."""
 
     look_s: float
     """How often to ask [s]."""

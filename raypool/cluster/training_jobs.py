@@ -1,4 +1,4 @@
-"""Training jobs on clusters: what runs there, and a cluster that is made for one job and goes with it."""
+"""Training jobs: their script, and running them on a cluster that is made for one job and then ended."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from raypool.errors import CloudError
 from raypool.profiles import Profile
 
 PATIENCE_S = 1800.0
-"""So long a connection to a cluster may be lost until it is given up [s]."""
+"""The time after which a lost connection is given up [s]."""
 
 RETRY_S = 5.0
-"""So long to wait before it is made again [s]."""
+"""The pause before a reconnection [s]."""
 
 
 @dataclass(frozen=True)
 class Script:
-    """What a job runs.
+    """The script of a job.
 
     Attributes:
         words: What Python is given: ("train.py",), or ("-m", "trainer.task").

@@ -1,1 +1,1 @@
-"""A pool in the shape of other libraries' pools, for code that is written for them."""
+"""Pools with the interfaces of other libraries: joblib and `multiprocessing`."""

@@ -1,4 +1,4 @@
-"""What the verbs of `raypool.interop.multiprocessing.Pool` return, and the thread that calls back."""
+"""Results of `raypool.interop.multiprocessing.Pool`: `AsyncResult`, `IMapIterator`, and callbacks."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ logger = logging.getLogger("raypool")
 
 
 class Unfinished(Protocol):
-    """What a verb has handed in, as long as not all of it has ended."""
+    """The submitted work of a verb that has not ended."""
 
     def finish(self) -> None:
-        """Take it that all of it has ended; called in the collector's thread."""
+        """Finish, after all calls have ended; called in the collector's thread."""
 
     def hurry(self) -> None:
-        """Hand in what is left without waiting for somebody to take results."""
+        """Submit the rest without waiting for results to be taken."""
 
     def stop(self) -> None:
-        """Hand in nothing more."""
+        """Submit nothing more."""
 
     def cancel(self) -> None:
-        """Hand in nothing more, and cancel what was handed in."""
+        """Submit nothing more, and cancel the submitted calls."""
 
 
 class Collector:
     """Brings outcomes here and calls back, one after the other, in a thread of its own, until it is closed and none is left.
 
-    It holds its pool by the jobs that have not ended only.
+    Only unfinished jobs keep its pool alive.
     """
 
     def __init__(self) -> None:
@@ -74,13 +74,13 @@ class Collector:
             return list(self._open)
 
     def close(self, at_end: Callable[[], object]) -> None:
-        """Take no more jobs; call something when the last has ended."""
+        """Take no more jobs; call `at_end` when the last has ended."""
         with self._changed:
             self._at_end = at_end
         self._ended.put(None)
 
     def check_wait(self, timeout: float | None = None) -> None:
-        """Raise InvalidValueError in a callback: who waits for a job there waits for itself, for ever or until the time is up."""
+        """Raise InvalidValueError in a callback, where a wait for a job would wait for itself."""
         if threading.current_thread() is self.thread and (timeout is None or timeout > 0):
             raise InvalidValueError(
                 "A callback cannot wait for results of its pool, or join it: the pool would wait for itself. "
@@ -99,7 +99,7 @@ class Collector:
 
 
 def outcome_of(future: Future[Any]) -> Any:
-    """Return the value of a call that has ended, or raise what it has raised, in the manner of the standard pool."""
+    """Return the value of an ended call, or raise its error, as the standard pool does."""
     try:
         return future.result()
     except concurrent.futures.CancelledError:
@@ -194,7 +194,7 @@ class CallGroup(Generic[T]):
                 callback(self.value)
             except BaseException:
                 logger.exception("A callback of a pool, %r, has failed; nothing else is harmed.", callback)
-        self._pool = None  # before anybody goes on: who drops the pool then is the last to hold it
+        self._pool = None  # first: then a waiter that drops the pool holds the last reference
         self.ended.set()
 
     def hurry(self) -> None:
@@ -274,7 +274,7 @@ class AsyncResult(Generic[T]):
             del self  # the traceback of the error would hold it
 
 
-# --- what `imap` and `imap_unordered` return, and the thread that draws for them --------------------------------------
+# --- results of `imap` and `imap_unordered`, and the thread that draws items ------------------------------------------
 
 
 class IMapIterator(Iterator[T], Generic[T]):
@@ -367,12 +367,12 @@ class Drawing(Generic[T]):
         self._ready: deque[Future[Any]] = deque()
         self._values: deque[T] = deque()  # of the last call that was taken
         self._why: BaseException | None = None  # raised after what was drawn before
-        self._is_drawn = False  # nothing more is handed in
-        self._is_forgotten = False  # nobody takes results
+        self._is_drawn = False  # no more calls are submitted
+        self._is_forgotten = False  # no one takes results
         collector.open(self)
         threading.Thread(target=self._draw, args=(submit, calls), name="raypool-imap", daemon=True).start()
 
-    # --- the thread that draws ----------------------------------------------------------------------------------------
+    # --- drawing thread -----------------------------------------------------------------------------------------------
 
     def _draw(self, submit: Callable[[Any], Future[Any]], calls: Iterator[Any]) -> None:
         why = None
@@ -436,7 +436,7 @@ class Drawing(Generic[T]):
                 self._is_drawn, self._why = True, None if self._is_forgotten else why
             self._changed.notify_all()
             is_ended = not self._pending
-        if is_ended:  # otherwise the last call says so; the thread that draws may wait in the iterable for ever
+        if is_ended:  # else the last call ends it: the drawing thread may wait forever
             self._collector.note_ended(self)
 
     # --- for the pool -------------------------------------------------------------------------------------------------
@@ -495,7 +495,7 @@ class Drawing(Generic[T]):
             del why  # it would hold itself, by its traceback
 
     def forget(self, has_begun: bool) -> None:
-        """Throw the results away, since nobody takes them any more; draw no more of a generator of which some were taken."""
+        """Discard the results, as the iterator is gone; stop drawing from a generator that was begun."""
         with self._changed:
             self._is_forgotten = True
             self._ready.clear()

@@ -1,4 +1,4 @@
-"""joblib, and what is built on it (scikit-learn, for one), on the workers of a pool."""
+"""`register_joblib`: joblib, and packages built on it such as scikit-learn, on the workers of a pool."""
 
 from __future__ import annotations
 

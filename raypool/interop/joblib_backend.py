@@ -1,8 +1,8 @@
-"""The backend "raypool" of joblib: how what a `joblib.Parallel` hands in comes to the workers of a pool, and back.
+"""The backend "raypool" of joblib: carries the batches of a `joblib.Parallel` to a pool's workers and back.
 
-joblib puts tasks together into batches. A batch is one call of the pool, which queues it, binds it to whoever is free, runs it
-again after a loss and stops it. joblib's callbacks draw the next tasks from the user's generator, so they run in a thread of
-their own and not in the pool's.
+joblib groups tasks into batches. A batch is one call of the pool, which queues it, gives it to a
+free worker, runs it again after a loss, and stops it. joblib's callbacks draw the next tasks from
+the user's generator, so they run in a separate thread instead of the pool's.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ from raypool.worker.running import in_task
 from raypool.worker.setup_globals import share_left
 
 LEAST_JOBS = 2
-"""So many jobs a `Parallel` hears of at least, also where a single worker runs them: with one it runs all in turn where it is."""
+"""The least number of jobs that a `Parallel` is told: with one it would run all tasks here, in turn."""
 
 BATCH_S = 0.2
-"""What a batch should take [s]; joblib's own processes aim at the same."""
+"""The target duration of a batch [s], as for joblib's own processes."""
 
 TASK_S = 10e-6
-"""What a task costs here and on its way [s]."""
+"""The overhead of a task [s]."""
 
 GROWTH = 64
 """A batch holds at most so many times the tasks of those before: what takes far too long is handed back, which costs a call."""
@@ -116,7 +116,7 @@ class RaypoolBackend(ParallelBackendBase):  # type: ignore[misc]
         """Whether workers are processes, each with native libraries of its own."""
         return self._source.is_on_ray
 
-    # --- how many -----------------------------------------------------------------------------------------------------
+    # --- number of workers --------------------------------------------------------------------------------------------
 
     def effective_n_jobs(self, n_jobs: int | None) -> int:
         """Return how many workers `n_jobs` means; to a `Parallel` that uses a single one, see `LEAST_JOBS`.
@@ -147,7 +147,7 @@ class RaypoolBackend(ParallelBackendBase):  # type: ignore[misc]
         return min(n_jobs, size)
 
     def configure(self, n_jobs: int = 1, parallel: Parallel | None = None, max_nbytes: int | None = None, **settings: Any) -> int:
-        """Make ready for what a `Parallel` hands in; return how many workers it gets, or `LEAST_JOBS`.
+        """Prepare for a `Parallel`; return the number of its workers, or `LEAST_JOBS`.
 
         Raises:
             FallbackToBackend: To a copy of this for that `Parallel` alone, or to no workers at all where it gets one.
@@ -189,7 +189,7 @@ class RaypoolBackend(ParallelBackendBase):  # type: ignore[misc]
     # --- one call of a Parallel ---------------------------------------------------------------------------------------
 
     def start_call(self) -> None:
-        """Begin with nothing handed in."""
+        """Begin a call without batches."""
         self._batches = self._make_batches()
 
     def submit(self, batch: BatchedCalls, callback: BatchCompletionCallBack) -> Batches:
@@ -198,7 +198,7 @@ class RaypoolBackend(ParallelBackendBase):  # type: ignore[misc]
         return self._batches
 
     def stop_call(self) -> None:
-        """Let go of what was handed in."""
+        """Release the batches of the call."""
         self._batches.end()
 
     def retrieve_result_callback(self, out: Callable[[], list[Any]]) -> list[Any]:
@@ -269,7 +269,7 @@ AHEAD_S = 0.006
 
 
 class Batch:
-    """A batch, and what of it is back."""
+    """A batch, and the results so far."""
 
     def __init__(self, tasks: list[Task], callback: BatchCompletionCallBack) -> None:
         self.tasks = tasks
@@ -293,7 +293,7 @@ class BatchPart(NamedTuple):
 
 
 class Batches:
-    """What one call of a `Parallel` has handed in.
+    """The batches of one call of a `Parallel`.
 
     Args:
         pool: Where it runs.
@@ -361,11 +361,11 @@ class Batches:
 
     def _pass_on(self, piece: BatchPart, future: Future[Any]) -> None:
         """Leave the pool's thread: joblib's callback draws from the user's generator."""
-        if not self._is_over:  # else joblib wants no answer any more
+        if not self._is_over:  # else joblib expects no answer
             self._ended.put(functools.partial(self._answer, piece, future))
 
     def _answer(self, piece: BatchPart, future: Future[Any]) -> None:
-        """Begin what has waited for this call, and let joblib have what is back."""
+        """Start a waiting call, and pass the results to joblib."""
         callback = piece.batch.callback
         try:
             self._begin_next(future)
@@ -429,7 +429,7 @@ def _call_each(calls: queue.SimpleQueue[Callable[[], None] | None]) -> None:
 
 
 def _fail(callback: BatchCompletionCallBack, error: BaseException) -> None:
-    """End a `Parallel` with an error that joblib does not expect in its callback, and after which it would wait for ever.
+    """End a `Parallel` with an error that joblib does not expect in its callback: it would wait forever.
 
     `SystemExit` in the user's generator is one. What joblib does for an `Exception` there is done for it.
     """
@@ -441,7 +441,7 @@ def _fail(callback: BatchCompletionCallBack, error: BaseException) -> None:
             tracker._register_outcome({"result": error, "status": TASK_ERROR})
 
 
-# --- tasks: what of them travels, and how a worker runs them ----------------------------------------------------------
+# --- tasks: transport and execution -----------------------------------------------------------------------------------
 
 
 Task: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
@@ -544,7 +544,7 @@ class SharedArguments:
             )
 
     def forget(self) -> None:
-        """Let go of them."""
+        """Release the arguments."""
         self._known.clear()
 
     def _is_large(self, value: Any) -> bool:
@@ -570,7 +570,7 @@ def _num_bytes(value: Any) -> float:
         if nbytes is None:
             nbytes = getattr(getattr(value, "data", None), "nbytes", 0)
         return float(nbytes)
-    except Exception:  # it is something else that has such a name
+    except Exception:  # another class with an attribute of this name
         return 0
 
 
@@ -587,7 +587,7 @@ def check_travels(tasks: list[Task], engine: Engine) -> None:
             engine.backend.pack(value, f"argument {key!r} of {name}", is_trial=True)
 
 
-# --- where the pool comes from ----------------------------------------------------------------------------------------
+# --- source of the pool -----------------------------------------------------------------------------------------------
 
 
 BESIDE_THE_PROFILE = frozenset({"num_workers", "initializer", "initargs"})

@@ -48,9 +48,10 @@ SHARED_CPUS = 0.01
 class Pool:
     """A `multiprocessing.Pool` whose processes are raypool's workers, each with a GPU of its own where there are any.
 
-    What it does better: a worker that dies is replaced and its calls run again, where the standard pool waits for ever; functions
-    need not be importable; what cannot be sent fails at the call, and the error names the variable; `terminate` and Ctrl-C
-    stop what runs, wherever it is in Python code, and keep the workers' GPUs from being held.
+    What it does better: a worker that dies is replaced and its calls run again, where the standard
+    pool hangs; functions need not be importable; what cannot be sent fails at the call, and the
+    error names the variable; `terminate` and Ctrl-C stop what runs, wherever it is in Python code,
+    and keep the workers' GPUs from being held.
 
     What is different: a call may run more than once (after its worker was lost; `pool=p.options(retries=0)` prevents it). What
     was terminated raises `CancelledError` in `get`. Functions of scripts and notebooks travel with their global variables as
@@ -235,7 +236,7 @@ class Pool:
         self._check_running()
         submit = ready_for_many(self._view, work)
         items = list(iterable)
-        self._check_running()  # the iterable may have taken its time
+        self._check_running()  # drawing the items may have taken long
         if chunksize is None:
             chunksize = math.ceil(len(items) / (CHUNKS_PER_WORKER * self._num_workers())) or 1
         chunksize = checked_count("chunksize", chunksize, least=1)
@@ -297,20 +298,20 @@ class Pool:
     def _num_workers(self) -> int:
         return max(len(self._view._numbers()), 1)
 
-    # --- its end ------------------------------------------------------------------------------------------------------
+    # --- end of the pool ----------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Take no more work; the workers end when what there is has ended."""
+        """Take no more work; the workers end after the present work."""
         if self._state == multiprocessing.pool.RUN:
             self._state = multiprocessing.pool.CLOSE
             self._collector.close(self._forget if self._own is None else functools.partial(self._own.shutdown, wait=False))
 
     def terminate(self) -> None:
-        """Take no more work, cancel what there is, also what runs, and end the workers; those of `pool=` go on."""
+        """Take no more work, cancel all calls, even running ones, and end the workers; a `pool=` stays open."""
         if self._state == multiprocessing.pool.INIT:
             return
         self._state = multiprocessing.pool.TERMINATE
-        self._collector.close(self._forget)  # first: no job is taken in after those that are stopped here
+        self._collector.close(self._forget)  # first: afterwards no new job can start
         jobs = self._collector.jobs()
         for job in jobs:
             job.stop()
@@ -385,7 +386,7 @@ def _opened(processes: int | None, profile: str | Profile, changes: dict[str, An
     return open_pool(processes, profile=settings)
 
 
-# --- the calls on workers ---------------------------------------------------------------------------------------------
+# --- calls on workers -------------------------------------------------------------------------------------------------
 
 
 class UnpicklableError(SerializationError, TypeError, AttributeError, RuntimeError):
@@ -439,7 +440,7 @@ def call_each_starred(func: Callable[..., Any], chunk: Iterable[Iterable[Any]]) 
 
 @dataclass(frozen=True)
 class PoolCall:
-    """What a worker calls: a user's function, how, and after how many tasks its process is to be replaced."""
+    """The callable on a worker: a user's function, the way to call it, and the task limit of the process."""
 
     func: Callable[..., Any]
     how: Callable[..., Any]
@@ -455,7 +456,7 @@ class PoolCall:
         return self.func if self.how is call and self.limit is None else self
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Do it, and count it."""
+        """Call the function, and count the task."""
         try:
             return self.how(self.func, *args, **kwargs)
         finally:
@@ -470,7 +471,7 @@ def chunks(items: Iterator[Any], size: int) -> Iterator[tuple[Any, ...]]:
 
 
 def check_context(context: Any) -> None:
-    """Refuse what is none of `multiprocessing`'s contexts, by which somebody would want to say something."""
+    """Refuse a value that is no context of `multiprocessing`."""
     if context is not None and not isinstance(context, BaseContext):
         raise InvalidTypeError(
             f"context={context!r} is no context of multiprocessing. Leave it out: Ray starts the workers, whatever it is."
@@ -490,7 +491,7 @@ def waited_for(hand_in: Callable[..., AsyncResult[T]], *arguments: Any) -> T:
 
 
 def ready(view: PoolView, work: PoolCall) -> Callable[..., Future[Any]]:
-    """Return what hands in calls of this work, which is packed once.
+    """Return a function that submits calls of this work, which is packed once.
 
     Raises:
         InvalidTypeError: The function is none.

@@ -1,6 +1,8 @@
-"""The journal of a durable run: what became of each item, in a folder, safe from whatever happens to the processes.
+"""The journal of a durable run: the outcome of each item, in a folder, safe from crashes of all processes.
 
-`keys` says which item is which, `journal` writes and reads what became of them, `schema` is how that lies in SQLite, `opening`
-and `salvage` get it out of a damaged file, `files` and `plain` are about what does not fit into a row. `reading` makes `Results`
-of it, `replay` runs one item again. Nothing here knows of Ray, and nothing is imported before a run with a folder asks for it.
+`keys` identifies items and functions, `journal` writes outcomes, `rows` converts them, `schema`
+lays them out in SQLite. `opening` opens and repairs a journal, with rows that `salvage` finds in a
+damaged file. `files` stores values that do not fit into a row, `plain` writes plain data as JSON,
+`lock` keeps other processes out. `reading` makes `Results` from a journal, `replay` runs one item
+again. This package does not use Ray, and is imported only for runs with a folder.
 """

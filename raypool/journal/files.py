@@ -1,7 +1,7 @@
-"""Files of a run: each is there as a whole or not at all, for its owner only, and is opened only if it is what was written.
+"""Files of a run: each is written in one step, for its owner only, and read only if unchanged; and pickles.
 
-A pickle can run code when it is opened. So a pickle is opened only if nobody else can have written to the run, and its file has
-the size and hash that the journal says.
+A pickle can run code when it is opened. So a pickle is opened only if no other user can have
+written to the run, and its file has the size and hash that the journal says.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from raypool.errors import SerializationError
 DIGEST_BYTES = 16
 
 MAX_TWICE_BYTES = 16 * 1024 * 1024
-"""A pickle that needs the user's script is written twice up to this size, so that it can be opened without the script too."""
+"""Up to this size [bytes] a pickle that needs the user's script is stored in a second form without it."""
 
 
 class Damaged(Exception):
-    """Something that was stored cannot be had back; the text says what and why."""
+    """A stored value cannot be read back; the text says which and why."""
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder, and those that it is in, for the owner only; they are on the disk when this returns."""
+    """Make a folder and its parents, for the owner only; they are on disk when this returns."""
     if path.is_dir():
         return
     make_folder(path.parent)
@@ -39,7 +39,7 @@ def make_folder(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Wait until the names in a folder are on the disk; not every file system knows how."""
+    """Wait until the names in a folder are on disk; not every file system supports it."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         with contextlib.suppress(OSError):
@@ -49,7 +49,7 @@ def sync_folder(path: Path) -> None:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write a file for the owner only; it is on the disk when this returns, and what had its name before stays until then."""
+    """Write a file for the owner only, in one step; it is on disk when this returns."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
@@ -65,15 +65,15 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def digest(data: bytes) -> bytes:
-    """Return the hash by which a file is known."""
+    """Return the hash of a file's content, as the journal has it."""
     return blake2b(data, digest_size=DIGEST_BYTES).digest()
 
 
 def read_file(path: Path, size: int, known_digest: bytes) -> bytes:
-    """Return what is in a file.
+    """Return the content of a file.
 
     Raises:
-        Damaged: It is not there, cannot be read, or is not what was written.
+        Damaged: It does not exist, cannot be read, or has changed.
     """
     try:
         data = path.read_bytes()
@@ -89,7 +89,7 @@ JOURNAL = ("journal.sqlite", "journal.sqlite-wal", "journal.salvaged.sqlite")
 
 
 def distrust(path: Path) -> str | None:
-    """Return why somebody else may have written to a file or folder, and what to do; None if nobody can have."""
+    """Return why other users may have written to a file or folder, and what to do; None if they cannot."""
     status = path.stat()
     if status.st_uid != os.getuid():
         return f"{path} belongs to user {status.st_uid}, and a pickle in it could run code as you: if you trust it, chown it"
@@ -99,7 +99,7 @@ def distrust(path: Path) -> str | None:
 
 
 def check_owner(path: Path) -> None:
-    """Make sure that what this file brings may be run here.
+    """Make sure that code in this file may be run here.
 
     Raises:
         Damaged: It belongs to somebody else, or others may write to it.
@@ -113,7 +113,7 @@ def check_owner(path: Path) -> None:
 
 
 def check_run(run_dir: Path) -> None:
-    """Make sure that nobody else can have written to the journal in this folder.
+    """Make sure that no other user can have written to the journal in this folder.
 
     Raises:
         Damaged: The folder or a file of the journal belongs to somebody else, or others may write to it.
@@ -126,7 +126,7 @@ def check_run(run_dir: Path) -> None:
 
 
 def is_trusted(run_dir: Path) -> bool:
-    """Whether nobody else can have written to the journal in this folder."""
+    """Whether no other user can have written to the journal in this folder."""
     try:
         check_run(run_dir)
     except Damaged:
@@ -135,7 +135,7 @@ def is_trusted(run_dir: Path) -> bool:
 
 
 def cloudpickled(value: Any) -> bytes:
-    """Pickle a value with what no other process could import.
+    """Pickle a value, including code that other processes cannot import.
 
     Raises:
         SerializationError: It cannot be pickled, whatever its code has raised.
@@ -155,7 +155,7 @@ def cloudpickled(value: Any) -> bytes:
 
 
 def dump(value: Any) -> bytes:
-    """Pickle a value. One that needs a class of the script is pickled with it too, behind the pickle that only names it.
+    """Pickle a value. If it needs a class of the script, a second pickle that includes it follows.
 
     Raises:
         SerializationError: It cannot be pickled, whatever its code has raised.
@@ -175,7 +175,7 @@ def dump(value: Any) -> bytes:
 
 
 def load(data: bytes) -> Any:
-    """Return the value that was pickled; where the script is not at hand, made with what was pickled of it.
+    """Return a pickled value; without the script, from the second pickle.
 
     Raises:
         Damaged: It cannot be opened here, whatever its code has raised.
@@ -195,7 +195,7 @@ def load(data: bytes) -> Any:
 
 
 def _behind_first(data: bytes) -> bytes:
-    """Return what stands behind the first pickle."""
+    """Return the data behind the first pickle."""
     import pickletools
 
     file = io.BytesIO(data)

@@ -1,4 +1,4 @@
-"""The journal of a run that is being written: one driver, one thread at a time."""
+"""`Journal`, the journal of a run while it is written; and checks that a call fits its folder."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from raypool.journal.schema import MAX_TEXT_BYTES, SCHEMA, Row, insert, numbers_
 __all__ = ["Damaged", "Journal", "Outcome", "Stored"]
 
 COUNTS = frozenset({"finished", "failed"})
-"""What stands until the item has another outcome; the rest only says what it took."""
+"""Statuses that are outcomes of an item; others only describe attempts."""
 
 
 NO_LOG = (-1, -1)
-"""Stands for a log that has to be opened again."""
+"""The identity of a write-ahead log that has to be opened again."""
 
 
 class Journal:
-    """What became of the items of a run, in its folder. Any thread may use it.
+    """The outcomes of the items of a run, in its folder. Any thread may use it.
 
-    What `write` has taken is on the disk and stays there. Use `open`.
+    Outcomes that `write` has accepted are on disk, and stay there. Make one by `open`.
 
     Example:
         >>> import tempfile
@@ -75,10 +75,10 @@ class Journal:
         """Lock the folder, make or open its journal, and begin the next run in it.
 
         Args:
-            run_dir: The folder; it is made if it is not there.
+            run_dir: The folder; it is made if it does not exist.
             function: The key of the function that runs (`keys.function_key`).
             seed: The seed of the run.
-            source: Where the function stands, for those who replay an item.
+            source: Where the function is defined, for replays.
 
         Raises:
             JournalError: It is in use, was made for another function or seed, cannot be written, or others can write to it.
@@ -135,7 +135,7 @@ class Journal:
             with self._mutex:
                 self._insert({"runs": [(self.run, *row)]})
                 self._lock.note_outcomes(self._next["attempts"] - 1)
-                self._log = identity(self._log_path)  # a new one has it only now
+                self._log = identity(self._log_path)  # a new log has an identity only now
         except OSError as error:
             raise cannot_write(self.run_dir, error) from error
 
@@ -175,7 +175,7 @@ class Journal:
             return dict(self._newest)
 
     def positions(self, run: int) -> dict[str, int]:
-        """Return where each item stood in an earlier run, by key."""
+        """Return the position of each item in an earlier run, by key."""
         keys = {number: key for key, number in self._numbers.items()}
         orders = ((first, text) for _, own, first, text in self._orders if own == run)
         places = ((keys.get(n), place) for first, text in orders for place, n in enumerate(numbers_of(text), first))
@@ -185,19 +185,19 @@ class Journal:
         """Return what an item returned.
 
         Raises:
-            Damaged: It is not there any more, or not what was written: the item has to run again.
+            Damaged: The value is gone or has changed: the item has to run again.
         """
         return get_back(StoredAt(*stored[5:10]), self.run_dir, stored.key)
 
     def error(self, stored: Stored) -> BaseException:
-        """Return what an item raised, as itself where that is possible, else as a `TaskError` with its text."""
+        """Return the exception of an item: itself if possible, else a `TaskError` with its text."""
         return error_of(stored, self.run_dir)
 
     def write(self, outcomes: Sequence[Outcome]) -> list[tuple[Outcome, Exception]]:
-        """Write outcomes down; when this returns they are on the disk, except for those that it returns with the reason.
+        """Write outcomes; they are on disk when this returns, except those that it returns with a reason.
 
-        That is an `OSError` where there is no room (try again later: what is small may still find some), a `SerializationError`
-        where the value cannot be pickled (which will not change).
+        The reason is an `OSError` if the disk is full (a later try may succeed, and small outcomes
+        may still fit), or a `SerializationError` if the value cannot be pickled (which is final).
         """
         with self._mutex:
             ready: list[tuple[Outcome, tuple[Any, ...]]] = []
@@ -221,7 +221,7 @@ class Journal:
         return failed
 
     def _write_singly(self, ready: list[tuple[Outcome, tuple[Any, ...]]]) -> list[tuple[Outcome, Exception]]:
-        """Write what still finds room. Where two do not in a row, the rest need not be tried."""
+        """Write those outcomes that still fit on the disk; stop after two failures in a row."""
         failed: list[tuple[Outcome, Exception]] = []
         for position, (outcome, row) in enumerate(ready):
             if len(failed) >= 2 and len(failed) == position:
@@ -246,7 +246,7 @@ class Journal:
             self._newest[row[1]] = Stored._make(row)
 
     def _commit(self, rows: dict[str, list[Row]]) -> None:
-        """Add rows in one transaction, where others see them.
+        """Add rows in one transaction, to the files that other processes see.
 
         Raises:
             OSError: They cannot be written; none of them counts.
@@ -262,11 +262,11 @@ class Journal:
         """Add rows in one transaction.
 
         Raises:
-            OSError: They cannot be written; none of them is there.
+            OSError: They cannot be written; none of them was added.
         """
         connection = self._connection
         try:
-            if not connection.in_transaction:  # the one that makes the tables may still be open
+            if not connection.in_transaction:  # the transaction that makes the tables may be open
                 connection.execute("BEGIN IMMEDIATE")
             for table, entries in rows.items():
                 insert(connection, table, entries)
@@ -287,10 +287,10 @@ class Journal:
         return self.run_dir / f"{DATABASE}-wal"
 
     def _look_after_log(self) -> None:
-        """Make sure that what is written now goes into the files that others see.
+        """Make sure that rows go into the files that other processes see.
 
         Raises:
-            OSError: The journal is not there any more, or cannot be opened again.
+            OSError: The journal is gone, or cannot be opened again.
         """
         if identity(self._database) != self._opened:
             raise OSError(errno.ENOENT, "the journal was removed, or replaced, while it was in use", str(self._database))
@@ -316,7 +316,7 @@ class Journal:
         self._log = identity(self._log_path)
 
     def _insert_missing(self, rows: dict[str, list[Row]]) -> None:
-        """Add those of these rows that went into a file that nobody sees.
+        """Add those rows again that went into a removed file.
 
         Raises:
             OSError: They cannot be written.
@@ -331,11 +331,11 @@ class Journal:
             raise _as_os_error(error, self.run_dir) from error
 
     def folder(self, key: str) -> Path:
-        """Return the folder of an item; it is there only if something is in it (`files.make_folder` makes it)."""
+        """Return the folder of an item; it exists only if it has content (`files.make_folder` makes it)."""
         return self.run_dir / "items" / key
 
     def close(self) -> None:
-        """Let go of the files and the lock."""
+        """Close the files, and release the lock."""
         with self._mutex:
             with contextlib.suppress(sqlite3.Error):
                 self._connection.close()
@@ -350,13 +350,13 @@ class Journal:
 
 
 def _as_os_error(error: sqlite3.Error, folder: Path) -> OSError:
-    """Return what SQLite says of the disk as Python would."""
+    """Return SQLite's error of the disk as an `OSError`."""
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
     number = {sqlite3.SQLITE_FULL: errno.ENOSPC, sqlite3.SQLITE_READONLY: errno.EROFS}.get(code, errno.EIO)
     return OSError(number, str(error), str(folder))
 
 
-# --- whether a call goes on with what a folder was made for -----------------------------------------------------------
+# --- checks that a call fits its folder -------------------------------------------------------------------------------
 
 
 def check_same(folder: Path, contents: Contents, function: str, seed: int | None) -> None:
@@ -383,10 +383,10 @@ def check_same(folder: Path, contents: Contents, function: str, seed: int | None
 
 
 def check_held(folder: Path, contents: Contents, source: FunctionSource | None) -> None:
-    """See whether a function holds what it held in the run before.
+    """Compare the values that a function captures with those of the last run; warn of differences.
 
     Raises:
-        JournalError: It is given other arguments: what it returns is something else then.
+        JournalError: A partial has other arguments, so that results would differ.
     """
     known = next((FunctionSource.from_text(row[3]) for row in reversed(contents["runs"]) if row[3]), None)
     if known is None or source is None:

@@ -1,7 +1,8 @@
-"""Which item is which, and which function: keys made of what they hold, the same in every process and for every order of items.
+"""Keys of items and functions, made from their content; and `FunctionSource`, where a function is defined.
 
-A value is written down as bytes in one canonical way, and the key is their hash. What holds the same has the same key; values of
-different types differ, also where Python calls them equal (1, 1.0 and True).
+A value is written as bytes in one canonical way, and the key is their hash: the same in every
+process, and for every order of items. Values with the same content have the same key. Values of
+different types differ, even if Python calls them equal (1, 1.0 and True).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from raypool.journal.files import digest
 from raypool.journal.plain import encode
 
 KEY_BYTES = 12
-"""Long enough that two of a billion items never share a key by chance."""
+"""The length of a key's hash [bytes]: two of a billion items never share one by chance."""
 
 
 def content_key(value: Any, what: str) -> str:
@@ -39,10 +40,10 @@ def content_key(value: Any, what: str) -> str:
 
     Args:
         value: Anything that can be pickled.
-        what: What to call it in a message.
+        what: The name of the value in messages.
 
     Raises:
-        InvalidTypeError: It cannot be told from others; the message says which part of it is to blame.
+        InvalidTypeError: It has no key; the message names the part that is the reason.
 
     Example:
         >>> content_key({"lr": 0.1, "depth": 3}, "item 0") == content_key({"depth": 3, "lr": 0.1}, "item 0")
@@ -75,8 +76,8 @@ def numbered(keys: Iterable[str]) -> Iterator[str]:
 def function_key(fn: Any) -> str:
     """Return the name by which a function is known from one run to the next: "module.qualname".
 
-    A script's own functions are under the name of its file, a partial under that of what it calls, an object that can be called
-    under that of its type.
+    A script's functions have the name of its file, a partial that of its function, and a callable
+    object that of its type.
 
     Example:
         >>> function_key(functools.partial(numbered, []))
@@ -100,7 +101,7 @@ def module_name(name: str | None) -> str:
     return Path(file).stem if file else "__main__"
 
 
-# --- the canonical bytes ----------------------------------------------------------------------------------------------
+# --- canonical bytes --------------------------------------------------------------------------------------------------
 
 
 def _node(tag: str, *parts: bytes) -> bytes:
@@ -110,7 +111,7 @@ def _node(tag: str, *parts: bytes) -> bytes:
 
 
 def _canonical(value: Any, path: str, outer: list[int]) -> bytes:
-    """Return the bytes of a value; `outer` are the ids of what it is in."""
+    """Return the bytes of a value; `outer` has the ids of the values that contain it."""
     simple = _SIMPLE.get(type(value))
     if simple is not None:
         return simple(value)
@@ -195,11 +196,11 @@ _SIMPLE: dict[type, Callable[[Any], bytes]] = {
     range: lambda value: _node("range", b"%d %d %d" % (value.start, value.stop, value.step)),
     ModuleType: lambda value: _node("module", value.__name__.encode()),
 }
-"""How to write down what holds nothing else."""
+"""How to write values that contain no others, by type."""
 
 
 def _function(fn: FunctionType, path: str, outer: list[int]) -> bytes:
-    """A function is its name; one that cannot be found by it is also what it does and what it holds."""
+    """Write a function as its name; if that does not lead to it, also its code and captured values."""
     if "<" not in fn.__qualname__:
         return _node("function", _name(fn))
     cells = [cell.cell_contents for cell in fn.__closure__ or ()]
@@ -208,7 +209,7 @@ def _function(fn: FunctionType, path: str, outer: list[int]) -> bytes:
 
 
 def code_key(code: CodeType) -> str:
-    """Return the key of what a function does."""
+    """Return the key of a function's code."""
     return blake2b(_code(code, "it", []), digest_size=KEY_BYTES).hexdigest()
 
 
@@ -220,8 +221,8 @@ def _code(code: CodeType, path: str, outer: list[int]) -> bytes:
     return _node("code", _node("", code.co_code), _text(" ".join(code.co_names)), *constants)
 
 
-# --- what other packages make -----------------------------------------------------------------------------------------
-# A package that nobody has imported has made nothing.
+# --- values of other packages -----------------------------------------------------------------------------------------
+# A package that was never imported has made no values.
 
 
 def _of_numpy(value: Any, path: str, outer: list[int]) -> bytes | None:
@@ -281,11 +282,11 @@ def _of_torch(value: Any, path: str, outer: list[int]) -> bytes | None:
     return _node("tensor", _name(type(value)), f"{value.dtype} {tuple(value.shape)} {value.layout}".encode(), data)
 
 
-# --- anything else ----------------------------------------------------------------------------------------------------
+# --- all other values -------------------------------------------------------------------------------------------------
 
 
 def _reduced(value: Any, path: str, outer: list[int]) -> bytes:
-    """Return the bytes of what pickle would make it from again."""
+    """Return the bytes of the parts from which pickle would restore a value."""
     kind = type(value)
     try:
         reduce = copyreg.dispatch_table.get(kind)
@@ -324,7 +325,7 @@ _SIMPLE[datetime.time] = _as_args("time", lambda value: (value.isoformat(), valu
 _SIMPLE[datetime.datetime] = _as_args("datetime", lambda value: (value.isoformat(), value.fold, value.tzinfo))
 
 _NUMBERS = frozenset({bool, int, float, complex, str, bytes})
-"""What NumPy's numbers and texts are like."""
+"""Python's types of NumPy's numbers and texts."""
 
 _COMPOUND: list[tuple[Any, Callable[[Any, str, list[int]], bytes]]] = [
     (Enum, lambda value, path, outer: _node("enum", _name(type(value)), _canonical(_of_enum(value), path, outer))),
@@ -337,37 +338,38 @@ _COMPOUND: list[tuple[Any, Callable[[Any, str, list[int]], bytes]]] = [
         lambda value, path, outer: _node("partial", _canonical((value.func, value.args, dict(value.keywords)), path, outer)),
     ),
 ]
-"""How to write down what may hold other things, by its class or that of its parents."""
+"""How to write values that may contain others, by class or parent class."""
 
 
 def _of_enum(value: Enum) -> Any:
     return value.value if isinstance(value, Flag) else value.name
 
 
-# --- where a run's function can be found again, and what it holds -----------------------------------------------------
+# --- function sources: definition and captured values -----------------------------------------------------------------
 
 
 MAX_WORDS = 300
-"""So much of a partial's arguments is kept to be read."""
+"""The greatest length of a partial's arguments, as readable text [characters]."""
 
 MAX_PICKLE_BYTES = 16 * 1024 * 1024
-"""A function that holds more than this is not kept with the run."""
+"""A function with a larger pickle [bytes] is not kept with the run."""
 
 
 class FunctionSource(NamedTuple):
-    """Where a function stands: the module to import, its name there, the file; or the function pickled, if no name leads to it.
+    """Where a function is defined: module, name and file; or its pickle, if no name leads to it.
 
     Attributes:
         function: Its key, by which runs are told apart.
         module: The module's name; a script's is that of its file.
         qualname: Its name there, None if it cannot be found by it.
         file: The module's file, if it has one.
-        is_script: Whether that is a script, which is not to be found by its name only.
+        is_script: Whether that is a script, whose name alone does not lead to it.
         digest: The hash of `pickled`, in hexadecimal digits.
-        given: The hash of what partials give it, if that is plain data.
-        words: That, to be read.
-        held: The key of what it holds: closure, defaults, the object that it is a method of; None if that has no key.
-        pickled: The function, where it has no name to be found by.
+        given: The hash of the arguments from partials, if these are plain data.
+        words: These arguments as readable text.
+        held: The key of its captured values: closure, defaults, the object that it is a method of;
+            None if that has no key.
+        pickled: The pickled function, if no name leads to it.
     """
 
     function: str
@@ -383,7 +385,7 @@ class FunctionSource(NamedTuple):
 
     @staticmethod
     def of(fn: Any) -> FunctionSource:
-        """Note where a function stands."""
+        """Find out where a function is defined."""
         named = getattr(fn, "__module__", None) or type(fn).__module__
         module = sys.modules.get(named)
         file = getattr(module, "__file__", None)
@@ -416,12 +418,12 @@ class FunctionSource(NamedTuple):
 
     @staticmethod
     def from_text(text: str) -> FunctionSource:
-        """Return what `to_text` has written."""
+        """Return the source that `to_text` has written."""
         return FunctionSource(**json.loads(text))
 
 
 def found(module: ModuleType, qualname: str) -> Any:
-    """Return what a module has under this name, None if nothing."""
+    """Return the module's object of this name, None if there is none."""
     value: Any = module
     for name in qualname.split("."):
         value = getattr(value, name, None)
@@ -438,7 +440,7 @@ class _Room(io.BytesIO):
 
 
 def _pickled(fn: Any) -> bytes | None:
-    """Pickle a function with what it holds; None if that cannot be, or is too much."""
+    """Pickle a function with its captured values; None if that fails, or is too large."""
     import cloudpickle
 
     file = _Room()
@@ -452,7 +454,7 @@ def _pickled(fn: Any) -> bytes | None:
 
 
 def _arguments(fn: Any) -> tuple[tuple[tuple[Any, ...], dict[str, Any]], Any]:
-    """Return what partials give a function, by position and by name, and the function."""
+    """Return the arguments from partials, by position and by name, and the function."""
     args: tuple[Any, ...] = ()
     keywords: dict[str, Any] = {}
     while isinstance(fn, functools.partial):
@@ -462,7 +464,7 @@ def _arguments(fn: Any) -> tuple[tuple[tuple[Any, ...], dict[str, Any]], Any]:
 
 
 def _held(fn: Any) -> list[Any]:
-    """Return what a function holds besides its name; of a lambda, which has none, also what it does."""
+    """Return the captured values of a function; for a lambda, which has no name, also its code."""
     if isinstance(fn, FunctionType):
         cells = [cell.cell_contents for cell in fn.__closure__ or ()]
         code = [code_key(fn.__code__)] if fn.__name__ == "<lambda>" else []
@@ -474,7 +476,7 @@ def _held(fn: Any) -> list[Any]:
 
 
 def _key_of(find: Callable[[], list[Any]]) -> str | None:
-    """Return the key of some values; None if one has none, or another in each run: raypool's own objects."""
+    """Return the key of some values; None if one has none, or a new one in each run (raypool's objects)."""
     try:
         values = find()
         if any(type(value).__module__.partition(".")[0] == "raypool" for value in values):

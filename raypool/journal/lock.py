@@ -1,6 +1,6 @@
-"""Locks on a run: one driver at a time for each folder, and the locks of SQLite, which this process must not drop by mistake.
+"""Locks on a run: one writer at a time for each folder; and the protection of SQLite's own locks.
 
-The kernel holds these locks, so they are gone with the process, however it ends.
+The kernel holds these locks, so they end with the process, however it ends.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ logger = logging.getLogger("raypool")
 
 
 class RunLock:
-    """Keeps a folder for whoever makes this, until `release` or the end of the process. The folder must be there.
+    """A lock on an existing folder, held until `release` or the end of the process.
 
-    Children that this process forks do not hold it. While it is held, its file says by whom, and how many outcomes the journal
-    has (`note_outcomes`); `outcomes_before` is the number that a holder which was killed has left there.
+    Forked children do not hold it. While it is held, its file names the holder, and the number of
+    outcomes in the journal (`note_outcomes`); `outcomes_before` is the number left by a killed
+    holder.
 
     Raises:
-        JournalError: Somebody else has it; the message says who, where and since when. Or it cannot be written.
+        JournalError: Another process has it (the message says which, where and since when), or the
+            file cannot be written.
 
     Example:
         >>> import tempfile
@@ -55,7 +57,7 @@ class RunLock:
         _held.add(self)
 
     def note_outcomes(self, count: int) -> None:
-        """Note how many outcomes are in the journal of this folder, so that their loss shows should its log get lost."""
+        """Note the number of outcomes in the journal, so that the loss of its log shows."""
         if self._descriptor >= 0:
             self._write({**self._note, "outcomes": count})
 
@@ -88,7 +90,7 @@ class RunLock:
             return "another process"
 
     def release(self) -> None:
-        """Let others have it."""
+        """Release the lock."""
         if self._descriptor >= 0:
             _held.discard(self)
             descriptor, self._descriptor = self._descriptor, -1
@@ -103,7 +105,7 @@ class RunLock:
 
 
 def noted_outcomes(folder: Path, name: str = "journal.lock") -> int:
-    """Return how many outcomes whoever uses a folder, or was killed while it did, has written; 0 if that is not known."""
+    """Return the number of outcomes that a current or killed user of a folder noted; 0 if unknown."""
     try:
         return int(json.loads((folder / name).read_bytes())["outcomes"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -111,7 +113,7 @@ def noted_outcomes(folder: Path, name: str = "journal.lock") -> int:
 
 
 def is_in_use(folder: Path, name: str = "journal.lock") -> bool:
-    """Whether somebody uses a folder, or was killed while it did: for those who only look."""
+    """Whether a process uses a folder, or was killed while it did: for readers."""
     try:
         return (folder / name).stat().st_size > 0
     except OSError:
@@ -134,7 +136,7 @@ os.register_at_fork(after_in_child=_forget_all)
 # --- SQLite's locks ---------------------------------------------------------------------------------------------------
 #
 # The kernel drops all (POSIX) locks of a process on a file as soon as that process closes any descriptor of it, even one that has
-# nothing to do with the locks. Another process would then take the writer for gone, and delete the log that it still writes to.
+# nothing to do with the locks. Another process would then take the writer for dead, and delete its log.
 # So a database that SQLite writes in this process is opened in no other way here.
 #
 # Source:
@@ -142,14 +144,14 @@ os.register_at_fork(after_in_child=_forget_all)
 
 
 Identity: TypeAlias = "tuple[int, int]"
-"""By which the kernel knows a file, whatever it is called."""
+"""Device and inode, which identify a file under any name."""
 
 _written: set[Identity] = set()
 _mutex = threading.RLock()
 
 
 def identity(path: Path) -> Identity | None:
-    """Return by which a file is known; None if it is not there."""
+    """Return the identity of a file; None if it does not exist."""
     try:
         status = path.stat()
     except OSError:
@@ -159,14 +161,14 @@ def identity(path: Path) -> Identity | None:
 
 @contextlib.contextmanager
 def bare(path: Path) -> Iterator[bool]:
-    """Say whether a database may be opened without SQLite's knowledge; within this nobody here begins to write it."""
+    """Yield whether a database may be opened without SQLite; meanwhile no writer starts in this process."""
     with _mutex:
         yield identity(path) not in _written
 
 
 @contextlib.contextmanager
 def opening(path: Path) -> Iterator[None]:
-    """Note, if all goes well in here, that a database is written in this process from now on."""
+    """Note, on success, that this process writes a database from now on."""
     with _mutex:
         yield
         known = identity(path)
@@ -175,7 +177,7 @@ def opening(path: Path) -> Iterator[None]:
 
 
 def closed(known: Identity | None) -> None:
-    """Note that a database is not written here any more."""
+    """Note that this process no longer writes a database."""
     with _mutex:
         if known is not None:
             _written.discard(known)

@@ -1,4 +1,4 @@
-"""Opens a journal for writing: makes it, brings it up to date, and repairs it if need be."""
+"""Opens a journal for writing: makes it, migrates it to the newest version, and repairs it if damaged."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Contents: TypeAlias = "dict[str, list[Row]]"
 """The rows of each table, in the order of their numbers."""
 
 SALVAGED = "journal.salvaged.sqlite"
-"""A complete journal that is about to take the place of a damaged one."""
+"""The name of a complete journal that is about to replace a damaged one."""
 
 SURROUNDINGS = frozenset(
     [
@@ -52,7 +52,7 @@ SURROUNDINGS = frozenset(
         sqlite3.SQLITE_AUTH,
     ]
 )
-"""What SQLite says where the file is not to blame."""
+"""Errors of SQLite that do not mean a damaged file."""
 
 
 class DamagedError(Exception):
@@ -64,20 +64,20 @@ UNREADABLE = (sqlite3.Error, WrongRowError, DamagedError, UnicodeDecodeError)
 
 
 def is_damage(error: Exception) -> bool:
-    """Whether this says that the file is damaged, rather than that the disk is full, say."""
+    """Whether an error means that the file is damaged, rather than that the disk is full, say."""
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)
     return code & 0xFF not in SURROUNDINGS or code == sqlite3.SQLITE_IOERR_SHORT_READ
 
 
 def open_database(folder: Path) -> tuple[sqlite3.Connection, Contents]:
-    """Return a connection to the journal in a folder that is locked, and all that is in it.
+    """Return a connection to the journal in a locked folder, and its content.
 
     Raises:
         JournalError: It cannot be written, was made by a newer raypool, or is not a journal.
     """
     try:
         _finish_salvage(folder)
-        rest = _bytes_of(folder / f"{DATABASE}-wal")  # before SQLite tidies it away
+        rest = _bytes_of(folder / f"{DATABASE}-wal")  # before SQLite removes it
         with contextlib.suppress(FileExistsError):
             os.close(os.open(folder / DATABASE, os.O_CREAT | os.O_EXCL, 0o600))
         try:
@@ -99,10 +99,12 @@ def open_database(folder: Path) -> tuple[sqlite3.Connection, Contents]:
 
 
 def check_beginning(path: Path, rest: bytes) -> None:
-    """Make sure that SQLite may see this file: without a first page it deletes the log, of an unknown format it only reads.
+    """Check that SQLite may open this file.
+
+    Without a valid first page it would delete the log; an unknown format it would only read.
 
     Raises:
-        DamagedError: Better not.
+        DamagedError: SQLite must not open it.
     """
     with path.open("rb") as file:
         head = file.read(512)
@@ -121,7 +123,7 @@ def cannot_write(folder: Path, error: Exception) -> JournalError:
 
 
 def connect(path: Path) -> sqlite3.Connection:
-    """Open a database so that what is committed stays, whatever happens."""
+    """Open a database so that committed rows survive crashes and power cuts."""
     connection = sqlite3.connect(path, timeout=10.0, isolation_level=None, check_same_thread=False)
     try:
         connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
@@ -142,16 +144,16 @@ def _bytes_of(path: Path) -> bytes:
 
 
 def _checked(connection: sqlite3.Connection, rest: bytes) -> Contents:
-    """Return what is in a journal, with what its write-ahead log holds besides.
+    """Return the rows of a journal, including further ones in its write-ahead log.
 
     Raises:
-        DamagedError: It is not what was written; or another error of `schema.read`.
+        DamagedError: The content has changed; or another error of `schema.read`.
     """
     (tables,) = connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()
     (application,) = connection.execute("PRAGMA application_id").fetchone()
     (version,) = connection.execute("PRAGMA user_version").fetchone()
     if tables == 0 and application == 0 and version == 0:
-        migrate(connection)  # of a new one; goes to the disk with the first row
+        migrate(connection)  # makes the tables of a new one; on disk with the first row
         if rest:
             raise DamagedError("its first page is gone")
         return {table: [] for table in TABLES}
@@ -174,7 +176,7 @@ def _checked(connection: sqlite3.Connection, rest: bytes) -> Contents:
 
 
 def is_cut(log: bytes, num_frames: int) -> bool:
-    """Whether a whole transaction stands behind the frames of a write-ahead log that SQLite has found good.
+    """Whether a whole transaction follows the frames of a write-ahead log that SQLite accepted.
 
     Source:
         SQLite, "Database File Format", section 4.1 (WAL file format).
@@ -192,7 +194,7 @@ def read_all(connection: sqlite3.Connection) -> Contents:
 
 
 def _append_found(connection: sqlite3.Connection, contents: Contents, rest: bytes) -> None:
-    """Add rows that were written, but not committed, or that SQLite did not find behind a damaged page of the log."""
+    """Add rows that were written but not committed, or that are behind a damaged page of the log."""
     known = frozenset(checksum(table, row) for table, rows in contents.items() for row in rows)
     found = list(carve(rest, known))
     if not found:
@@ -225,12 +227,12 @@ def gathered(rows: Iterable[tuple[str, Row]]) -> Contents:
 
 
 def lost_of(contents: Contents) -> dict[str, int]:
-    """Return how many rows of each table are missing, as far as one can see: a row behind the last that is left is not missed."""
+    """Return the number of missing rows of each table; a loss behind the last row does not show."""
     return {table: max(num_missing(rows), 0) for table, rows in contents.items()}
 
 
 def renumbered(contents: Contents) -> Contents:
-    """Return the rows with consecutive numbers; what is about an item that is not there any more is left out of the orders."""
+    """Return the rows with consecutive numbers; the orders lose items that are gone."""
     numbers = {row[0]: number for number, row in enumerate(contents["items"], 1)}
     renewed = {
         table: rows if table == "runs" else [(number, *row[1:]) for number, row in enumerate(rows, 1)]
@@ -247,14 +249,14 @@ def renumbered(contents: Contents) -> Contents:
 
 
 def what_is_lost(lost: dict[str, int]) -> str:
-    """Return in words how many rows are missing."""
+    """Return the numbers of missing rows in words."""
     counts = {"results": lost["attempts"], "items": lost["items"], "other records": lost["orders"] + lost["runs"]}
     said = " and ".join(f"{count:,} {name}" for name, count in counts.items() if count)
     return f"at least {said} are lost" if said else "how many are lost is not known"
 
 
 def what_is_left(path: Path, data: bytes, contents: Contents) -> str:
-    """Return in words what is wrong with the file of a journal, and what could be read of it."""
+    """Describe the damage of a journal's file, and the part that could be read."""
     count = len({row[1] for row in contents["attempts"] if row[4] in ("finished", "failed")})
     page, pages = int.from_bytes(data[16:18], "big"), int.from_bytes(data[28:32], "big")
     if not data.startswith(b"SQLite format 3\0"):
@@ -270,7 +272,7 @@ def what_is_left(path: Path, data: bytes, contents: Contents) -> str:
 
 
 def lost_with_log(folder: Path, noted: int, contents: Contents) -> str | None:
-    """Return in words how many of the outcomes that were noted are not in a journal any more; None if all are."""
+    """Return in words how many noted outcomes are missing from a journal; None if all are there."""
     lost = noted - len(contents["attempts"])
     if lost <= 0:
         return None
@@ -281,7 +283,7 @@ def lost_with_log(folder: Path, noted: int, contents: Contents) -> str | None:
 
 
 def rescued(path: Path, data: bytes, rest: bytes) -> Contents:
-    """Return what can be read of a damaged journal.
+    """Return the readable rows of a damaged journal.
 
     Raises:
         JournalError: It was made by a newer raypool, or is not a journal at all.
@@ -303,7 +305,7 @@ def rescued(path: Path, data: bytes, rest: bytes) -> Contents:
 
 
 def _is_sound(data: bytes, path: Path) -> bool:
-    """Whether this is a database, of somebody else's then."""
+    """Whether this is a sound database, hence of another program."""
     if not data.startswith(b"SQLite format 3\0"):
         return False
     with contextlib.closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as connection:
@@ -315,7 +317,7 @@ def _is_sound(data: bytes, path: Path) -> bool:
 
 
 def _salvaged(folder: Path, rest: bytes) -> tuple[sqlite3.Connection, Contents]:
-    """Put a journal of all that can be read in the place of a damaged one, which is kept."""
+    """Replace a damaged journal by one with all readable rows; the damaged file is kept."""
     path = folder / DATABASE
     data = path.read_bytes()
     found = rescued(path, data, rest)
@@ -338,7 +340,7 @@ def _salvaged(folder: Path, rest: bytes) -> tuple[sqlite3.Connection, Contents]:
 
 
 def _keep(folder: Path, rest: bytes) -> Path:
-    """Give a damaged journal a second name, which stays."""
+    """Keep a damaged journal under a second name."""
     for number in itertools.count(1):
         kept = folder / f"journal.damaged-{number}.sqlite"
         try:
@@ -354,7 +356,7 @@ def _keep(folder: Path, rest: bytes) -> Path:
 
 
 def _finish_salvage(folder: Path) -> None:
-    """Let the salvaged journal take its place; also if the process that made it was ended in between."""
+    """Put the salvaged journal in place, also one that a killed process has left."""
     if (folder / SALVAGED).exists():
         for suffix in ("-wal", "-shm"):
             (folder / f"{DATABASE}{suffix}").unlink(missing_ok=True)

@@ -1,6 +1,6 @@
-"""Plain data as text: JSON that gives back exactly what it was made from, types included, or nothing at all.
+"""Plain data as JSON that decodes to exactly the same values and types; other data are refused.
 
-What is plain can be read by anybody and harms nobody: it needs no pickle.
+Plain data need no pickle, so opening them runs no code.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ import sys
 from typing import Any
 
 MAX_DEPTH = 50
-"""Lists in lists, and so on, up to here."""
+"""The greatest depth of nested containers."""
 
 MAX_BITS = 10_000
-"""Python refuses to write or read longer numbers."""
+"""The greatest size of an integer [bits]: Python refuses to convert longer ones."""
 
 MAX_PARTS = 100_000
-"""What has more parts is no table entry; the same list in many places would be written many times."""
+"""The greatest number of parts of a value: a list in many places would be written as often."""
 
 NUMPY_NAMES = frozenset(
     ["bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64"]
 )
-"""NumPy's numbers that a number of Python's stands for exactly."""
+"""NumPy's types of numbers that Python's represent exactly."""
 
 
 class _NotPlainError(Exception):
@@ -68,7 +68,7 @@ def _tagged(value: Any, depth: int, count: list[int]) -> Any:
 
 
 def _checked_text(text: str) -> str:
-    """Halves of characters (surrogates) cannot be written, and two of them would be read as one character."""
+    """Refuse surrogates: they cannot be written, and two of them would be read as one character."""
     if not text.isascii():
         try:
             text.encode()

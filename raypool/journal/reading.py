@@ -1,4 +1,4 @@
-"""Makes `Results` of a run's folder, without changing anything in it: no pool, no Ray, no lock."""
+"""Reads `Results` from a run's folder, without changing it: no pool, no Ray, no lock."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from raypool.results import Miss, Results, Row
 
 
 class ItemRecord(NamedTuple):
-    """What a journal knows of an item: its key, where it is itself, and its newest outcome."""
+    """An item in a journal: its key, the place of its value, and its newest outcome."""
 
     key: str
     item: StoredAt | None
@@ -51,18 +51,20 @@ class ItemRecord(NamedTuple):
 
 
 def load_results(run_dir: str | os.PathLike[str]) -> Results:
-    """Return what became of the items of a durable run: of one that has ended, was ended, or still runs.
+    """Return the outcomes of the items of a durable run, which may still be running.
 
-    Each item is there once: those of the newest call first, in its order, then those that only older calls had. One that has no
-    outcome (yet), or whose value cannot be had back, is "missing" in the table. Nothing in the folder is changed, it may be
-    read-only, and Ray is not needed. Values that are no plain data are pickles, which can run code when they are opened: they are
-    opened only from files of your own.
+    Each item appears once: those of the newest call first, in its order, then those of older calls
+    only. An item without an outcome, or whose value cannot be read back, is "missing" in the table.
+    The folder is not changed and may be read-only; Ray is not needed. Values other than plain data
+    are pickles, which can run code when they are opened: they are opened only from files of your
+    own.
 
     Args:
         run_dir: The folder that was given to `parfor`.
 
     Raises:
-        JournalError: There is no run in it, or it cannot be read. A damaged one gives what is left, and a warning is logged.
+        JournalError: There is no run in it, or it cannot be read. From a damaged one the readable
+            part is returned, and a warning is logged.
 
     Example:
         >>> import tempfile
@@ -81,7 +83,7 @@ def load_results(run_dir: str | os.PathLike[str]) -> Results:
 
 @contextlib.contextmanager
 def _quiet_collector() -> Iterator[None]:
-    """Keep the garbage collector from going through all rows again and again while they are made: that takes half the time."""
+    """Pause the garbage collector while rows are made: scanning them all again takes half the time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -130,7 +132,7 @@ def _load(folder: Path) -> Results:
 
 
 def _misses(contents: Contents, entries: Sequence[ItemRecord]) -> list[Miss]:
-    """Return the attempts at the items that did not give the outcome which counts."""
+    """Return the attempts at the items that gave no final outcome."""
     numbers = {entry.key: index for index, entry in enumerate(entries)}
     counted = {entry.stored.n for entry in entries if entry.stored is not None}
     others = (Stored._make(row) for row in contents["attempts"] if row[0] not in counted)
@@ -138,7 +140,7 @@ def _misses(contents: Contents, entries: Sequence[ItemRecord]) -> list[Miss]:
 
 
 def _opened(folder: Path, places: Sequence[tuple[str, StoredAt | None]]) -> list[Any]:
-    """Return what is in these places: None where there is none, a `Damaged` where it cannot be had."""
+    """Return the values in these places: None for no place, a `Damaged` for an unreadable value."""
     texts = [place.body for _, place in places if place is not None and place.body is not None]
     decoded = iter(decode(f"[{','.join(texts)}]"))  # all at once: much faster than one by one
     return [
@@ -168,7 +170,7 @@ def entries_of(contents: Contents) -> list[ItemRecord]:
 
 
 def newest_run(contents: Contents) -> int:
-    """Return the number of the newest call that has said which items it has, 0 if none has."""
+    """Return the number of the newest call that has noted its items, 0 if none has."""
     return max((row[1] for row in contents["orders"]), default=0)
 
 
@@ -187,12 +189,12 @@ def positions_of(contents: Contents, run: int) -> dict[int, int]:
 
 
 def read_contents(folder: Path) -> Contents:
-    """Return all rows of the journal in a folder, or what is left of them.
+    """Return all rows of the journal in a folder, or the readable ones if it is damaged.
 
     Raises:
-        JournalError: There is none, or it cannot be read.
+        JournalError: There is no journal, or it cannot be read.
     """
-    noted = noted_outcomes(folder)  # first: a run that goes on has written what it has noted
+    noted = noted_outcomes(folder)  # first: a running writer notes outcomes after it has written them
     path = folder / (DATABASE if not (folder / SALVAGED).exists() else SALVAGED)
     if not path.exists() or not (path.stat().st_size or _log_of(path)):
         if noted or (folder / "items").exists():
@@ -237,7 +239,7 @@ def _read_own(path: Path) -> Contents:
 
 
 def _left(path: Path) -> Contents:
-    """Return what is left of a damaged journal, and say so."""
+    """Return the readable rows of a damaged journal, and log a warning."""
     data, rest = path.read_bytes(), _log_of(path)
     found = rescued(path, data, rest)
     if not any(found.values()) and data[:16] == b"SQLite format 3\0" and not any(data[68:72]):
@@ -255,7 +257,7 @@ def _read_once(path: Path) -> Contents:
     Raises:
         DamagedError: Some are missing; or another error of `UNREADABLE`.
     """
-    rest = _log_of(path)  # first: what is in it is in the tables by the time that they are read, or was never found there
+    rest = _log_of(path)  # first: a checkpoint may move its rows into the tables before these are read
     check_beginning(path, rest)
     failure: Exception | None = None
     # Run by root, SQLite changes the owner of the log to that of the database: afterwards a stranger's log would look like ours.
@@ -282,7 +284,7 @@ def _log_of(path: Path) -> bytes:
 
 
 def _with_rest(contents: Contents, rest: bytes) -> Contents:
-    """Return the rows with those that are in the write-ahead log only: written, but not committed, or behind a damaged page."""
+    """Return the rows and those in the write-ahead log only: uncommitted, or behind a damaged page."""
     if not rest:
         return contents
     rows = [(table, row) for table, entries in contents.items() for row in entries]
@@ -299,7 +301,7 @@ def _connected(uri: str) -> Iterator[sqlite3.Connection]:
 
 @contextlib.contextmanager
 def _open_still(path: Path) -> Iterator[sqlite3.Connection]:
-    """Read a journal that nobody writes, without any file beside it."""
+    """Read a journal that no process writes, without a file beside it."""
     if _log_of(path):
         raise sqlite3.OperationalError("somebody writes it")
     with _connected(f"{path.as_uri()}?immutable=1") as connection:
@@ -310,7 +312,7 @@ def _open_still(path: Path) -> Iterator[sqlite3.Connection]:
 
 @contextlib.contextmanager
 def _open_beside(path: Path) -> Iterator[sqlite3.Connection]:
-    """Read a journal that somebody may be writing."""
+    """Read a journal that another process may be writing."""
     with _connected(f"{path.as_uri()}?mode=ro") as connection:
         yield connection
 
@@ -326,7 +328,7 @@ def _open_copy(path: Path) -> Iterator[sqlite3.Connection]:
             yield connection
 
 
-# --- what items have reported -----------------------------------------------------------------------------------------
+# --- reports of items -------------------------------------------------------------------------------------------------
 
 
 def _feed_of(folder: Path, keys: Sequence[str]) -> Feed:
@@ -353,7 +355,7 @@ def _feed_of(folder: Path, keys: Sequence[str]) -> Feed:
 
 
 def _reports_of(path: Path, index: int, is_still_written: bool) -> tuple[list[Report], int]:
-    """Return what an item has reported, under this number, and how many lines cannot be read."""
+    """Return the reports of an item, under this number, and the count of unreadable lines."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     except OSError:

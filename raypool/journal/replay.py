@@ -1,7 +1,7 @@
-"""Runs one item of a durable run again, alone and in this process, to see what it does: nothing in the run changes.
+"""Runs one item of a durable run again, alone and in this process; the run's folder does not change.
 
-The function is imported by its name, as it is now: a mistake that was mended stays mended. A script is loaded from its file under
-the name of that, so that what stands under `if __name__ == "__main__":` does not run.
+The function is imported by its name in its current version, with any corrections since. A script is
+imported from its file, so that code under `if __name__ == "__main__":` does not run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from raypool.worker.running import Running, item_seed, running
 
 
 class Replay(NamedTuple):
-    """An item of a run, ready to run again: as it ran, its number and attempt were these."""
+    """An item of a run, ready to run again, with the number and attempt of its last run."""
 
     run_dir: Path
     key: str
@@ -42,13 +42,13 @@ class Replay(NamedTuple):
     name: str
 
     def run(self, call: Callable[[Callable[[Any], Any], Any], Any] = lambda fn, item: fn(item)) -> Any:
-        """Call the function with the item, in surroundings like those of the loop, and return what it returns.
+        """Call the function with the item, in a task context like the loop's; return its value.
 
         Args:
-            call: How to call it: a debugger's, say.
+            call: How to call it: by a debugger, say.
 
         Raises:
-            Exception: What the function has raised.
+            Exception: Any error that the function raised.
         """
         note = Running(self.number, self.attempt, self.seed, 0, None, self.name)
         with tempfile.TemporaryDirectory(prefix="raypool-replay-") as folder:
@@ -67,19 +67,19 @@ class Replay(NamedTuple):
 
 @contextlib.contextmanager
 def replaying(run_dir: Path, item: str) -> Iterator[Replay]:
-    """Find an item of a run and its function; within this, the run's script takes the place of this process's own.
+    """Find an item of a run and its function; in this context the run's script is `__main__`.
 
     Args:
         run_dir: The folder of the run.
         item: The number in the table of `load_results`, or the key (or how it begins).
 
     Raises:
-        JournalError: There is no such run or item, or it cannot be had back; or its function cannot.
+        JournalError: There is no such run or item, or it, or its function, cannot be restored.
     """
     folder = run_dir.absolute()
     contents = read_contents(folder)
     try:
-        check_run(folder)  # it says which script to load
+        check_run(folder)  # the journal names the script to load
     except Damaged as error:
         raise JournalError(f"No item of {folder} is run again: {error}.", run_dir=str(folder)) from error
     entry = _entry(folder, entries_of(contents), item)
@@ -112,7 +112,7 @@ def _entry(folder: Path, entries: list[ItemRecord], item: str) -> ItemRecord:
 
 
 def _about(folder: Path, contents: Contents, run: int) -> tuple[FunctionSource, int | None]:
-    """Return the function and the seed of a call; of the newest that is known, if there is no record of it."""
+    """Return the function and the seed of a call; of the newest known one, if it has no record."""
     runs = {row[0]: row for row in contents["runs"] if row[3]}
     if not runs:
         raise JournalError(f"The journal in {folder} does not say where its function stands.", run_dir=str(folder))
@@ -135,7 +135,7 @@ def _index(contents: Contents, run: int, key: str) -> int:
 
 @contextlib.contextmanager
 def _as_script(source: FunctionSource) -> Iterator[None]:
-    """Let modules be found where the run has found them; give back `__main__`, which a script takes the place of."""
+    """Find modules as the run did; afterwards restore `__main__`, which a script replaces."""
     path, main = list(sys.path), sys.modules["__main__"]
     sys.path[:0] = [str(_root(source)), str(Path.cwd())] if source.file else [str(Path.cwd())]
     try:
@@ -156,7 +156,7 @@ def _function(folder: Path, source: FunctionSource) -> Callable[[Any], Any]:
     """Return the function of a run.
 
     Raises:
-        Damaged: It cannot be had back.
+        Damaged: It cannot be restored.
     """
     if source.qualname is None:
         if source.digest is None:
@@ -179,7 +179,7 @@ def _function(folder: Path, source: FunctionSource) -> Callable[[Any], Any]:
 
 
 def _script(source: FunctionSource) -> ModuleType:
-    """Load a script under the name of its file; what was pickled in it finds its classes there."""
+    """Import a script under the name of its file; pickles made in it find their classes there."""
     spec = importlib.util.spec_from_file_location(source.module, source.file or "")
     if spec is None or spec.loader is None:
         raise ImportError(f"{source.file} is no Python file")

@@ -1,4 +1,4 @@
-"""What became of an item, as the loop says it and as it lies in the journal."""
+"""Outcomes of items, as the loop passes them and as rows of the journal; and errors as text."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ DATABASE = "journal.sqlite"
 
 
 class Outcome(NamedTuple):
-    """What became of an item when it ran.
+    """The outcome of an attempt at an item.
 
     Attributes:
-        key: Which item.
-        attempt: For the how-many-th time it ran in this run, from 1.
+        key: The key of the item.
+        attempt: The number of the attempt in this run, from 1.
         status: "finished", "failed", "lost" (it runs again, its worker was lost) or "retried" (it runs again, by `retry_on`).
-        value: What it returned.
-        error: What it raised.
-        words: What was said of a loss.
-        started_at: When it began, Unix time [s].
-        duration_s: How long it ran [s].
+        value: The return value.
+        error: The exception.
+        words: The description of a loss.
+        started_at: The start, Unix time [s].
+        duration_s: The duration [s].
         worker: The worker's number in its pool.
         gpu: The GPU's index on its machine.
-        host: The name of that.
+        host: The name of the machine.
     """
 
     key: str
@@ -51,7 +51,7 @@ class Outcome(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """What became of an item, as it lies in the journal: a row of `attempts`. Where its value is, see `schema.STORED`."""
+    """An outcome in the journal: a row of `attempts`. For the place of its value see `schema.STORED`."""
 
     n: int
     key: str
@@ -71,7 +71,7 @@ class Stored(NamedTuple):
 
 
 class StoredAt(NamedTuple):
-    """Where a value is: the columns `schema.STORED`."""
+    """The place of a value: the columns `schema.STORED`."""
 
     body: str | None = None
     pickled: bytes | None = None
@@ -81,11 +81,11 @@ class StoredAt(NamedTuple):
 
 
 NOWHERE = StoredAt(file="")
-"""Of what could not be stored at all."""
+"""The place of a value that could not be stored."""
 
 
 def put_away(value: Any, stem: str, folder: Path) -> StoredAt:
-    """Store a value in a row if it is small, else in a file of this name, and say where.
+    """Store a value in a row if it is small, else in a file of this name; return its place.
 
     Raises:
         OSError: The file cannot be written.
@@ -109,7 +109,7 @@ def get_back(place: StoredAt, run_dir: Path, key: str) -> Any:
     """Return a value that was put away.
 
     Raises:
-        Damaged: It is not there any more, not what was written, or cannot be opened here.
+        Damaged: It is gone, has changed, or cannot be opened here.
     """
     try:
         if place.body is not None:
@@ -123,7 +123,7 @@ def get_back(place: StoredAt, run_dir: Path, key: str) -> Any:
         data = read_file(path, place.size or 0, place.digest)
         if path.suffix == ".json":
             return decode(data.decode())
-        check_run(run_dir)  # it says which file to open
+        check_run(run_dir)  # the journal names the file to open
         check_owner(path)
         return load(data)
     except Damaged as error:
@@ -131,7 +131,7 @@ def get_back(place: StoredAt, run_dir: Path, key: str) -> Any:
 
 
 def to_row(outcome: Outcome, run: int, run_dir: Path) -> tuple[Any, ...]:
-    """Return what of a row of `attempts` follows the number; what is large is in a file then.
+    """Return a row of `attempts` without its number; large values are in files then.
 
     Raises:
         OSError: The file cannot be written.
@@ -153,7 +153,7 @@ def to_row(outcome: Outcome, run: int, run_dir: Path) -> tuple[Any, ...]:
 
 
 def _put_error(error: BaseException, place: StoredAt, stem: str, folder: Path) -> StoredAt:
-    """Store an exception itself, if it can be pickled; its text is there in any case."""
+    """Store an exception itself if it can be pickled, beside its text."""
     try:
         data = dump(Portable(error))
     except SerializationError:
@@ -177,7 +177,7 @@ def error_of(stored: Stored, run_dir: Path) -> BaseException:
     else:
         kind = said.get("type")
         error = TaskError(f"{kind}: {said.get('text')}" if kind else str(said.get("text") or "It failed; nothing more is known."))
-    with contextlib.suppress(Exception):  # it may be the user's class, and refuse attributes
+    with contextlib.suppress(Exception):  # the user's class may refuse attributes
         known = getattr(error, "__notes__", ())
         for note in said.get("notes", ()):
             if note not in known:
@@ -202,7 +202,7 @@ def row_of(stored: Stored) -> Row:
 
 
 def words_of(stored: Stored) -> str | None:
-    """Return what was said of an attempt without a value, in a line as the table of a loop has it."""
+    """Return the description of an attempt without a value, in a line, as in a loop's table."""
     said = _said(stored.body) if stored.status != "finished" else {}
     kind = str(said.get("type") or "").rpartition(".")[2]
     text = str(said.get("text") or "")
@@ -221,7 +221,7 @@ def _said(body: str | None) -> dict[str, Any]:
 
 
 def described(error: BaseException) -> str:
-    """Return what can be said of an exception as JSON that fits into a row: type, text, notes and traceback."""
+    """Describe an exception as JSON that fits into a row: type, text, notes and traceback."""
     cause = error.__cause__
     if isinstance(cause, RemoteTraceback):
         lines = cause.text
@@ -241,7 +241,7 @@ def described(error: BaseException) -> str:
 
 
 def _safely(make: Any) -> str:
-    """Return a text that code of the user's makes."""
+    """Return a text that user code makes, which may raise."""
     try:
         return str(make())
     except KeyboardInterrupt:
@@ -251,7 +251,7 @@ def _safely(make: Any) -> str:
 
 
 def _fitting(said: dict[str, Any]) -> str:
-    """Return this as JSON, with long texts cut until it fits: what an exception says first, and the end of a traceback."""
+    """Return JSON, with long texts cut until it fits: a message keeps its start, a traceback its end."""
     limit = MAX_TEXT_BYTES
     while True:
         cut = {
@@ -274,5 +274,5 @@ def _cut(text: str, limit: int, keep_end: bool = False) -> str:
 
 
 def _clean(text: str) -> str:
-    """Return a text that can be written: halves of characters become escapes."""
+    """Return a text that can be written: surrogates become escapes."""
     return text.encode("utf-8", "backslashreplace").decode()

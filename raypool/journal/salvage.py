@@ -1,7 +1,8 @@
-"""Gets the rows of a journal out of whatever is left of its files.
+"""Finds the rows of a journal in the bytes of its damaged files.
 
-SQLite gives up a table where it finds a page of it damaged. Rows are small, whole and checked, so they can be found without
-SQLite: by what the beginning of each looks like, wherever in the bytes it stands, also in pages that nothing leads to any more.
+SQLite gives up a table at a damaged page. Rows are small, in one piece and have checksums, so they
+can be found without SQLite: by the pattern at their beginning, anywhere in the bytes, also in pages
+that no other page refers to.
 
 Source:
     SQLite, "Database File Format", sections 1.6 (B-tree pages) and 2.1 (record format).
@@ -16,16 +17,16 @@ from typing import Any
 from raypool.journal.schema import CHECKSUM_BYTES, TABLES, Row, checksum
 
 BEGINNING = bytes([0, 12 + 2 * CHECKSUM_BYTES])
-"""The types of the first two columns in every row of ours: the number, which stands elsewhere, and the checksum."""
+"""The types of the first two columns in our rows: the number (stored elsewhere) and the checksum."""
 
 INTEGER_BYTES = (0, 1, 2, 3, 4, 6, 8)
-"""How many bytes a whole number of each type has."""
+"""The size of an integer of each type [bytes]."""
 
 BY_WIDTH = {2 + len(table.columns): table for table in TABLES.values()}
 
 
 def carve(data: bytes, known: frozenset[bytes] = frozenset()) -> Iterator[tuple[str, Row]]:
-    """Yield each row that is in these bytes and checks out, once, with its table; without those that have a `known` checksum."""
+    """Yield each valid row in these bytes once, with its table, except rows with a `known` checksum."""
     seen = set(known)
     position = data.find(BEGINNING, 1)
     while position >= 0:
@@ -36,7 +37,7 @@ def carve(data: bytes, known: frozenset[bytes] = frozenset()) -> Iterator[tuple[
 
 
 def _row_at(data: bytes, start: int, seen: set[bytes]) -> tuple[str, Row] | None:
-    """Return the row whose record begins here, if one does that has not been seen."""
+    """Return the row whose record begins here; None if there is none, or it was seen before."""
     header = data[start]
     types = _types(data[start + 1 : start + header])
     table = BY_WIDTH.get(len(types))
@@ -97,7 +98,7 @@ def _columns(data: bytes, position: int, types: list[int]) -> tuple[list[Any], i
 
 
 def _numbers_before(data: bytes, start: int, size: int) -> Iterator[int]:
-    """Yield what may be the number of the row whose record begins here: that stands before it, and its size before that."""
+    """Yield possible numbers of the row whose record begins here: number and size precede the record."""
     written = _varint(size)
     for length in range(1, 9):
         begin = start - length

@@ -1,4 +1,4 @@
-"""How a journal lies in SQLite: four tables in which rows are only ever added, each with consecutive numbers and a checksum.
+"""The layout of a journal in SQLite: four tables whose rows are only added, with numbers and checksums.
 
 =========  =================================================================================================
 runs       one row a call with this folder: for which function and seed, when and where
@@ -7,8 +7,8 @@ orders     which items a call had, in which order: their numbers in `items`, fro
 attempts   one row for each time that an item ran: what became of it
 =========  =================================================================================================
 
-Since no row is ever changed, every copy of one that lies about in the files is as good as another; since a row fits into a page,
-it lies in one piece; and since rows have numbers, one sees that some are missing. That is what `salvage` lives on.
+No row is ever changed, so every copy of a row in the files is valid. A row fits into a page, so it
+is in one piece. Rows have consecutive numbers, so gaps show. `salvage` depends on all three.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from hashlib import blake2b
 from typing import Any, NamedTuple, TypeAlias
 
 SCHEMA = 1
-"""The version of all this, in `PRAGMA user_version` and in each row of `runs`."""
+"""The version of this layout, in `PRAGMA user_version` and in each row of `runs`."""
 
 APPLICATION_ID = 0x7261_7970  # "rayp"
 
 PAGE_BYTES = 8192
 
 MAX_TEXT_BYTES = 4000
-"""A longer text goes into a file, or is cut: a row has one such text and one pickle at most, and must fit into a page."""
+"""A longer text goes into a file, or is cut: a row (one text and one pickle) must fit into a page."""
 
 MAX_PICKLE_BYTES = 3000
 """A longer pickle goes into a file."""
@@ -50,12 +50,12 @@ class Table(NamedTuple):
 
     @property
     def reals(self) -> list[int]:
-        """Where in a row numbers with a point stand: SQLite writes 2.0 as 2."""
+        """The positions of real numbers in a row: SQLite writes 2.0 as 2."""
         return [position for position, column in enumerate(self.columns, 1) if column.endswith("REAL")]
 
 
 STORED = ("body TEXT", "pickled BLOB", "file TEXT", "size INTEGER", "digest BLOB")
-"""Where a value is: as JSON, or as a pickle, or in a file of this size and hash. File "" stands for: nowhere."""
+"""The place of a value: JSON, a pickle, or a file of this size and hash. File "" means: nowhere."""
 
 TABLES = {
     table.name: table
@@ -95,26 +95,26 @@ TABLES = {
 
 
 def checksum(table: str, row: Row) -> bytes:
-    """Return the checksum of a row: of its number and what is in it."""
+    """Return the checksum of a row, with its number."""
     return blake2b(ascii(row).encode(), digest_size=CHECKSUM_BYTES, person=table.encode()).digest()
 
 
 def insert(connection: sqlite3.Connection, table: str, rows: Iterable[Row]) -> None:
-    """Add rows, in whatever transaction there is."""
+    """Add rows, in the current transaction."""
     marks = ", ".join("?" * (2 + len(TABLES[table].columns)))
     connection.executemany(f"INSERT INTO {table} VALUES ({marks})", ((row[0], checksum(table, row), *row[1:]) for row in rows))
 
 
 class WrongRowError(Exception):
-    """A row is not what was written."""
+    """A row has changed since it was written."""
 
 
 def read(connection: sqlite3.Connection, table: str) -> list[Row]:
     """Return all rows of a table in the order of their numbers.
 
     Raises:
-        WrongRowError: One is not what was written.
-        sqlite3.Error: They cannot be read.
+        WrongRowError: A row has changed.
+        sqlite3.Error: The rows cannot be read.
     """
     names = ", ".join(TABLES[table].names)
     rows = []
@@ -128,12 +128,12 @@ def read(connection: sqlite3.Connection, table: str) -> list[Row]:
 
 
 def num_missing(rows: Sequence[Row]) -> int:
-    """Return how many numbers are left out below the highest."""
+    """Return the count of missing numbers below the highest."""
     numbers = {row[0] for row in rows}
     return max(numbers, default=0) - len(numbers)
 
 
-# --- which version ----------------------------------------------------------------------------------------------------
+# --- versions ---------------------------------------------------------------------------------------------------------
 
 
 def _first(connection: sqlite3.Connection) -> None:
@@ -143,7 +143,7 @@ def _first(connection: sqlite3.Connection) -> None:
 
 
 MIGRATIONS: list[Callable[[sqlite3.Connection], None]] = [_first]
-"""What makes version 1 of nothing, version 2 of version 1, and so on. Each is run once, and is never changed."""
+"""The steps from nothing to version 1, from 1 to 2, and so on. A released step is never changed."""
 
 
 def migrate(
@@ -162,7 +162,7 @@ def migrate(
 
 
 def order_rows(run: int, entries: Iterable[tuple[int, int]]) -> Iterator[Row]:
-    """Yield what of `orders` follows the number: for pairs of a position and the item's number, as few rows as may be."""
+    """Yield rows of `orders` without numbers, as few as possible, for pairs of position and item number."""
     first, expected = 0, -1
     spans: list[list[int]] = []
     length = 0

@@ -1,1 +1,1 @@
-"""Every worker at once: one function on all ranks, with collectives, and values that stay where they are."""
+"""SPMD: one function on all workers together, with collectives, and values that stay there."""

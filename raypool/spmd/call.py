@@ -1,4 +1,4 @@
-"""An spmd call as the driver knows it."""
+"""An spmd call in the user's process: its task, its future, and the warm groups of a pool."""
 
 from __future__ import annotations
 
@@ -36,14 +36,16 @@ if TYPE_CHECKING:
 
 
 class Roll(NamedTuple):
-    """A group: its number, and the ids of its workers by rank."""
+    """A warm group: its number, and the ids of its workers by rank."""
 
     number: int
     worker_ids: tuple[int, ...]
 
 
 class Roster:
-    """The groups of a pool. A worker is in one at a time; a group is of use as long as all its workers have been in no other.
+    """The warm groups of a pool.
+
+    A worker is in one group at a time. A group is usable until a worker of it joins another.
 
     Example:
         >>> roster = Roster()
@@ -69,17 +71,20 @@ class Roster:
         return roll.number
 
     def forget(self, worker_ids: Sequence[int]) -> None:
-        """Note that the group of these workers is of no use any more."""
+        """Note that the group of these workers cannot be used again."""
         for worker_id in worker_ids:
             self._rolls.pop(worker_id, None)
 
 
+# --- future and work of a call ----------------------------------------------------------------------------------------
+
+
 class SpmdFuture(Future[Any]):
-    """The future of an spmd call: of a `Composite`, or of what else its work makes of the ranks' answers."""
+    """The future of an spmd call: of a `Composite`, or of another result of its work."""
 
     @property
     def metrics(self) -> pd.DataFrame:
-        """What the ranks have reported so far, all of it once they have ended.
+        """All metrics that the ranks have reported so far; complete once the ranks have ended.
 
         A row for each report, by rank, then in order: `time` (UTC), `rank`, `attempt`, then the metrics in the order in which
         they first appear. A metric that is called like one of those is in "reported_NAME".
@@ -96,7 +101,7 @@ class SpmdWork:
         self._timeout_s, self._mismatch_timeout_s = options.timeout_s, options.mismatch_timeout_s
         self._engine = engine
         self._open_args = engine.opener([marked(arg) for arg in args], f"the arguments of {self.future.name}")
-        self._args: Sequence[Any] = args  # a Composite among them is not to be collected before the ranks have got their parts
+        self._args: Sequence[Any] = args  # keeps a Composite alive until the ranks have its parts
         self._key = uuid.uuid4().hex
         self._size = size
         self._members: Sequence[tuple[int, WorkerInfo]] = ()
@@ -118,7 +123,7 @@ class SpmdWork:
         return self.future
 
     def assemble(self, members: Sequence[tuple[int, WorkerInfo]]) -> None:
-        """Give each rank its assignment; the group of the last call serves again if it has the same ranks."""
+        """Give each rank its assignment; reuse the last call's group if its ranks are the same."""
         future = self.future
         self._members = members
         self._is_wanted = future.start()
@@ -128,7 +133,7 @@ class SpmdWork:
     def _assign(self, number: int) -> None:
         """Tell each rank who it is, in the group with this number."""
         backend = self._engine.profile.backend
-        # Of the pool, not of this call: NCCL asks only once in a process which network it is to use.
+        # Asked of the whole pool, not of this call: NCCL chooses its network once in a process.
         is_one_host = len({worker.host for worker in self._engine.driver.infos.values()}) == 1
         num_there = Counter(worker.host for _, worker in self._members)
         num_seen: Counter[str] = Counter()
@@ -151,7 +156,7 @@ class SpmdWork:
             num_seen[host] += 1
 
     def begin(self, piece: Slice, worker: WorkerInfo, call: Call) -> bool:
-        """Say whether anybody still wants it."""
+        """Return whether the call is still wanted."""
         return self._is_wanted
 
     def part(self, piece: Slice, pack: Pack) -> Part:
@@ -172,11 +177,11 @@ class SpmdWork:
         )
 
     def wants_retry(self, error: BaseException) -> bool:
-        """Say no: the other ranks have gone on."""
+        """Return False: the other ranks have gone on, so one rank alone cannot run again."""
         return False
 
     def describe(self, piece: Slice) -> str:
-        """Return which ranks these are, of which call."""
+        """Name these ranks and their call."""
         ranks = f"rank {piece.start}" if piece.stop == piece.start + 1 else f"ranks {piece.start} to {piece.stop - 1}"
         return f"{ranks} of {self.future.name}"
 
@@ -196,7 +201,7 @@ class SpmdWork:
         """Do nothing: a rank never runs again."""
 
     def fail(self, piece: Slice, error: TaskError) -> None:
-        """Take it that a rank was lost with its worker, or that the time of all is up."""
+        """Note that a rank was lost with its worker, or that the call reached its time limit."""
         if isinstance(error, TaskTimeoutError):
             self._is_late = True
             return
@@ -205,7 +210,7 @@ class SpmdWork:
             self._failures.append(RankFailure(rank, error, time.time(), worker))
 
     def end(self, state: TaskState, error: BaseException | None) -> None:
-        """Resolve the future: with the values that the ranks keep, or with what has gone wrong."""
+        """Resolve the future: with the values that the ranks keep, or with the error."""
         self._args, self._open_args = (), tuple
         future = self.future
         future.finished_at = datetime.now(UTC)
@@ -227,11 +232,11 @@ class SpmdWork:
             self.future.set_result(outcome)
 
     def answer_of(self, result: SliceResult) -> Any:
-        """Return what is noted of a rank's answer: it is a small description."""
+        """Return the part of a rank's answer that is kept: a small description."""
         return result.values.get()[result.offset]
 
     def outcome(self, members: Sequence[tuple[int, WorkerInfo]], answers: Sequence[Any]) -> Any:
-        """Return the result of the call, by the workers that were its ranks and what these have answered."""
+        """Return the result of the call, from its workers, by rank, and their answers."""
         entries = [
             PartInfo(worker.index, worker_id, answer) for (worker_id, worker), answer in zip(members, answers, strict=True)
         ]
@@ -257,16 +262,19 @@ class SpmdWork:
         )
 
 
+# --- submission -------------------------------------------------------------------------------------------------------
+
+
 def choose_ranks(workers: Any, numbers: Sequence[int], places: tuple[int, ...] | None) -> tuple[int, tuple[int, ...] | None]:
     """Return how many ranks a call has, and the only places that it may use, rank 0 first (None: any).
 
     Args:
         workers: How many, or which; None for all.
-        numbers: The workers that there are.
-        places: The only places that it may use anyway.
+        numbers: The numbers of the pool's workers.
+        places: The only places that the call may use anyway.
 
     Raises:
-        ResourceError: There are fewer.
+        ResourceError: The pool has fewer workers.
         InvalidValueError, InvalidTypeError: There is no such worker, or nobody is named.
     """
     if workers is None:
@@ -293,7 +301,7 @@ _lock = threading.Lock()
 
 
 def roster_of(driver: Driver) -> Roster:
-    """Return what is known of the groups of a pool."""
+    """Return the warm groups of a pool."""
     with _lock:
         return _rosters.setdefault(driver, Roster())
 
@@ -301,12 +309,12 @@ def roster_of(driver: Driver) -> Roster:
 def submit_spmd(
     engine: Engine, fn: Callable[..., Any], args: Sequence[Any], options: Options, size: int, places: tuple[int, ...] | None
 ) -> SpmdFuture:
-    """Hand in a call with so many ranks, on any workers or in some of these places; return its future.
+    """Submit a call with `size` ranks, on any workers or in these places; return its future.
 
     Raises:
         SerializationError: The function or an argument cannot be sent; it names the variable.
         InvalidValueError: An argument is a `Composite` that is on other workers.
-        CompositeError: An argument is a `Composite` of which a part is not there.
+        CompositeError: An argument is a `Composite` with a missing part.
     """
     check_located(args, engine, size, places)
     return submit_gang(engine, RankFunction(fn), args, options, size, places)
@@ -322,10 +330,10 @@ def submit_gang(  # noqa: PLR0913, PLR0917 - a call, and how it is treated
     is_loan: bool = False,
     kind: Callable[..., SpmdWork] = SpmdWork,
 ) -> SpmdFuture:
-    """Hand in a call of what each rank runs, which is given its assignment and a function that opens the arguments.
+    """Submit a gang of ranks; each gets its assignment and a function that opens the arguments.
 
-    With `is_loan` nobody is called: whoever calls this has the workers' places until `Driver.end_loan`. `kind` says what becomes
-    of the answers.
+    With `is_loan` no rank is called: the caller has the workers' places until `Driver.end_loan`.
+    `kind` decides what the answers become.
 
     Raises:
         SerializationError: The function or an argument cannot be sent; it names the variable.

@@ -1,4 +1,6 @@
-"""The collectives: a meeting, in which all ranks say what they do and with what, then the data.
+"""The collectives and messages of `SpmdContext`: first a meeting of the ranks, then the data.
+
+In the meeting each rank says which operation it is in, and with which value.
 
 Tensors and arrays travel as their memory: tensors on GPUs through NCCL where every rank has a GPU of its own, everything else
 through gloo. What is pickled and small has travelled with the meeting already.
@@ -37,10 +39,11 @@ OPS: dict[str, Callable[[Any, Any], Any]] = {
     "max": max,
     "mean": operator.add,
 }
-"""What folds two plain values."""
+"""The functions that fold two plain values."""
 
 NATIVE = frozenset({"float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8", "bool"})
-"""What gloo and NCCL reduce, besides complex numbers, which are pairs of floats. The rest is gathered and folded."""
+"""Types that gloo and NCCL reduce, besides complex numbers (pairs of floats). Others are gathered
+and folded."""
 
 
 # --- reductions -------------------------------------------------------------------------------------------------------
@@ -64,7 +67,7 @@ def reduce(group: Group, x: Any, dst: int, op: Op) -> Any:
         x = _averageable(x, op)
         words, packed = meet(group, x, "reduce", peer=dst, op=_op_name(op))
         if words[0].kind != "value" and _is_native(words[0], op) and not _are_complete(words):
-            spare = x if group.rank == dst or not is_tensor(x) else x.detach().clone()  # gloo leaves something in it
+            spare = x if group.rank == dst or not is_tensor(x) else x.detach().clone()  # gloo writes into it
             result = _reduced(group, spare, op, lambda lines, part, native: lines.reduce(part, dst, native))
             return result if group.rank == dst else None
         values = _gathered(group, words, x, packed, dst)
@@ -113,7 +116,7 @@ def _is_native(word: Word, op: Op) -> bool:
 
 
 def _averageable(x: Any, op: Op) -> Any:
-    """Return x as something whose mean can be taken, and see that the operation is one.
+    """Check the operation, and return x in a form whose mean can be taken.
 
     Raises:
         InvalidValueError, InvalidTypeError: There is no such operation, or not for these values.
@@ -133,7 +136,7 @@ def _averageable(x: Any, op: Op) -> Any:
 
 
 def _are_complete(words: Sequence[Word]) -> bool:
-    """Whether all values have come with their words."""
+    """Whether all values have arrived inside their words."""
     return all(word.payload is not None for word in words)
 
 
@@ -150,7 +153,7 @@ def _fold(values: Sequence[Any], op: Op, world_size: int) -> Any:
 
 
 def _element_wise(value: Any, op: str) -> Callable[[Any, Any], Any] | None:
-    """Return what combines two tensors or arrays, None for other values."""
+    """Return the function that combines two tensors or arrays, None for other values."""
     by_name: dict[str, Callable[[Any, Any], Any]]
     if is_tensor(value):
         import torch
@@ -179,7 +182,7 @@ def _into(x: Any, result: Any) -> Any:
 
 
 def barrier(group: Group) -> None:
-    """Wait until all ranks are here."""
+    """Wait until all ranks have arrived."""
     with group.operation("barrier"):
         group.meet(Word(0, "barrier"))
 
@@ -190,7 +193,7 @@ def broadcast(group: Group, x: Any, src: int) -> Any:
         is_source = group.rank == src
         if is_source or is_tensor(x):
             words, packed = meet(group, x, "broadcast", peer=src)
-        else:  # what others pass matters only if it is a tensor: then it is what the values are wanted in
+        else:  # another rank's x matters only if it is a tensor: the values go into it
             words, packed = group.meet(Word(0, "broadcast", peer=src)), None
         word = words[src]
         if word.kind == "value":
@@ -204,7 +207,7 @@ def broadcast(group: Group, x: Any, src: int) -> Any:
 
 
 def _give(group: Group, word: Word, x: Any, src: int) -> None:
-    """Send the memory of a tensor or array to all, if it has not come with its word."""
+    """Send the memory of a tensor or array to all, unless it traveled in its word."""
     if word.payload is not None:
         return
     lines, here = lines_for(group, as_tensor(x), is_on_gpu=word.device == "cuda")
@@ -213,7 +216,7 @@ def _give(group: Group, word: Word, x: Any, src: int) -> None:
 
 
 def _take(group: Group, word: Word, target: Any, src: int) -> Any:
-    """Write what src gives to all into the memory of a tensor or array."""
+    """Write the value that src broadcasts into the memory of a tensor or array."""
     part = as_tensor(target)
     lines, here = lines_for(group, part, is_on_gpu=word.device == "cuda")
     if here.numel():
@@ -282,7 +285,7 @@ def _gathered(group: Group, words: Sequence[Word], x: Any, packed: bytes | None,
 
 
 def scatter(group: Group, parts: Any, src: int) -> Any:
-    """Give each rank its part of what src has."""
+    """Give each rank its part of the values of src."""
     with group.operation("scatter"):
         is_source = group.rank == src
         has_parts = is_source and isinstance(parts, (list, tuple))
@@ -308,15 +311,15 @@ def send(group: Group, x: Any, dst: int) -> None:
 
 
 def receive(group: Group, src: int) -> Any:
-    """Return what another rank sends."""
+    """Return the next value that another rank sends."""
     with group.operation("receive", src):
         return receive_body(group, receive_head(group, src), src)
 
 
 def send_receive(group: Group, x: Any, dst: int | None, src: int | None) -> Any:
-    """Send to one rank, and return what another one sends; None takes no part on that side.
+    """Send to one rank, and return the value that another one sends; None leaves out that side.
 
-    Nobody waits here for what he sends before he receives, so that any pattern of ranks comes to its end.
+    No rank waits for its own message to be sent before it receives: no pattern of ranks blocks.
     """
     with group.operation("send_receive", src if src is not None else dst):
         if dst == src == group.rank:
@@ -353,7 +356,7 @@ def _receive_beside(group: Group, src: int | None, from_gpu: list[Post]) -> Any:
 
 
 class Message(NamedTuple):
-    """What goes to one rank: a slot, and the memory that did not fit into it."""
+    """A message to one rank: a slot, and the memory that did not fit into it."""
 
     slot: bytes
     packed: bytes | None
@@ -361,14 +364,14 @@ class Message(NamedTuple):
 
 
 def message(group: Group, x: Any, operation: str) -> Message:
-    """Return what to send of a value."""
+    """Return the message that carries a value."""
     word, packed = word_of(group, x, operation)
     slot = word.write(group.packer.secret)
     return Message(slot, packed, body(Word.read(slot, group.packer.secret), x, packed))
 
 
 def body(word: Word, x: Any, packed: bytes | None) -> Any:
-    """Return what has to follow a word, as a tensor of bytes; None if nothing has to."""
+    """Return the memory that follows a word, as a tensor of bytes; None if nothing follows."""
     if word.payload is not None:
         return None
     memory = as_tensor(x) if packed is None else as_bytes(packed)
@@ -390,7 +393,7 @@ def receive_head(group: Group, src: int) -> Word:
 
 
 def receive_body(group: Group, word: Word, src: int) -> Any:
-    """Return what a word announces: from the word itself, or from the message that follows it."""
+    """Return the value that a word announces, from the word or from the message after it."""
     if word.payload is not None:
         return in_word(group, word, src)
     if word.kind == "value":
@@ -416,7 +419,7 @@ def in_word(group: Group, word: Word, src: int) -> Any:
 
 
 def exchange_bodies(group: Group, bodies: Sequence[Post], works: Sequence[Any]) -> None:
-    """Send memory, and wait until it is sent, and what else was posted."""
+    """Send memory; wait until this, and everything else that was posted, has been sent."""
     from_gpu = [post for post in bodies if goes_by_nccl(group, post[0])]
     others = [(body.cpu(), dst) for body, dst in bodies if not goes_by_nccl(group, body)]
     pending = [*works, *group.lines.post(others, [], DATA_TAG)]
@@ -430,11 +433,11 @@ def goes_by_nccl(group: Group, memory: Any) -> bool:
     return group.nccl is not None and memory.device.type == "cuda"
 
 
-# --- what they share --------------------------------------------------------------------------------------------------
+# --- shared parts -----------------------------------------------------------------------------------------------------
 
 
 def word_of(group: Group, x: Any, operation: str, peer: int = -1, op: str = "") -> tuple[Word, bytes | None]:
-    """Return what to say of a value, and the pickled value if it is one that is pickled."""
+    """Return the word for a value, and the pickled value if it has to be pickled."""
     word = describe(x, operation)._replace(peer=peer, op=op)
     if word.kind != "value":
         return word, None
@@ -443,7 +446,7 @@ def word_of(group: Group, x: Any, operation: str, peer: int = -1, op: str = "") 
 
 
 def meet(group: Group, x: Any, operation: str, peer: int = -1, op: str = "") -> tuple[list[Word], bytes | None]:
-    """Say what this rank brings, and hear what the others do."""
+    """Meet the other ranks over a value; return the words of all, and the pickled value."""
     word, packed = word_of(group, x, operation, peer, op)
     return group.meet(word), packed
 
@@ -463,7 +466,7 @@ def one_value(group: Group, word: Word, packed: bytes | None, src: int) -> Any:
 
 
 def duplicate(group: Group, x: Any, packed: bytes | None, operation: str) -> Any:
-    """Return a rank's own value as others get it: a new one."""
+    """Return a copy of a rank's own value, such as the other ranks get."""
     if packed is not None:
         return group.packer.unpack(packed, group.rank, operation)
     return x.detach().clone() if is_tensor(x) else copy_of(x)
@@ -481,7 +484,7 @@ def all_on_gpus(words: Sequence[Word]) -> bool:
 
 
 def lines_for(group: Group, part: Any, is_on_gpu: bool) -> tuple[Lines, Any]:
-    """Return the lines for a tensor, and the tensor where they can reach it.
+    """Return the transport for a tensor, and the tensor on a device that it can reach.
 
     Without NCCL (ranks that share a GPU, or a process) tensors on a GPU go through the CPU.
     """
@@ -491,7 +494,7 @@ def lines_for(group: Group, part: Any, is_on_gpu: bool) -> tuple[Lines, Any]:
 
 
 def write_back(target: Any, part: Any, here: Any) -> None:
-    """Copy what has arrived elsewhere to where it belongs."""
+    """Copy values that arrived on another device to their target."""
     if here is not part:
         part.copy_(here)
     if is_tensor(target) and part.data_ptr() != target.data_ptr() and part.numel():

@@ -1,4 +1,4 @@
-"""The values of an spmd call, as whoever made the call holds them: each stays on the worker of its rank."""
+"""`Composite`, the values of an spmd call, each on its worker; and the parts that workers keep."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from raypool.worker.running import in_task
 
 # --- parts: the values of Composites that live in this process, by key and rank ---------------------------------------
 #
-# On Ray a process has one rank; with "threads" and "inline" it has them all. There is no lock: every change is a single step of a
-# dict's, so that a finalizer, which runs in the midst of anything, may drop a Composite too.
+# On Ray a process has one rank; with "threads" and "inline" it has them all. There is no lock:
+# every change is a single step of a dict, so a finalizer may drop a Composite at any point.
 
 
 PLAIN_BYTES = 1024
-"""A value that cannot change and takes no more memory than this [bytes] also stays with whoever holds the Composite."""
+"""An immutable value up to this size [bytes] is also kept in the Composite itself."""
 
 MAX_TEXT = 100
-"""A description has at most so many characters: it is one line of several."""
+"""The greatest length of a description [characters]: it is one line of several."""
 
 _parts: dict[str, dict[int, Any]] = {}
 
 
 class Description(NamedTuple):
-    """What whoever holds a Composite knows of a part.
+    """A part, as the holder of the Composite knows it.
 
     `text`: its type, and its shape or size. `plain`: empty, or the value itself if it is a small one that cannot change.
     """
@@ -50,16 +50,19 @@ class Gone(NamedTuple):
 
 
 class PartOf(NamedTuple):
-    """Stands in the arguments of an spmd call for a Composite: each rank puts its own part in its place (`find`)."""
+    """A placeholder for a Composite in the arguments of an spmd call.
+
+    Each rank replaces it with its own part (`find`).
+    """
 
     key: str
 
 
 def keep(key: str, rank: int, value: Any) -> Description:
-    """Keep a value as the part of a rank; return what can be said of it."""
+    """Keep a value as the part of a rank; return its description."""
     _parts.setdefault(key, {})[rank] = value
     description = describe(value)
-    if not description.plain:  # else whoever holds the Composite has the value too
+    if not description.plain:  # a plain value is in the description already
         kept.treasures[key] = None
         kept.all()
     return description
@@ -109,23 +112,23 @@ def drop(key: str) -> None:
 
 
 def forget(key: str) -> None:
-    """Let go of them, in a process that belongs to a worker: the memory of its GPU is free for others then."""
+    """Drop all parts in a worker's own process, and release their GPU memory to other processes."""
     drop(key)
     _empty_cache()
 
 
 def _empty_cache() -> None:
-    """Give back what torch holds of the GPU for later: others on this GPU, also other processes, see it as taken."""
+    """Empty torch's cache of GPU memory, which other processes on this GPU see as taken."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
 
 
-# --- what can be said of a value ----------------------------------------------------------------------------------------
+# --- descriptions of values -------------------------------------------------------------------------------------------
 
 
 def describe(value: Any) -> Description:
-    """Return what can be said of a value; it may be of any class of the user's, which may refuse to say anything."""
+    """Describe a value. It may be of any class of the user's, whose methods may raise."""
     try:
         text = _text_of(value)
     except Exception:
@@ -157,7 +160,7 @@ def _text_of_module(module: Any) -> str:
 
 
 def _text_of_array(array: Any) -> str:
-    """Describe what has a shape: also tables, and whatever others call so."""
+    """Describe a value that has a shape: an array, a tensor, a table, or another such object."""
     kind, name = type(array), type(array).__name__
     if not isinstance(array.shape, tuple) or not all(type(size) is int for size in array.shape):
         return name
@@ -178,11 +181,14 @@ def _count_parts(number: int, what: str) -> str:
 
 
 MAX_LINES = 16
-"""The text of a Composite has a line for so many ranks at most."""
+"""The text of a Composite lists at most so many ranks, one per line."""
 
 
 class PartInfo(NamedTuple):
-    """Where the part of a rank is (the worker's number, and the process), and what is known of it; None: there is none."""
+    """Where the part of a rank is (the worker's number, and the process), and its description.
+
+    A description of None means that there is no part.
+    """
 
     place: int
     worker_id: int
@@ -190,7 +196,7 @@ class PartInfo(NamedTuple):
 
 
 class Composite:
-    """What each rank of an spmd call has returned, still on its worker. Made by `pool.spmd`.
+    """The return value of each rank of an spmd call, still on its worker. Made by `pool.spmd`.
 
     `c[rank]` brings the value of a rank here, as it is now, and `c[1:]` a list of several; both wait until those workers are
     free. Small values that cannot change (a number, a short text, None) are here already. `c[rank] = value` sends a value to the
@@ -198,7 +204,7 @@ class Composite:
     all values in the order of the ranks.
 
     As an argument of its own in another spmd call each rank gets its very own part back, and nothing is moved: a model that was
-    loaded once serves any number of calls. What these change in the part stays changed.
+    loaded once serves any number of calls. Changes that a call makes to the part persist.
 
     The parts live as long as this object, their workers and the pool. With "threads" and "inline" the parts are objects of this
     process, and reading one gives the object itself. On Ray it gives a copy: a tensor on a GPU arrives on the CPU, while a model
@@ -228,7 +234,7 @@ class Composite:
         self._is_in_task = in_task()  # made by a call within a task, which then may read it
         weakref.finalize(self, _free, weakref.ref(engine), key, self._entries).atexit = False
 
-    # --- without asking anybody ---------------------------------------------------------------------------------------
+    # --- queries that ask no worker -----------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -303,7 +309,7 @@ class Composite:
             raise self._lost(rank, entry)
         return value
 
-    # --- changing -----------------------------------------------------------------------------------------------------
+    # --- changes ------------------------------------------------------------------------------------------------------
 
     def __setitem__(self, rank: int, value: Any) -> None:
         """Send a value to the worker of a rank, and keep it there; return when it is there.
@@ -320,7 +326,7 @@ class Composite:
         future = self._call(keep, rank, "assigning rank {} of a Composite", value=value)
         description = self._wait(rank, self._entries[rank], future)
         entry = self._entries[rank] = PartInfo(place, before, description)
-        if not _lives(self._engine, entry):  # it was replaced before or after
+        if not _lives(self._engine, entry):  # the worker was replaced before or after the call
             raise self._lost(rank, entry)
 
     def __delitem__(self, rank: int) -> None:
@@ -350,7 +356,7 @@ class Composite:
             )
         return place.worker_id
 
-    # --- asking -------------------------------------------------------------------------------------------------------
+    # --- requests to workers ------------------------------------------------------------------------------------------
 
     def _call(self, fn: Any, rank: int, name: str, **value: Any) -> Future[Any]:
         options = Options(retries=0, name=name.format(rank))
@@ -367,7 +373,7 @@ class Composite:
             self._check_open()
             raise
         except BaseException:
-            future.cancel()  # Ctrl-C, say: nobody wants it any more
+            future.cancel()  # Ctrl-C, say: the answer is no longer wanted
             raise
 
     def _index(self, rank: Any) -> int:
@@ -425,10 +431,10 @@ class Composite:
             rank=rank,
         )
 
-    # --- for spmd calls -----------------------------------------------------------------------------------------------
+    # --- checks for spmd calls ----------------------------------------------------------------------------------------
 
     def check_complete(self, num_ranks: int) -> None:
-        """Make sure that the parts of so many ranks are there. For the pool.
+        """Make sure that there is a part for each of `num_ranks` ranks. For the pool.
 
         Raises:
             PoolClosedError: The pool was shut down.
@@ -443,7 +449,7 @@ class Composite:
 
         Raises:
             PoolClosedError: The pool was shut down.
-            InvalidValueError: It is of another pool, or on other workers.
+            InvalidValueError: The Composite is of another pool, or on other workers.
             CompositeError: A part is missing, or its worker is lost.
         """
         self._check_open()
@@ -497,26 +503,29 @@ def check_located(args: Sequence[Any], engine: Engine, size: int, places: tuple[
 
 
 def marked(arg: Any) -> Any:
-    """Return what an argument of an spmd call is sent as."""
+    """Return the form in which an argument of an spmd call is sent: a `PartOf` for a Composite."""
     return PartOf(arg._key) if isinstance(arg, Composite) else arg
 
 
-# --- freeing ----------------------------------------------------------------------------------------------------------
+# --- release of parts -------------------------------------------------------------------------------------------------
 
 
 def _is_serial(engine: Engine) -> bool:
-    """Whether it may be one of those that are made for a single call: in a task, or for workers=0. These have parts in common."""
+    """Whether this may be the engine of a single call (in a task, or for workers=0).
+
+    Such engines share their parts.
+    """
     return engine.profile.backend == "inline" and engine.driver.scheduler.workers.size == 1
 
 
 def _lives(engine: Engine, entry: PartInfo) -> bool:
-    """Whether the very process that has the part is there."""
+    """Whether the process that has the part still runs."""
     worker = engine.driver.scheduler.workers.by_id.get(entry.worker_id)
     return worker is not None and worker.state is not WorkerState.PARKED
 
 
 def _free(engine_ref: weakref.ref[Engine], key: str, entries: list[PartInfo]) -> None:
-    """Free the parts of a Composite that nobody holds any more. This may run in the midst of anything, and takes no lock."""
+    """Free the parts of a collected Composite. No lock: a finalizer may run at any point."""
     engine = engine_ref()
     if engine is None or engine.profile.backend != "ray":
         drop(key)
@@ -526,12 +535,13 @@ def _free(engine_ref: weakref.ref[Engine], key: str, entries: list[PartInfo]) ->
 
 
 def forget_on(engine: Engine, key: str, seats: Sequence[tuple[int, int]]) -> None:
-    """Let workers (worker id, place) forget the parts that they keep under a key. Runs in the driver's thread; waits for nobody.
+    """Let workers (worker id, place) forget the parts that they keep under a key.
 
-    Those that have ended, or are parked, have forgotten everything, and nobody is started to be told so.
+    Runs in the driver's thread, and does not wait. Workers that have ended or are parked have lost
+    their parts with their processes, so none is started for this.
     """
     if engine.profile.backend != "ray":
-        drop(key)  # one process: nobody else could use what torch's cache holds of the GPU
+        drop(key)  # one process: no other could use the memory in torch's cache, so the cache stays
         return
     workers = engine.driver.scheduler.workers
     for worker_id, place in seats:
@@ -545,7 +555,7 @@ def forget_on(engine: Engine, key: str, seats: Sequence[tuple[int, int]]) -> Non
 
 
 def _not_cancelled(engine: Engine, again: Callable[[], None], future: Future[None]) -> None:
-    """Free what was not freed: whoever cancels everything (`cancel_all`) does not mean this."""
+    """Free the parts after all if the call was cancelled: `cancel_all` does not mean this one."""
     if future.cancelled() and not engine.is_over:
         engine.driver.do(again)
 

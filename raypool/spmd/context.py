@@ -1,4 +1,7 @@
-"""What a function of an spmd call is given: who it is among the ranks, and how it talks to the others."""
+"""`SpmdContext`, the argument of a function in an spmd call.
+
+It has the rank, the collectives, and the settings that other libraries need.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,8 @@ if TYPE_CHECKING:
 class SpmdContext:
     """One rank of an spmd call: its number, its device, and the collectives.
 
-    A function of an spmd call is given one. Made without arguments it is that of a single rank, so the function runs by itself.
+    Every function of an spmd call is given one. Made without arguments it is that of a single rank,
+    so the function also runs without a pool.
 
     Every collective takes tensors, NumPy arrays, and any value that can be pickled. Tensors are changed in place where that has
     a meaning, stay on their device, and are never copied through the host: they go through NCCL between GPUs, through gloo
@@ -63,7 +67,7 @@ class SpmdContext:
         return self._open_group
 
     def _end(self) -> None:
-        """Serve no more: the call has ended, and its group is for the next one."""
+        """Detach from the group when the call ends: the next call uses the group."""
         self._open_group = None
 
     def __repr__(self) -> str:
@@ -75,7 +79,7 @@ class SpmdContext:
         device: torch.device = self._group.device
         return device
 
-    # --- all together -------------------------------------------------------------------------------------------------
+    # --- collectives of all ranks -------------------------------------------------------------------------------------
 
     def barrier(self) -> None:
         """Wait until all ranks have come here.
@@ -212,7 +216,7 @@ class SpmdContext:
         return collectives.gather(self._group, x, dst)
 
     def scatter(self, parts: Sequence[Any] | None, src: int) -> Any:
-        """Give each rank its part of what one has.
+        """Give each rank its part of the values of one rank.
 
         Args:
             parts: On src a list or tuple with one part for each rank, of any kind and shape; anything on the others.
@@ -236,7 +240,7 @@ class SpmdContext:
         check_rank("src", src, self.world_size)
         return collectives.scatter(self._group, parts, src)
 
-    # --- one to one ---------------------------------------------------------------------------------------------------
+    # --- messages between two ranks -----------------------------------------------------------------------------------
 
     def send(self, x: Any, dst: int) -> None:
         """Send a value to another rank, which has to `receive` it.
@@ -272,7 +276,7 @@ class SpmdContext:
 
         Raises:
             InvalidValueError: There is no such rank, or it is this one.
-            CollectiveError: The rank has ended, and nothing has come.
+            CollectiveError: The rank has ended without sending anything.
 
         Source:
             MATLAB R2025b, spmdReceive.
@@ -296,11 +300,11 @@ class SpmdContext:
             src: The rank that sends to this one, None for none: at the beginning.
 
         Returns:
-            What src has sent, None without src.
+            The value that src has sent, None without src.
 
         Raises:
             InvalidValueError: There is no such rank, or only one of the two is this one.
-            CollectiveError: The rank has ended, and nothing has come.
+            CollectiveError: The rank has ended without sending anything.
 
         Source:
             MATLAB R2025b, spmdSendReceive.
@@ -314,13 +318,13 @@ class SpmdContext:
             >>> shift(SpmdContext(), "a") is None
             True
         """
-        own = -1 if dst == src else self.rank  # a ring of one rank is a ring
+        own = -1 if dst == src else self.rank  # a ring of one rank may send to itself
         for name, rank in (("dst", dst), ("src", src)):
             if rank is not None:
                 check_other(name, rank, own, self.world_size)
         return collectives.send_receive(self._group, x, dst, src)
 
-    # --- for other libraries ------------------------------------------------------------------------------------------
+    # --- setup of other libraries -------------------------------------------------------------------------------------
 
     @property
     def process_group(self) -> Any:
@@ -342,7 +346,7 @@ class SpmdContext:
         In calls with the same ranks the addresses stay the same: TensorFlow cannot change them in the life of a process.
 
         Returns:
-            What is in it: the addresses of all ranks, and which one this is.
+            The content of TF_CONFIG: the addresses of all ranks, and which one this is.
 
         Raises:
             InvalidValueError: The ranks share a process, and with it the environment.
@@ -358,16 +362,16 @@ class SpmdContext:
         self._check_process("TF_CONFIG is in the environment", "TensorFlow works with a process for each rank")
         group = self._group
         if not group.tf_addresses:
-            holder, port = hold_port(group.address)  # so that no other rank finds the same
+            holder, port = hold_port(group.address)  # so that no other rank finds this port
             with holder:
                 group.tf_addresses = self.all_gather(f"{group.address}:{port}")
         config = {"cluster": {"worker": group.tf_addresses}, "task": {"type": "worker", "index": self.rank}}
-        if self._group.assignment.has_process:  # one worker alone needs none
+        if self._group.assignment.has_process:  # a single rank in a shared process needs none
             os.environ["TF_CONFIG"] = json.dumps(config)
         return config
 
     def jax_options(self) -> dict[str, Any]:
-        """Return what `jax.distributed.initialize(**ctx.jax_options())` needs. On all ranks together.
+        """Return arguments for `jax.distributed.initialize(**options)`. On all ranks together.
 
         Returns:
             `coordinator_address`, at a port that rank 0 has found free; `num_processes`; `process_id`.

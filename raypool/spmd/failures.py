@@ -1,4 +1,4 @@
-"""How one can tell that an error is no fault of this rank's: the connection to another one broke."""
+"""Failed ranks: errors that only mean a broken connection, and the error for the whole call."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ MARKS = (
     "Application timeout caused pair closure",  # a group that was closed here while another thread waited in it
     "NCCL communicator was aborted",
 )
-"""What gloo and NCCL say, as a plain RuntimeError, when a rank has gone."""
+"""Messages of the plain RuntimeErrors that gloo and NCCL raise when a rank has gone."""
 
 
 def is_disconnect(error: BaseException | None) -> bool:
     """Whether an error means that the connection to other ranks broke: in raypool's collectives, or in the user's own of torch.
 
-    An error that was raised because of such a one, or while it was handled, is one too.
+    An error that such an error caused, or that was raised while one was handled, counts too.
     """
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
@@ -61,7 +61,7 @@ def spmd_error(name: str, world_size: int, ends: Sequence[RankFailure], timeout_
     if timeout_s is not None:
         return _late(name, ends, timeout_s)
     culprits = sorted((end for end in ends if not _is_interrupted(end.error)), key=lambda end: end.at)
-    if not culprits:  # the connections broke, and nobody knows why
+    if not culprits:  # the connections broke, for an unknown reason
         culprits = sorted(ends, key=lambda end: end.at)[:1]
     first = culprits[0]
     failures = {end.rank: end.error for end in culprits}
@@ -75,7 +75,7 @@ def spmd_error(name: str, world_size: int, ends: Sequence[RankFailure], timeout_
 
 
 def _late(name: str, ends: Sequence[RankFailure], timeout_s: float) -> SpmdError:
-    """Say who was late, and who only waited."""
+    """Return the error that says which ranks were late, and which only waited."""
     waiting = {end.rank: end.error for end in ends if isinstance(end.error, RankInterrupted) and end.error.at_hand}
     ends = sorted(ends, key=lambda end: end.rank)
     late = [end for end in ends if end.rank not in waiting] or ends
@@ -101,7 +101,7 @@ def _is_interrupted(error: BaseException) -> bool:
 
 
 def _doing(error: BaseException) -> str:
-    """Say what a rank did when it was interrupted."""
+    """Say where a rank was when it was interrupted."""
     if isinstance(error, RankInterrupted):
         if error.at_hand:
             return f"was {_operation(error)}"
@@ -120,7 +120,7 @@ def _waits(waiting: Mapping[int, RankInterrupted]) -> list[str]:
 
 
 def _operation(error: RankInterrupted) -> str:
-    """Say what a rank was in; not all that a rank waits in is an operation of the context."""
+    """Name the wait of a rank; not every wait is an operation of the context."""
     assert error.at_hand is not None
     name, count, peer = error.at_hand
     if not count:

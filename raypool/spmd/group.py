@@ -1,7 +1,7 @@
-"""The group of a rank: how it finds the others, what they meet through, and what the user's function sees of it.
+"""The group of a rank: meetings with the other ranks, their discovery, and torch's default group.
 
-A worker keeps its group from call to call. It is kept by thread: a worker is a thread, of a process of its own on Ray, of this
-process with "threads".
+A worker keeps its group from call to call, by thread: a worker is a thread, in its own process on
+Ray, in this process with "threads".
 """
 
 from __future__ import annotations
@@ -36,22 +36,24 @@ __all__ = ["Assignment", "AtHand", "Group", "connect", "is_disconnect", "join", 
 logger = logging.getLogger("raypool")
 
 LONG_WAIT_S = 60.0
-"""A rank that has waited this long for others says so, once."""
+"""A rank that has waited this long for others says so once [s]."""
 
 LOOK_AGAIN_S, LOOKS = 1.0, 3
-"""A rank that waits for a message looks this often whether the other one has ended, and gives up when it has seen it so often."""
+"""A rank that waits for a message checks at this interval [s] whether its
+sender has ended, and gives up after so many such findings."""
 
 FAREWELL_S = 2.0
-"""So long at least the connections of a group outlive a good end [s]: closing one drops what the other side has not read yet."""
+"""The least time that connections of a group stay open after a good end [s]: closing one
+drops data that the other side has not read yet."""
 
 MAX_RETIRED = 8
-"""So many groups at most wait for that in a process."""
+"""The greatest number of groups of a process that stay open for that."""
 
 ONE_TO_ONE = frozenset({"send", "receive", "send_receive"})
 
 
 class AtHand(NamedTuple):
-    """What a rank is in: which operation, how many it has begun in this call, and with which rank, None if with all."""
+    """The operation that a rank is in, its number in this call, and the other rank (None: all)."""
 
     operation: str
     number: int
@@ -69,7 +71,7 @@ class Group:
         self.store: Any = None
         self.world: Any = None
         self.nccl: NcclLines | None = None
-        self.has_nccl = False  # what its world has
+        self.has_nccl = False  # whether torch's default group of these ranks has NCCL
         self.interfaces: dict[str, str] = {}  # variables that say which network to use
         self.at_hand: AtHand | None = None
         self.master = (LOOPBACK, 0)
@@ -80,7 +82,7 @@ class Group:
         self._count = 0  # operations in this call
         self._has_said = self._is_ending = self._has_ended_well = False
         self._looks = self._seen_ended = 0
-        self._began = self._since = 0.0  # this call, and what this rank waits in (Unix time [s])
+        self._began = self._since = 0.0  # of this call, and of the current wait (Unix time [s])
         self.mismatch: CollectiveError | None = None
         if isinstance(lines, GlooLines):
             lines.waiting = _weakly(self)
@@ -103,7 +105,7 @@ class Group:
     # --- meetings -----------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Meet at the beginning of a call, and see that torch's default group is there on all ranks."""
+        """Meet at the beginning of a call, and make torch's default group if any lacks it."""
         self._num_calls += 1
         self._meetings = self._count = 0
         self._is_ending = self._has_ended_well = False
@@ -124,7 +126,7 @@ class Group:
                 self.make_world()
 
     def end(self) -> None:
-        """Meet at the end of a call. A rank that is still in a collective is found out: it waits for this one.
+        """Meet at the end of a call. This finds ranks that still wait in a collective.
 
         Raises:
             CollectiveError: Some ranks have ended, and others wait for them.
@@ -139,10 +141,10 @@ class Group:
         self._is_ending, self._has_ended_well = False, True
 
     def meet(self, word: Word) -> list[Word]:
-        """Say what this rank does, and hear what the others do.
+        """Send the word of this rank, and return the words of all.
 
         Raises:
-            CollectiveError: They do not want the same; the same error on every rank.
+            CollectiveError: The words do not agree; the same error on every rank.
         """
         self._meetings += 1
         words = self._meet(word._replace(number=self._meetings))
@@ -157,14 +159,17 @@ class Group:
 
     @contextmanager
     def operation(self, name: str, peer: int | None = None) -> Iterator[None]:
-        """Note what this rank is in. After an error that is no finding of this module the note stays, for whoever reports it."""
+        """Note the operation that this rank is in.
+
+        After an error that is not raypool's own the note stays, for the report of that error.
+        """
         self._count += 1
         self.at_hand, self._since = AtHand(name, self._count, peer), time.time()
         self._has_said, self._looks, self._seen_ended = False, 0, 0
         with self._in(f"{name} (the {ordinal(self._count)} operation of this call)"):
             try:
                 yield
-            except RaypoolError:  # a finding: the rank is in it no more
+            except RaypoolError:  # raised by raypool itself: the rank has left the operation
                 self.at_hand = None
                 raise
         self.at_hand = None
@@ -207,12 +212,12 @@ class Group:
             )
 
     def _say_ended(self) -> None:
-        """Let ranks that wait for a message know that none will come; only where the end takes longer than a moment."""
+        """Tell ranks that wait for a message that none will come; skipped if the end is quick."""
         if not self._has_ended(self.rank):
             self.store.set(self._ended_key(self.rank), b"1")
 
     def _see_peer(self, at_hand: AtHand, peer: int, waited_s: float) -> None:
-        """Look now and then whether the rank on the other side has ended. What it has sent last may still be on its way."""
+        """Check at times whether the other rank has ended; its last message may be under way."""
         if waited_s < (self._looks + 1) * LOOK_AGAIN_S:
             return
         self._looks += 1
@@ -232,7 +237,7 @@ class Group:
     def _ended_key(self, rank: int) -> str:
         return f"ended/{self._num_calls}/{rank}"
 
-    # --- ranks that can't meet ----------------------------------------------------------------------------------------
+    # --- ranks that cannot meet ---------------------------------------------------------------------------------------
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -250,7 +255,7 @@ class Group:
             is_over.set()
 
     def _watch(self, watch: RankWatch, is_over: threading.Event) -> None:
-        with suppress(RuntimeError):  # the store has gone with rank 0: who waits for that hears it from the connection
+        with suppress(RuntimeError):  # the store went with rank 0: connections tell
             while not is_over.wait(watch.pause_s):
                 verdict = watch.look(time.monotonic())
                 if verdict is not None and not is_over.is_set():
@@ -270,12 +275,12 @@ class Group:
         return not self.assignment.has_process or (self.world is not None and is_registered(self.world))
 
     def make_world(self) -> None:
-        """Make torch's default group, instead of any that was there."""
+        """Make torch's default group, and discard the one before."""
         if self.world is not None:
             close_world(self.world)
         self._num_worlds += 1
         store = distributed().PrefixStore(f"world/{self._num_worlds}", self.store)
-        with environment(self.interfaces), shown(None):  # whatever becomes of the thread that makes it
+        with environment(self.interfaces), shown(None):  # restored also if the thread is abandoned
             self.world = in_thread(lambda: make_world(store, self.rank, self.world_size, self.has_nccl), discard_world)
         self.nccl = NcclLines(self.world) if self.has_nccl else None
 
@@ -302,21 +307,22 @@ class Group:
     def close(self) -> None:
         """Break all connections and let go of everything; ranks that wait for this one fail at once.
 
-        After a good end nobody waits for this rank, but what it has said last may not have been read everywhere.
+        After a good end no rank waits for this one, but its last message may not be read everywhere
+        yet.
         """
         if self._has_ended_well:
             _retire(self.lines, self.store)
         else:
             self.lines.sever()
         if self.world is not None:
-            with suppress(RuntimeError, ValueError):  # what the user has done to it is none of our business now
+            with suppress(RuntimeError, ValueError):  # the user may have destroyed it already
                 close_world(self.world)
         self.world = self.nccl = self.store = None
         self.lines = _Closed()
 
 
 def _weakly(group: Group) -> Callable[[float], None]:
-    """Return what a group does while it waits, without holding the group: its connections close when nobody holds it."""
+    """Return the callback of a group for its waits; it holds only a weak reference."""
     reference = weakref.ref(group)
 
     def still_waiting(waited_s: float) -> None:
@@ -328,13 +334,13 @@ def _weakly(group: Group) -> Callable[[float], None]:
 
 
 _retired: deque[tuple[float, Alone | GlooLines, Any]] = deque()
-"""Connections of groups that were left after a good end, since when, with the stores, which others may still ask."""
+"""Groups left after a good end: when, their connections, and stores (others may still ask those)."""
 
 _retiring = threading.Lock()
 
 
 def _retire(lines: Alone | GlooLines, store: Any) -> None:
-    """Keep connections for a moment, but not many: each group takes some descriptors and threads."""
+    """Keep a few connections open for a moment: each group takes descriptors and threads."""
     with _retiring:
         is_first = not _retired
         _retired.append((time.monotonic(), lines, store))
@@ -345,7 +351,7 @@ def _retire(lines: Alone | GlooLines, store: Any) -> None:
 
 
 def _close_retired() -> None:
-    """Close what has waited for long enough, until nothing is left."""
+    """Close connections as their time is up, until none is left."""
     while _retired:
         time.sleep(FAREWELL_S / 4)
         with _retiring:
@@ -363,14 +369,14 @@ atexit.register(_close_all_retired)
 
 
 class _Closed(Alone):
-    """Of a group that is no more."""
+    """The connections of a closed group."""
 
     def meet(self, slot: bytes) -> list[bytes]:
-        """Refuse."""
+        """Refuse: the group is closed."""
         raise InvalidValueError("This call has ended, and its context with it. Use the context of a call only while it runs.")
 
 
-# --- finding each other -----------------------------------------------------------------------------------------------
+# --- joining and leaving a group --------------------------------------------------------------------------------------
 
 _here = threading.local()
 
@@ -385,7 +391,8 @@ def leave_other(assignment: Assignment) -> None:
 def join(assignment: Assignment, way: Way | None) -> Group:
     """Return this worker's group: the one of the call before, or a new one. Waits for the other ranks; can be interrupted.
 
-    One that does not stay warm is none of the worker's: the thread may be that of a rank itself, in which the call was made.
+    A group that does not stay warm is not kept as the worker's: the call may have been made by a
+    rank, whose thread has a group already.
 
     Raises:
         CollectiveError: The connection to another rank broke.
@@ -395,7 +402,7 @@ def join(assignment: Assignment, way: Way | None) -> Group:
     if not assignment.stays_warm:
         group = connect(assignment, way)
     elif group is not None and group.assignment.number == assignment.number:
-        group.assignment = assignment  # the value's key is another one in each call
+        group.assignment = assignment  # each call has its own key for the value
     else:
         leave()
         group = _here.group = connect(assignment, way)
@@ -433,7 +440,7 @@ def connect(assignment: Assignment, way: Way | None) -> Group:
     return group
 
 
-# --- rendezvous: how the ranks of a new group find each other ---------------------------------------------------------
+# --- discovery of the ranks of a new group ----------------------------------------------------------------------------
 #
 # Torch makes groups through a store. Rank 0 opens one: a file that only this user can read if all ranks are on one machine,
 # otherwise a TCP port. The ranks learn its address through the pool's exchange, which requires Ray's token. Strangers can
@@ -446,12 +453,14 @@ STORE_TIMEOUT = timedelta(seconds=60)
 
 
 class Assignment(NamedTuple):
-    """Which rank of which group a worker is; plain data, made by the driver.
+    """The place of a worker in a group: which rank it is; plain data, made by the driver.
 
-    `local_rank`, `local_world_size`: on its host. `number`: of the group, unique in the pool; the same again means the group of
-    the call before. `is_one_host`: all ranks are on one machine, and everything listens on the loopback only. `has_process`: the
-    rank has a process of its own, whose environment and default group may be set. `key`: that the rank's value is kept under.
-    `stays_warm`: the worker keeps the group for the next call. `mismatch_timeout_s`: of the call's `Options`.
+    `local_rank`, `local_world_size`: on its host. `number`: of the group, unique in the pool; a
+    repeated number means the group of the call before. `is_one_host`: all ranks are on one machine,
+    and all sockets listen on the loopback only. `has_process`: the rank has a process of its own,
+    whose environment and default group may be set. `key`: that the rank's value is kept under.
+    `stays_warm`: the worker keeps the group for the next call. `mismatch_timeout_s`: of the call's
+    `Options`.
     """
 
     rank: int
@@ -467,7 +476,7 @@ class Assignment(NamedTuple):
 
 
 class Invitation(NamedTuple):
-    """What rank 0 tells the others.
+    """The message by which rank 0 invites the others.
 
     `store`: its address or file, or the store itself if ranks are threads. `master`: an address, and a port held for torch.
     `secret`: the ranks sign their messages with it.
@@ -479,7 +488,7 @@ class Invitation(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The store of a new group, the address of this rank, and what rank 0 has told."""
+    """The store of a new group, the address of this rank, and the invitation of rank 0."""
 
     store: Any
     address: str
@@ -488,7 +497,10 @@ class Found(NamedTuple):
 
 
 def find_others(assignment: Assignment, way: Way, held: ExitStack) -> Found:
-    """Find the other ranks, and wait until all are there. Can be interrupted. `held` keeps the port that torch may listen at."""
+    """Find the other ranks, and wait for all of them. Can be interrupted.
+
+    `held` keeps the port at which torch may listen.
+    """
     store, address, invitation, port = None, "", None, 0
     if assignment.rank == 0:
         store, place, address = _open_store(assignment)
@@ -502,7 +514,7 @@ def find_others(assignment: Assignment, way: Way, held: ExitStack) -> Found:
         invitation = Invitation(*met[0][1])
         store, address = _join_store(assignment, invitation.store)
     uuids = [gpu_uuid for gpu_uuid, _ in met]
-    has_nccl = None not in uuids and len(set(uuids)) == len(uuids)  # NCCL wants a GPU of its own for each rank
+    has_nccl = None not in uuids and len(set(uuids)) == len(uuids)  # NCCL needs a separate GPU for each rank
     return Found(store, address, invitation, has_nccl)
 
 
@@ -543,7 +555,7 @@ def _join_store(assignment: Assignment, place: Any) -> tuple[Any, str]:
 
 
 def _new_file() -> str:
-    """Return the name of a file that is removed with the pool. Removed earlier, it would hang native code that uses the store."""
+    """Return the name of a new file. It is removed with the pool; earlier, the store would hang."""
     note = note_here()
     folder = folder_of_process() if note is None or note.folders is None else note.folders.temporary()
     return str(make_private(folder / "groups") / uuid.uuid4().hex)
@@ -556,9 +568,9 @@ def _store_in(file: str) -> Any:
 
 
 def in_thread(make: Callable[[], Any], discard: Callable[[Any], object] = bool) -> Any:
-    """Call something that waits in native code, in a way that can be interrupted: a rank may die just then.
+    """Call a function that waits in native code, in a thread, so that the wait can be interrupted.
 
-    What it makes when nobody waits for it any more is given to `discard`.
+    If the wait was interrupted, the function's late result is given to `discard`.
     """
     done, lock = threading.Event(), threading.Lock()
     made: list[Any] = []
@@ -594,13 +606,13 @@ def in_thread(make: Callable[[], Any], discard: Callable[[Any], object] = bool) 
     return made.pop()
 
 
-# --- addresses: where the other ranks reach this one ------------------------------------------------------------------
+# --- addresses of this rank -------------------------------------------------------------------------------------------
 
 
 LOOPBACK = "127.0.0.1"
 
 FAR_AWAY = ("192.0.2.1", 9)
-"""An address for documentation (RFC 5737). Nothing is sent there; the system just chooses the interface to the outside."""
+"""An address for documentation (RFC 5737): the system picks an interface, nothing is sent."""
 
 CONNECT_TIMEOUT_S = 5.0
 """How long to wait for the first rank to take a connection [s]."""
@@ -610,7 +622,8 @@ def own_address(is_one_host: bool, towards: tuple[str, int] | None = None) -> st
     """Return the address at which the other ranks reach this one.
 
     Args:
-        is_one_host: All are on this machine: the loopback will do, and nobody outside can connect.
+        is_one_host: All ranks are on this machine: the loopback will do, and closes out other
+            machines.
         towards: The address of another rank; None if not known yet.
     """
     if is_one_host:
@@ -660,10 +673,12 @@ def hold_port(address: str) -> tuple[socket.socket, int]:
 
 
 def knock(address: tuple[str, int]) -> None:
-    """See that somebody listens there. Torch's own store would try for its whole time limit, and cannot be interrupted.
+    """Check that something listens at an address.
+
+    Torch's own store would try for its whole time limit, and cannot be interrupted.
 
     Raises:
-        ConnectionError: Nobody does.
+        ConnectionError: Nothing listens there.
     """
     try:
         socket.create_connection(address, timeout=CONNECT_TIMEOUT_S).close()
@@ -673,7 +688,7 @@ def knock(address: tuple[str, int]) -> None:
 
 # --- torch's default group, and the environment, while a rank's function runs -----------------------------------------
 #
-# Between calls both are hidden, so that whatever else runs on the worker finds them as it has left them.
+# Between calls both are hidden, so that other work on the worker finds them unchanged.
 
 
 OWN_NAMES = ("TF_CONFIG",)
@@ -681,7 +696,7 @@ OWN_NAMES = ("TF_CONFIG",)
 
 
 def make_world(store: Any, rank: int, world_size: int, has_nccl: bool) -> Any:
-    """Make torch's default group. All ranks have to be known to come: this waits for them in native code."""
+    """Make torch's default group. Called once all ranks have arrived: it waits in native code."""
     import torch
 
     dist = distributed()
@@ -694,7 +709,7 @@ def make_world(store: Any, rank: int, world_size: int, has_nccl: bool) -> Any:
         world_size=world_size,
         timeout=FOR_EVER,
         # With the device NCCL connects all ranks at once. Else it would connect pairs at their first message, each waiting
-        # for the other, and ranks that send in a ring would wait for ever.
+        # for the other, and ranks that send in a ring would wait forever.
         device_id=torch.device("cuda", torch.cuda.current_device()) if has_nccl else None,
     )
     return dist.group.WORLD
@@ -721,9 +736,10 @@ def count_names() -> int:
 
 
 def let_names_begin_at(number: int) -> None:
-    """Let torch name groups by numbers from here on, which have to be the same on all ranks: it finds the others by the name.
+    """Set the number that names torch's next group: all ranks find each other by the name.
 
-    They differ where one worker has made a group by itself, or was interrupted while it made one. Torch has no public way.
+    The numbers differ if one worker has made a group by itself, or was interrupted while it made
+    one. Torch has no public way to set them.
     """
     from torch.distributed import distributed_c10d
 
@@ -744,14 +760,14 @@ _closing = threading.Lock()
 
 
 def close_world(world: Any) -> None:
-    """Close torch's default group, and all that were made from it: whoever waits in one, here or elsewhere, fails at once.
+    """Close torch's default group and all made from it; every wait in one, on any rank, fails.
 
-    References to them may live on, in a model in the frames of a traceback, say: so dropping ours would not be enough.
+    Dropping our references would not be enough: others may live on in the frames of a traceback.
     """
     from torch.distributed import distributed_c10d
 
     dist = distributed()
-    with _closing:  # a rank that the thread of its watch cuts off closes the same group
+    with _closing:  # the thread of the watch may close the same group
         if not is_registered(world):
             return
         swap_default(world)
@@ -770,7 +786,7 @@ def _sever_gloo(group: Any) -> None:
     import torch
 
     dist = distributed()
-    with contextlib.suppress(RuntimeError):  # it has nothing for CPUs
+    with contextlib.suppress(RuntimeError):  # the group has no backend for CPUs
         gloo = group._get_backend(torch.device("cpu"))
         gloo = getattr(gloo, "wrapped_pg", gloo)  # with TORCH_DISTRIBUTED_DEBUG=DETAIL
         if isinstance(gloo, dist.ProcessGroupGloo):
@@ -809,14 +825,14 @@ def shown(world: Any) -> Iterator[None]:
 
 
 def discard_world(world: Any) -> None:
-    """Hide a group that has come when nobody waited for it any more: torch has made it the default one by itself."""
+    """Close a group that was made too late: torch has made it the default one by itself."""
     if distributed().group.WORLD is world:
         swap_default(_now_shown)
     _sever_gloo(world)
 
 
 def alone_in_torch() -> Any:
-    """Return a group with this process only: torch's default one, which is made if there is none."""
+    """Return a group of this process alone: torch's default one, made if there is none."""
     dist = distributed()
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

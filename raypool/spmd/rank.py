@@ -1,4 +1,4 @@
-"""What runs in a worker for one rank of an spmd call."""
+"""One rank of an spmd call, in its worker: the user's function, and its end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OURS = str(Path(__file__).parents[1])
 
 
 class RankFunction:
-    """A user's function, as every rank calls it: in a group with the others; what it returns stays in the worker."""
+    """A user's function, as every rank calls it; the return value stays in the worker."""
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         self.func = fn  # called as in functools.partial, so that messages have its name
@@ -30,11 +30,12 @@ class RankFunction:
         """Run one rank.
 
         Returns:
-            What to say of the value, which is kept here under the key of the assignment; see `answer`.
+            The description of the value, which stays here under the key of the assignment; see
+            `answer`.
 
         Raises:
             RankInterrupted: It was ended because another rank had failed, or the time was up.
-            Exception: What the function has raised.
+            Exception: Any error that the function raised.
         """
         group: Group | None = None
         has_returned = False
@@ -58,7 +59,7 @@ class RankFunction:
             _shield()
             outcome: Exception | None = _interruption(error, group, has_returned)
             if group is not None and group.mismatch is not None:
-                outcome = group.mismatch  # its group was closed for that, and torch may raise anything then
+                outcome = group.mismatch  # the watch closed the group: torch may raise anything
             _part(assignment, group)
             if outcome is None:
                 raise
@@ -69,7 +70,7 @@ class RankFunction:
         raise outcome
 
     def answer(self, assignment: Assignment, value: Any) -> Any:
-        """Return what travels back of what the function has returned: a description, the value stays."""
+        """Return the answer that travels back: a description, while the value stays."""
         return composite.keep(assignment.key, assignment.rank, value)
 
     def _arrived(self, arg: Any, rank: int) -> Any:
@@ -77,7 +78,10 @@ class RankFunction:
 
 
 def _shield() -> None:
-    """Let nothing interrupt this rank: those that it leaves fail, so it is told to end, which must not hide why it has."""
+    """Make this rank uninterruptible.
+
+    The ranks that it leaves fail, and then all are told to end; this must not hide the first error.
+    """
     note = note_here()
     if note is not None and note.shelter is not None:
         note.shelter.shield()
@@ -91,7 +95,7 @@ def _expose() -> None:
 
 
 def _part(assignment: Assignment, group: Group | None) -> None:
-    """Leave the group for good, and let go all who wait for this rank."""
+    """Leave the group for good, and release all ranks that wait for this one."""
     if assignment.stays_warm:
         leave()
     elif group is not None:
@@ -99,7 +103,7 @@ def _part(assignment: Assignment, group: Group | None) -> None:
 
 
 def _interruption(error: BaseException, group: Group | None, has_returned: bool) -> RankInterrupted | None:
-    """Return what to say of a rank that was ended from outside; None if it has failed by itself."""
+    """Return the error of a rank that was ended from outside; None if it failed by itself."""
     story = list(_with_contexts(error))
     is_cut_off = any(is_disconnect(each) for each in story)
     if group is None and isinstance(error, ConnectionError):
@@ -110,7 +114,7 @@ def _interruption(error: BaseException, group: Group | None, has_returned: bool)
     at_hand = None if group is None else group.at_hand
     if at_hand is None and has_returned:
         at_hand = AtHand("at the end of the call", 0, None)
-    elif at_hand is None and is_cut_off and group is not None:  # in native code, which nothing else gets out of
+    elif at_hand is None and is_cut_off and group is not None:  # it waited in native code
         at_hand = AtHand("in a collective of torch.distributed", 0, None)
     place = _place(error)
     return RankInterrupted(
@@ -121,9 +125,9 @@ def _interruption(error: BaseException, group: Group | None, has_returned: bool)
 
 
 def _with_contexts(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error, and what was being handled when it was raised, also if the user's code hides that (`from None`).
+    """Yield an error and the errors handled when it was raised, also if hidden by `from None`.
 
-    What goes wrong while a rank tidies up because it was ended is no failure of its own.
+    An error during the cleanup of a rank that was ended is not a failure of its own.
     """
     seen: set[int] = set()
     here: BaseException | None = error

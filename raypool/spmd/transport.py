@@ -1,7 +1,8 @@
-"""How tensors get from rank to rank: through gloo, through NCCL, or not at all where there is one rank only.
+"""The transport of tensors between ranks: through gloo, through NCCL, or none for a single rank.
 
-Waiting is done in slices, so that a cancellation gets through. Gloo's own `abort` does not reach a call that waits; what does is
-a receive that times out at once: it puts all connections of the group into an error state, here and at every peer.
+Waits are cut into slices, so that a cancellation gets through. Gloo's own `abort` does not reach a
+call that waits. A receive that times out at once does: it puts all connections of the group into an
+error state, here and at every peer.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ if TYPE_CHECKING:
 
 
 SLICE_S = 0.05
-"""How long a wait lasts before it looks round [s]: Python code, and so a cancellation, gets its turn this often."""
+"""The length of a slice of a wait [s]: between slices a cancellation takes effect."""
 
 FOR_EVER = timedelta(days=300)
-"""The time limit of a group. Connections tell of ranks that die, and `RankWatch` of ranks that can't meet. For slow ranks there
-is the call's own limit."""
+"""The time limit of a group: none, in effect. Dead ranks break connections, `RankWatch` finds
+ranks that cannot meet, and the call's own limit is for slow ranks."""
 
 HEAD_TAG, DATA_TAG, SEVER_TAG = 1, 2, 3
 """Messages with one tag from one rank to another arrive in order."""
@@ -36,7 +37,7 @@ Post = tuple["torch.Tensor", int]
 
 
 class Lines(Protocol):
-    """The ways of one rank to the others. Tensors are contiguous."""
+    """The transport of one rank to the others. Tensors are contiguous."""
 
     def all_reduce(self, x: torch.Tensor, op: str) -> None:
         """Reduce in place, the same on every rank."""
@@ -55,7 +56,7 @@ class Lines(Protocol):
 
 
 class Alone:
-    """One rank: everything is here already."""
+    """The transport of a single rank: nothing has to move."""
 
     def meet(self, slot: bytes) -> list[bytes]:
         """Return everybody's slot."""
@@ -75,10 +76,10 @@ class Alone:
         parts[0].copy_(x)
 
     def exchange(self, sends: Sequence[Post], receives: Sequence[Post]) -> None:
-        """Do nothing: there is nobody."""
+        """Do nothing: there is no other rank."""
 
     def post(self, sends: Sequence[Post], receives: Sequence[Post], tag: int) -> list[Any]:
-        """Begin nothing: there is nobody."""
+        """Begin nothing: there is no other rank."""
         return []
 
     def finish(self, works: Sequence[Any]) -> None:
@@ -89,9 +90,10 @@ class Alone:
 
 
 class GlooLines:
-    """Through a gloo group of raypool's own, which torch has not registered: nothing of the user's can close it.
+    """Transport through a gloo group that torch does not know, so user code cannot close it.
 
-    `waiting` is called with how long something has been waited for [s], once in a slice; what it raises ends the wait.
+    `waiting` is called once in a slice, with the time waited so far [s]; an exception of it ends
+    the wait.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, address: str) -> None:
@@ -124,7 +126,7 @@ class GlooLines:
         self._wait(self._gloo.allreduce([x], options))
 
     def reduce(self, x: torch.Tensor, dst: int, op: str) -> None:
-        """Reduce in place on dst; elsewhere gloo leaves something in x."""
+        """Reduce in place on dst; on the other ranks gloo overwrites x."""
         dist = distributed()
         options = dist.ReduceOptions()
         options.reduceOp, options.rootRank = _reduce_op(op), dst
@@ -151,7 +153,7 @@ class GlooLines:
         return works + [self._gloo.send([x], dst, tag) for x, dst in sends]
 
     def finish(self, works: Sequence[Any]) -> None:
-        """Wait for messages. In a thread: a wait with a time limit would, when that is reached, break all connections."""
+        """Wait for messages, in a thread: a wait past its time limit breaks all connections."""
         if not works:
             return
         done = threading.Event()
@@ -179,7 +181,7 @@ class GlooLines:
             self.waiting(time.monotonic() - began)
 
     def sever(self) -> None:
-        """Break all connections: whoever waits for anything in this group, here or at a peer, fails at once."""
+        """Break all connections: every wait in this group, here or at a peer, fails at once."""
         sever(self._gloo)
 
     def drop(self) -> None:
@@ -191,7 +193,7 @@ _open: weakref.WeakSet[GlooLines] = weakref.WeakSet()
 
 
 def _close_all() -> None:
-    """Close what threads that have ended, or never will, have left open: gloo's own threads must end before the process does."""
+    """Close every group left open: gloo's own threads must end before the process does."""
     for lines in list(_open):
         lines.sever()
         lines.drop()
@@ -202,7 +204,7 @@ atexit.register(_close_all)
 
 def distributed() -> Any:
     """Return `torch.distributed`, most of whose names type checkers do not find."""
-    import torch  # first: where another thread is importing it, Python would give one of them a half of the package
+    import torch  # first: beside another thread's import the submodule may be half there
     import torch.distributed
 
     return torch.distributed
@@ -211,8 +213,8 @@ def distributed() -> Any:
 def sever(gloo: Any) -> None:
     """Break all connections of a gloo group.
 
-    A receive that times out breaks all, but only if its own connection was whole until then. So each is tried; after the first
-    that was, the rest fail without a wait.
+    A receive that times out breaks all connections, but only if its own was whole until then. So
+    each peer is tried; after the first whole one, the rest fail without a wait.
     """
     import torch
 
@@ -223,19 +225,19 @@ def sever(gloo: Any) -> None:
 
 
 def _is_over(work: Any) -> bool:
-    """Wait for a slice; return whether the operation is done. Raises what it has failed with."""
+    """Wait for a slice; return whether the operation is done, or raise its error."""
     try:
         work.wait(timedelta(seconds=SLICE_S))
         return True
     except RuntimeError:
         if not work.is_completed():
             return False
-    work.wait()  # it has failed; or was done just when the slice was over, and that was all
+    work.wait()  # raises its error; returns if it was done just after the slice
     return True
 
 
 def _say_nothing(waited_s: float) -> None:
-    """Nobody wants to know."""
+    """Ignore how long a wait has taken: the default for `waiting`."""
 
 
 def _reduce_op(op: str) -> Any:
@@ -244,7 +246,7 @@ def _reduce_op(op: str) -> Any:
 
 
 class NcclLines:
-    """From GPU to GPU, through torch's default group. All ranks have met before, so all of them come."""
+    """Transport between GPUs, by torch's default group, once all ranks have met."""
 
     def __init__(self, world: Any) -> None:
         self._world = world

@@ -1,8 +1,9 @@
-"""Finds ranks that wait for each other and can never meet: one has ended, another is in a collective of torch's, say.
+"""The watch for ranks that can never meet: one has ended, say, while another waits for it.
 
-Torch's groups have no time limit here (see `transport.FOR_EVER`), and a rank that is merely slow may take any time. So
-no rank is late by itself. What counts is that two ranks wait in different places, each for the other. Each rank has a thread that
-looks where it is, and writes that into the group's store when it is stuck. The thread of rank 0 reads what all have written.
+Torch's groups have no time limit here (see `transport.FOR_EVER`), and a slow rank may take any
+time, so no rank counts as late by itself. Two ranks cannot meet if they wait for each other in
+different places. Each rank has a thread that looks where the rank is, and writes this into the
+group's store when the rank is stuck. The thread of rank 0 reads and judges the entries of all.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from raypool.worker.running import link
 logger = logging.getLogger("raypool")
 
 LOOK_S = 5.0
-"""How often a rank looks where it is [s]."""
+"""The time between two looks of a rank's thread [s]."""
 
 WARN_S = 30.0
-"""Ranks that have waited for each other this long are warned about, once [s]."""
+"""After this time of waiting for each other, ranks are warned about once [s]."""
 
 ENDED = "the end"
 """The meeting of ranks whose function has returned."""
@@ -37,9 +38,10 @@ HINT = (
 class Whereabouts(NamedTuple):
     """Where a rank is.
 
-    `meeting`: the operation of raypool's own that it waits in ("ray.train.report"; `ENDED`), "" if in none. `number`: the
-    how-many-th operation of the call that is. `peer`: the only rank that it waits for there; None: all. `since`: from when on
-    (Unix time [s]). `begun`: what it has begun in torch's groups.
+    `meeting`: the operation of raypool's own that it waits in ("ray.train.report"; `ENDED`), "" if
+    in none. `number`: the number of that operation in the call. `peer`: the only rank that it waits
+    for; None: all. `since`: the start of the wait (Unix time [s]). `begun`: its collectives in
+    torch's groups.
     """
 
     meeting: str = ""
@@ -50,7 +52,7 @@ class Whereabouts(NamedTuple):
 
     @property
     def is_stuck(self) -> bool:
-        """Whether it waits for other ranks."""
+        """Whether the rank waits for other ranks."""
         return bool(self.meeting) or any(each.pending for each in self.begun.values())
 
     def write(self) -> str:
@@ -59,7 +61,7 @@ class Whereabouts(NamedTuple):
 
     @staticmethod
     def read(text: bytes) -> Whereabouts:
-        """Return what a rank has written."""
+        """Return the whereabouts that a rank has written."""
         meeting, number, peer, since, begun = json.loads(text)
         return Whereabouts(meeting, number, peer, since, {name: Begun(*each) for name, each in begun.items()})
 
@@ -74,10 +76,11 @@ class Mismatch(NamedTuple):
 
 
 def mismatches(places: Mapping[int, Whereabouts]) -> Iterator[Mismatch]:
-    """Yield who can never meet whom.
+    """Yield the pairs of ranks that can never meet.
 
-    A rank in a meeting begins nothing else before the others have come there. So whoever waits for it elsewhere never gets on.
-    Nor do ranks that have begun different collectives as the same one of a group: gloo lets them wait.
+    A rank in a meeting begins nothing else before the others arrive, so a rank that waits for it in
+    another place waits forever. So do ranks whose next collective of a group differs: gloo lets
+    them wait.
     """
     for waiting, place in sorted(places.items()):
         for name, begun in place.begun.items():
@@ -98,7 +101,7 @@ NOWHERE = Whereabouts()
 
 
 class RankWatch:
-    """Looks on behalf of one rank during one call.
+    """The watch of one rank during one call.
 
     Args:
         rank: Its number.
@@ -124,7 +127,7 @@ class RankWatch:
         self._limit_s = limit_s
         self._progress, self._find_place = progress, place
         self._progress_before: str | None = None
-        self._place: Whereabouts | None = None  # None: it moves
+        self._place: Whereabouts | None = None  # None: it is not stuck
         self._is_written = False  # the others read that this rank is stuck
         self._first_seen: dict[Mismatch, float] = {}
         self._has_warned = False
@@ -137,7 +140,8 @@ class RankWatch:
             now: The time by a clock that is never set back [s].
 
         Returns:
-            What is wrong, and the ranks that can't come, once that has lasted for the limit; the same for every rank.
+            Once a mismatch has lasted for the limit: its text, and the ranks that cannot come; the
+            same for every rank.
         """
         progress = self._progress()
         if progress != self._progress_before:
@@ -213,7 +217,7 @@ def _said(ranks: list[int], deed: str, at: float) -> str:
 
 
 def _warn(text: str) -> None:
-    """Warn in the process that has opened the pool, where somebody reads it."""
+    """Warn in the process that opened the pool, where the user sees it."""
     way = link()
     if way is None:
         logger.warning("%s", text)
@@ -221,11 +225,11 @@ def _warn(text: str) -> None:
         way.send("warning", None, text)
 
 
-# --- what torch has begun ---------------------------------------------------------------------------------------------
+# --- torch's collectives ----------------------------------------------------------------------------------------------
 
 
 class Begun(NamedTuple):
-    """What a rank has begun in one of torch's groups: the number of the newest collective, and what is under way.
+    """A rank's collectives in one of torch's groups: the newest number, and the one under way.
 
     `ranks`: all ranks of the group. `pending`: the number of the oldest collective that is not done, 0 if all are. `operation`:
     its name. `since`: when it began (Unix time [s]).
@@ -239,7 +243,7 @@ class Begun(NamedTuple):
 
 
 def begun_collectives(since: float) -> dict[str, Begun]:
-    """Return what this process has begun in each of torch's groups since then (Unix time [s]), by backend and group name."""
+    """Return this process's collectives since a time (Unix time [s]), by backend and group."""
     from torch.distributed import distributed_c10d
 
     world = distributed_c10d._world
@@ -265,7 +269,7 @@ def progress() -> str:
 
 
 def _flight_records(is_whole: bool) -> Iterator[bytes]:
-    """Yield what torch's flight recorders have: of gloo, of NCCL.
+    """Yield the records of torch's flight recorders: of gloo, of NCCL.
 
     Torch 2.13 writes each collective into a ring of some 2,000 entries. It has no public way to read that in the process itself.
     """

@@ -1,7 +1,8 @@
-"""What ranks tell each other when they meet: which collective each is in, and with what.
+"""The words that ranks exchange when they meet, and the forms in which values travel.
 
-Every collective begins with a meeting: each rank writes one `Word` into a slot of fixed size, and reads everybody's. So all ranks
-see the same, and come to the same judgement: either all go on, or all raise the same error, and the group can be used further.
+Every collective begins with a meeting: each rank writes one `Word` into a slot of fixed size, and
+reads the words of all. So all ranks come to the same judgment: either all go on, or all raise the
+same error, and the group remains usable.
 """
 
 from __future__ import annotations
@@ -19,15 +20,16 @@ from raypool.errors import CollectiveError, InvalidTypeError, InvalidValueError,
 from raypool.worker.running import Way
 
 SLOT_BYTES = 1024
-"""Of a word. On one machine a meeting with 1024 bytes takes as long as one with 256; what fits needs no second message."""
+"""The size of a slot. On one machine a meeting with 1024 bytes takes as long as one with 256, and
+a value that fits needs no second message."""
 
 SIGNATURE_BYTES = 16
 
 MAX_NAMED = 8
-"""An error names so many ranks by number."""
+"""The greatest number of ranks that an error names."""
 
 END, BEGIN = "end", "begin"
-"""What ranks meet for that is no collective of the user's: their function has returned; a call begins."""
+"""Meetings outside the user's collectives: the function has returned; a call begins."""
 
 HAS_ENDED = "has ended"
 
@@ -62,7 +64,7 @@ def _signature(data: Any, secret: bytes) -> bytes:
 
 
 class Word(NamedTuple):
-    """What one rank does: which meeting of this call it is, which operation, with what.
+    """The word of one rank in a meeting: which meeting of the call, which operation, and with what.
 
     `kind`: "tensor", "array", "value" (anything that is pickled) or "" (nothing). `peer`: dst or src, -1 without. `op`: of a
     reduction. `size`: of a pickled value [bytes]. `payload`: that value itself, or the memory of a tensor or array on a CPU,
@@ -100,14 +102,14 @@ class Word(NamedTuple):
 
 
 class Disagreement(NamedTuple):
-    """What is wrong with a meeting, in words, and the ranks that did not come to what the others are in."""
+    """The fault of a meeting, in words, and the ranks that did not join the others."""
 
     text: str
     missing: tuple[int, ...] = ()
 
 
 def find_disagreement(words: Sequence[Word]) -> Disagreement | None:
-    """Judge what all ranks say; the same on every rank."""
+    """Judge the words of all ranks; the judgment is the same on every rank."""
     first = words[0]
     if any(word.operation != first.operation or word.number != first.number for word in words):
         return _of_operations(words)
@@ -163,7 +165,7 @@ def _of_operations(words: Sequence[Word]) -> Disagreement:
 
 
 def _of_targets(words: Sequence[Word]) -> Disagreement | None:
-    """A rank that brings a tensor to a broadcast wants the source's in it."""
+    """Check targets: a tensor that a rank brings to a broadcast has to match the source's."""
     source = words[words[0].peer]
     odd = [rank for rank, word in enumerate(words) if word.kind == "tensor" and _form(word) != _form(source)]
     if not odd:
@@ -211,7 +213,7 @@ def _what(word: Word) -> str:
 
 
 def _parties(did: Sequence[str], word: Word) -> str:
-    """Say who is in what, those who do the same together."""
+    """List the ranks by operation, those in the same one together."""
     ranks_by_deed: dict[str, list[int]] = {}
     for rank, deed in enumerate(did):
         ranks_by_deed.setdefault(deed, []).append(rank)
@@ -273,16 +275,16 @@ def check_other(name: str, rank: Any, own: int, world_size: int) -> None:
 
 
 PLAIN = frozenset({int, float, bool, str, type(None), complex})
-"""Types of values that any pickle will do for."""
+"""Types of values that the plain pickle module suffices for."""
 
 MAX_INLINE_BYTES = 512
 """The memory of a tensor or array that is no larger travels in its word: a loss, say, or a few metrics."""
 
 
 class Packer:
-    """Pickles values, in the way of the pool if there is one: what a worker has from a notebook has no module to be found in.
+    """Pickles values as the pool does, if there is one: classes of a notebook are in no module.
 
-    It signs pickles with the group's secret, and opens only those.
+    It signs pickles with the group's secret, and opens only signed ones.
     """
 
     def __init__(self, secret: bytes, way: Way | None = None) -> None:
@@ -333,16 +335,16 @@ def _dump(value: Any) -> bytes:
     try:
         return pickle.dumps(value, protocol=5)
     except (pickle.PicklingError, AttributeError, TypeError):
-        with contextlib.suppress(ImportError):  # no dependency of ours: where it is missing pickle has the last word
+        with contextlib.suppress(ImportError):  # without it the error of pickle counts
             return bytes(importlib.import_module("cloudpickle").dumps(value, protocol=5))
         raise
 
 
-# --- kinds ------------------------------------------------------------------------------------------------------------
+# --- kinds of values --------------------------------------------------------------------------------------------------
 
 
 def describe(value: Any, operation: str) -> Word:
-    """Return a word with the kind, dtype, shape and device of a value, and its memory if that is small."""
+    """Return a word with the kind, dtype, shape and device of a value, and its memory if small."""
     if is_tensor(value):
         _check_tensor(value, operation)
         word = Word(0, operation, "tensor", str(value.dtype).removeprefix("torch."), tuple(value.shape), value.device.type)
@@ -399,7 +401,7 @@ def _check_tensor(value: Any, operation: str) -> None:
         )
 
 
-# --- memory -----------------------------------------------------------------------------------------------------------
+# --- memory of values -------------------------------------------------------------------------------------------------
 
 
 def as_tensor(value: Any) -> Any:
@@ -412,7 +414,7 @@ def as_tensor(value: Any) -> Any:
         # From memory that cannot be written to torch makes tensors with a warning.
         return torch.from_numpy(np.require(value, requirements=["C", "W"]).reshape(-1).view(np.uint8))
     flat = whole(value).reshape(-1)
-    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # of one element or none the stride may be anything
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # the stride of one element is arbitrary
 
 
 def whole(x: Any) -> Any:
@@ -421,7 +423,7 @@ def whole(x: Any) -> Any:
 
 
 def empty_like(word: Word, device: Any) -> Any:
-    """Return an uninitialised tensor or array as a word describes it; on `device` where that one is on a GPU."""
+    """Return an uninitialized tensor or array for a word; on `device` if the word is of a GPU."""
     if word.kind == "array":
         import numpy as np
 
@@ -440,7 +442,7 @@ def as_bytes(packed: bytes) -> Any:
 
 
 def copy_of(x: Any) -> Any:
-    """Return a copy of an array in one piece of memory: also of a memory map, and of what is read-only."""
+    """Return a copy of an array in one piece of memory; the array may be mapped or read-only."""
     import numpy as np
 
     return np.array(x, order="C")

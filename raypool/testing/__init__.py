@@ -1,14 +1,15 @@
 """Test your own code, or raypool, without Ray and without waiting: a pool in simulated time, with faults on demand.
 
-A function that is handed to a simulated pool really runs, in this process; when it starts, how long it takes and whether its
-worker dies is decided by a `FaultPlan`. The same plan gives the same course of events, always.
+A function that is handed to a simulated pool really runs, in this process; a `FaultPlan` decides
+when it starts, how long it takes and whether its worker dies. The same plan always gives the same
+course of events.
 
 >>> with sim_pool(4, FaultPlan(seed=1, p_loss=0.2)) as pool:
 ...     list(pool.parfor(lambda x: x * x, range(5)))
 [0, 1, 4, 9, 16]
 
-`SimulatedGpus` are cards that do not exist, for a pool's `inventory=`: its workers find them, share them and run out of their
-memory as they would with real ones (see docs/gpus.md).
+`SimulatedGpus` are GPUs that do not exist, for a pool's `inventory=`: its workers find them, share
+them and run out of their memory as with real ones (see docs/gpus.md).
 """
 
 from __future__ import annotations

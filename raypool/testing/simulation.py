@@ -1,4 +1,4 @@
-"""The scheduler alone in simulated time, with faults on demand: what `raypool.testing` offers of it is public."""
+"""The scheduler alone in simulated time, with faults on demand; `raypool.testing` has the public names."""
 
 from __future__ import annotations
 

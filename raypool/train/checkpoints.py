@@ -1,8 +1,9 @@
-"""The folder of a run: its checkpoints, each of which is there as a whole or not at all. Plain files.
+"""The folder of a run, its checkpoints, and how the ranks of a training commit one together.
 
-A checkpoint is a folder, and beside it `NAME.json` with what was reported with it. It is complete if both are there: the files
-are gathered in `.NAME.TOKEN.partial`, the json is written, and then the folder gets its name, which happens in one step. What
-begins with a dot and ends with `.partial` was left by a run that was killed.
+All are plain files. A checkpoint is a folder, with a file `NAME.json` beside it for the metrics
+that were reported with it. It is complete if both exist: the files are gathered in
+`.NAME.TOKEN.partial`, the json is written, and then the folder gets its name in one step. A run
+that was killed may leave `.*.partial` folders.
 """
 
 from __future__ import annotations
@@ -33,26 +34,26 @@ _NUMBERED = re.compile(r"checkpoint_(\d+)")
 
 
 class Kept(NamedTuple):
-    """A checkpoint that is complete: the how-many-th of its run, its folder, what rank 0 reported with it."""
+    """A complete checkpoint: its number in the run, its folder, and the metrics of rank 0."""
 
-    index: int  # type: ignore[assignment]  # nobody looks for something in this tuple
+    index: int  # type: ignore[assignment]  # hides tuple.index, which is not used here
     path: Path
     metrics: dict[str, Any]
 
 
 class Partial(NamedTuple):
-    """A checkpoint in the making: what it will be called, its number, the folder in which its files are gathered."""
+    """A checkpoint in the making: its future name, its number, and the folder of its files."""
 
     name: str
     number: int
     path: Path
 
 
-# --- what there is ----------------------------------------------------------------------------------------------------
+# --- complete checkpoints ---------------------------------------------------------------------------------------------
 
 
 def list_kept(run_dir: Folder) -> list[Kept]:
-    """Return the complete checkpoints of a run, the oldest first. What cannot be read is none."""
+    """Return the complete checkpoints of a run, the oldest first; unreadable ones are left out."""
     files = (path for path in Path(run_dir).glob("*.json") if not path.name.startswith("."))
     return sorted((kept for kept in map(_read, files) if kept is not None), key=lambda kept: kept.index)
 
@@ -89,7 +90,7 @@ def ranked(run_dir: Folder, metric: str | None, mode: str) -> list[Kept]:
 
 
 def _rating(kept: Kept, metric: str, mode: str) -> float | None:
-    """Return how good it is, the higher the better; None if that cannot be told."""
+    """Return the rating of a checkpoint, the higher the better; None without a usable metric."""
     value = kept.metrics.get(metric)
     if not isinstance(value, (int, float)) or not -math.inf < value < math.inf:  # unlike isfinite, it takes huge integers
         return None
@@ -101,7 +102,7 @@ def _order(kept: Kept, metric: str | None, mode: str) -> tuple[bool, float, int]
     return rating is not None, rating or 0.0, kept.index
 
 
-# --- making one -------------------------------------------------------------------------------------------------------
+# --- creation of a checkpoint -----------------------------------------------------------------------------------------
 
 
 def check_name(name: str | None) -> None:
@@ -109,7 +110,7 @@ def check_name(name: str | None) -> None:
 
     Raises:
         InvalidTypeError: It is no text.
-        InvalidValueError: It is a path, or like the names that are used here for other things.
+        InvalidValueError: It is a path, or a name that is reserved here.
     """
     if name is None:
         return
@@ -130,16 +131,16 @@ def next_index(run_dir: Folder) -> int:
 
 
 def free_name(run_dir: Folder, name: str, index: int) -> str:
-    """Return the name that a checkpoint is to have: with its number added, where there is one of that name already."""
+    """Return the name for a checkpoint, with its number added if the name is taken."""
     folder = Path(run_dir)
     is_taken = (folder / name).exists() or _read(folder / f"{name}.json") is not None
     return f"{name}-{index:06d}" if is_taken else name
 
 
 def open_partial(run_dir: Folder, name: str | None, token: str) -> Partial:
-    """Make the folder in which the files of a new checkpoint are gathered: called so, or by its number.
+    """Make the folder for the files of a new checkpoint, under this name or a number.
 
-    Where there is one of that name already, the number is added to it: nothing is ever replaced.
+    If the name is taken, the number is added to it: no checkpoint is ever replaced.
 
     Raises:
         OSError: It cannot be made.
@@ -155,9 +156,9 @@ def open_partial(run_dir: Folder, name: str | None, token: str) -> Partial:
 
 
 def copy_in(source: Folder, target: Path, rank: int) -> None:
-    """Copy what is in a folder into another, in which other ranks may do the same; a file is there as a whole or not at all.
+    """Copy the content of a folder into one that ranks share; each file in one step.
 
-    It is on the disk then: a checkpoint that counts is not lost to a power cut.
+    The files are on disk afterwards, so that a power cut does not damage a complete checkpoint.
 
     Raises:
         OSError: Something cannot be read, or does not fit.
@@ -175,7 +176,7 @@ def copy_in(source: Folder, target: Path, rank: int) -> None:
 
 
 def _sync(file: Path) -> None:
-    """See to it that what was written into a file is on the disk."""
+    """Wait until the content of a file is on disk."""
     descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -187,8 +188,8 @@ def commit(partial: Partial, metrics: Mapping[str, Any], attempt: int, elsewhere
     """Make a checkpoint of the files that were gathered; return its folder.
 
     Args:
-        partial: Where the files are, and what it is called.
-        metrics: What was reported with it; what JSON cannot take is left out.
+        partial: The folder of the files, and the name of the checkpoint.
+        metrics: The metrics reported with it; values that JSON cannot take are left out.
         attempt: In which attempt of the training.
         elsewhere: Where the files are if they were not gathered; the run only notes that.
 
@@ -206,13 +207,13 @@ def commit(partial: Partial, metrics: Mapping[str, Any], attempt: int, elsewhere
 
 
 def note_down(folder: Path, index: int, metrics: Mapping[str, Any], attempt: int, elsewhere: str | None = None) -> None:
-    """Write the file beside a checkpoint's folder that makes it one; see `commit`."""
+    """Write the json file that completes a checkpoint; see `commit`."""
     record = {"index": index, "time": time.time(), "attempt": attempt, "metrics": _plain(metrics), "path": elsewhere}
     _write(folder.with_name(f"{folder.name}.json"), json.dumps(record))
 
 
 def _write(file: Path, text: str) -> None:
-    """Write a file in one step, which is on the disk then."""
+    """Write a file in one step, and wait until it is on disk."""
     spare = file.with_name(f".{file.name}{PARTIAL}")
     with spare.open("w", encoding="utf-8") as stream:
         stream.write(text)
@@ -222,7 +223,7 @@ def _write(file: Path, text: str) -> None:
 
 
 def _plain(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what of some metrics JSON can take."""
+    """Return those metrics that JSON can take."""
     plain = {}
     for name, value in metrics.items():
         with contextlib.suppress(TypeError, ValueError, RecursionError):
@@ -242,11 +243,11 @@ def _as_list(value: Any) -> Any:
     return to_list()
 
 
-# --- tidying up -------------------------------------------------------------------------------------------------------
+# --- cleanup ----------------------------------------------------------------------------------------------------------
 
 
 def prune(run_dir: Folder, keep: int | None, metric: str | None, mode: str) -> list[Path]:
-    """Delete all but so many checkpoints, the best by a metric or the newest, and the last; return those that were deleted."""
+    """Delete all but the last and the `keep` best (or newest) checkpoints; return those."""
     there = ranked(run_dir, metric, mode)
     if keep is None or len(there) <= keep:
         return []
@@ -259,10 +260,10 @@ def prune(run_dir: Folder, keep: int | None, metric: str | None, mode: str) -> l
 
 
 def _delete(run_dir: Path, kept: Kept, stay: Sequence[Kept]) -> None:
-    """Delete a checkpoint: first it is none any more, in one step, then its files go.
+    """Delete a checkpoint: first its json file, which ends it in one step, then its files.
 
-    Files stay that are outside the folder of the run, which are the user's own, or in a checkpoint that stays: a loop may write
-    there by itself, and into one folder again and again.
+    Files outside the folder of the run are the user's own, and stay. So do files in a checkpoint
+    that stays: a loop may write into one folder again and again.
     """
     files = [file for file in run_dir.glob("*.json") if (read := _read(file)) is not None and read.index == kept.index]
     path = kept.path.resolve()
@@ -286,7 +287,7 @@ def forget_deleted(run_dir: Folder) -> None:
 
 
 def remove_partials(run_dir: Folder) -> None:
-    """Delete what a run that was killed has left unfinished."""
+    """Delete the unfinished checkpoints of a run that was killed."""
     for path in Path(run_dir).glob(f".*{PARTIAL}"):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -295,17 +296,18 @@ def remove_partials(run_dir: Folder) -> None:
                 path.unlink()
 
 
-# --- how ranks keep a checkpoint together: all of it, or none, and then none of them goes on --------------------------
+# --- commit of a checkpoint by all ranks ------------------------------------------------------------------------------
 #
-# Rank 0 makes the folder, all ranks put their files into it, and rank 0 makes a checkpoint of it. After each step all ranks tell
-# each other how it went, so that all come to the same judgement.
+# All files are kept or none, and on a failure no rank goes on. Rank 0 makes the folder, all ranks
+# put their files into it, and rank 0 makes it a checkpoint. After each step all ranks exchange how
+# it went, so that all come to the same judgment.
 
 
 logger = logging.getLogger("raypool")
 
 
 class Delivery(NamedTuple):
-    """What one rank brings: a `ray.train.Checkpoint`, and what `ray.train.report` was told to do with it."""
+    """The contribution of one rank: a `ray.train.Checkpoint`, and the arguments of its report."""
 
     checkpoint: Any
     is_placed: bool
@@ -314,7 +316,7 @@ class Delivery(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """What has gone wrong on a rank: `kind` is "value" (what it was given), "os" (the disk) or "user" (the user's own code)."""
+    """The failure of a rank: `kind` is "value" (an argument), "os" (the disk) or "user" (user code)."""
 
     kind: str
     text: str
@@ -332,7 +334,7 @@ class Fault(NamedTuple):
 
 
 class RankOutcome(NamedTuple):
-    """How it went on a rank: what has gone wrong, and where its files are if not in the folder of the checkpoint."""
+    """The outcome on a rank: its fault, and the place of its files if they stay elsewhere."""
 
     fault: Fault | None = None
     place: str | None = None
@@ -340,7 +342,7 @@ class RankOutcome(NamedTuple):
 
 
 class CheckpointCommit:
-    """One rank's part in it."""
+    """One rank's part in the commit of a checkpoint by all ranks."""
 
     def __init__(self, plan: TrainingAttempt, rank: int, tell: Callable[[Any], list[Any]]) -> None:
         self._plan = plan
@@ -349,12 +351,12 @@ class CheckpointCommit:
         self._token = uuid.uuid4().hex[:8]
 
     def keep(self, delivery: Delivery | None, name: str | None, metrics: Mapping[str, Any]) -> str:
-        """Keep a checkpoint, of which this rank may have a part; return its folder. Together with all ranks.
+        """Keep a checkpoint, together with all ranks; return its folder.
 
         Raises:
             InvalidValueError: A rank has brought what is no checkpoint, or does not see the folder of the run.
             OSError: It could not be written, on some rank.
-            RankInterrupted: The user's own function that brings a checkpoint away has failed on another rank.
+            RankInterrupted: The user's own upload function has failed on another rank.
         """
         partial: Partial | None = None
         try:
@@ -365,9 +367,9 @@ class CheckpointCommit:
             path, fault = self._tell(self._commit(partial, metrics, place) if self._rank == 0 else None)[0]
             _see([RankOutcome(fault)], None)
         except BaseException:
-            # Rank 0 alone knows whether the folder has its name by now: what another deleted could be a checkpoint that counts.
+            # Rank 0 alone knows if the folder has its name: others might delete a complete checkpoint.
             if partial is not None and self._rank == 0:
-                with unbroken(note_here()):  # where a rank has failed, the others are interrupted
+                with unbroken(note_here()):  # a failed rank interrupts the others
                     shutil.rmtree(partial.path, ignore_errors=True)
             raise
         if delivery is not None and delivery.is_deleted_after:
@@ -381,7 +383,7 @@ class CheckpointCommit:
             return None, self._disk_fault(error, "the folder of the run")
 
     def _gather(self, delivery: Delivery | None, partial: Partial) -> str | None:
-        """Put this rank's files with those of the others; return where they are if they stay elsewhere."""
+        """Add this rank's files to the others'; return their place if they stay elsewhere."""
         own: Exception | None = None
         try:
             outcome = self._deliver(delivery, partial)
@@ -433,7 +435,7 @@ class CheckpointCommit:
         return folder
 
     def _placed(self, delivery: Delivery, name: str) -> str:
-        """Return the folder in which a checkpoint is already, or is brought by the user's own function."""
+        """Return the folder of a checkpoint that stays, or that the user's function uploads."""
         checkpoint = delivery.checkpoint
         if delivery.upload_fn is not None and not delivery.is_placed:
             checkpoint = delivery.upload_fn(checkpoint, name)
@@ -480,10 +482,10 @@ def _see(outcomes: Sequence[RankOutcome], own: BaseException | None) -> None:
 
 
 def _common_place(outcomes: Sequence[RankOutcome]) -> str | None:
-    """Return where the files of all ranks are, None if they were copied.
+    """Return the common place of all ranks' files, None if they were copied.
 
     Raises:
-        InvalidValueError: In more than one place.
+        InvalidValueError: They are in more than one place.
     """
     places = {outcome.place: rank for rank, outcome in reversed(list(enumerate(outcomes))) if outcome.place is not None}
     copied = [rank for rank, outcome in enumerate(outcomes) if outcome.has_copied]
@@ -501,13 +503,13 @@ def _is_local(checkpoint: Any) -> bool:
 
 
 def _delete_local(checkpoint: Any, kept: str | None) -> None:
-    """Delete what was copied; what is kept stays where it is."""
+    """Delete a local checkpoint that was copied; one that is kept in place stays."""
     if _is_local(checkpoint) and str(Path(checkpoint.path).absolute()) != kept:
         with contextlib.suppress(OSError):
             shutil.rmtree(checkpoint.path)
 
 
-# --- what ranks are told, and what they bring back --------------------------------------------------------------------
+# --- what travels to the ranks and back -------------------------------------------------------------------------------
 
 
 class TrainingAttempt(NamedTuple):
@@ -527,7 +529,7 @@ class TrainingAttempt(NamedTuple):
 
 
 class RankEnd(NamedTuple):
-    """How a rank has come to its end: what the loop has returned, and what it has reported last (None: nothing)."""
+    """The end of a rank: the return value of the loop, and its last report (None: nothing)."""
 
     value: Any
     metrics: dict[str, Any] | None = None

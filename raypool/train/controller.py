@@ -1,4 +1,4 @@
-"""The attempts that a training takes, one after the other, and what comes of it."""
+"""The controller of a training: its attempts, one after the other, and its result or error."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
 
 LOOK_S = 0.1
-"""How often to see whether workers have come that are waited for [s]."""
+"""The time between two checks for new workers [s]."""
 
 Finish = Callable[[TrainingResult], TrainingResult]
-"""Makes of what a training has given what its caller wants."""
+"""Turns the result of a training into the result that its caller wants."""
 
 
 class TrainingBackend(Protocol):
@@ -48,7 +48,7 @@ class TrainingBackend(Protocol):
 
 @dataclass(frozen=True)
 class RankPlaces:
-    """Who trains: so many ranks, in these places only (None: any), of those that `numbers` says are there, in a pool."""
+    """The workers that train: `size` ranks, in these places only (None: any)."""
 
     size: int
     places: tuple[int, ...] | None
@@ -56,17 +56,17 @@ class RankPlaces:
     engine: Engine
 
     def now(self, least: int | None) -> RankPlaces:
-        """Return who is left of it: the same, if all are there, or if nobody may be missing."""
+        """Return the places that are left: all if none is missing, or if none may be missing."""
         left = self.left
         if least is None or not least <= len(left) < self.size:
             return self
         return replace(self, size=len(left), places=None if self.places is None else tuple(left))
 
     def await_others(self, least: int | None) -> None:
-        """Wait until the pool has made up for machines that are gone: as long as a worker may take to start.
+        """Wait until the pool has replaced lost machines, but no longer than `start_timeout_s`.
 
         Raises:
-            PoolClosedError, PoolBrokenError: It never will.
+            PoolClosedError, PoolBrokenError: The pool has ended.
         """
         deadline = time.monotonic() + self.engine.profile.start_timeout_s
         while self.places is None and len(self.left) < (least or self.size) and time.monotonic() < deadline:
@@ -75,7 +75,7 @@ class RankPlaces:
 
     @property
     def left(self) -> list[int]:
-        """Those of the places that are there, rank 0 first."""
+        """The places whose workers exist, rank 0 first."""
         numbers = self.numbers()
         return list(numbers) if self.places is None else [place for place in self.places if place in numbers]
 
@@ -94,9 +94,9 @@ class Conductor:
         self._finish = finish
         self._ends: list[RankEnd] = []
         self._first_start: str | None = None
-        self._failed: SpmdError | None = None  # the last attempt, which is to be made again
-        self._spent_s = 0.0  # of the time limit, by attempts that have ended
-        self._num_forgiven = 0  # attempts that have ended with the machines that they were on, with notice, or had not begun
+        self._failed: SpmdError | None = None  # the last attempt, if it is repeated
+        self._spent_s = 0.0  # of the time limit, used by attempts that have ended
+        self._num_forgiven = 0  # attempts that ended with preempted machines, or had not begun
 
     @property
     def has_named_folder(self) -> bool:
@@ -118,7 +118,7 @@ class Conductor:
         return attempt
 
     def conduct(self, attempt: Future[Any]) -> None:
-        """Go on from the first attempt until the training has come to its end, or cannot."""
+        """Follow the first attempt, and start others, until the training ends."""
         run = self._run
         try:
             while not self._has_ended_well(attempt):
@@ -155,7 +155,7 @@ class Conductor:
         """Wait for an attempt; return whether it has, and need not be made again.
 
         Raises:
-            SpmdError, ResourceError: It has failed, and is not to be made again.
+            SpmdError, ResourceError: It has failed, and is not to be repeated.
         """
         try:
             self._ends = list(attempt.result())
@@ -176,9 +176,10 @@ class Conductor:
         return True
 
     def _await_machines(self) -> bool:
-        """Wait for others in the place of machines that an attempt was lost with; return whether there is a worker for each rank.
+        """Wait for replacements of lost machines; return whether each rank has a worker.
 
-        A loss is often known before that of its machine is: then the next attempt waits for workers that will never come.
+        The loss of a worker is often known before that of its machine. An attempt made in between
+        would wait for workers that never come.
         """
         if not _reasons(self._failed) & {LossReason.NODE, LossReason.PREEMPTED}:
             return False
@@ -202,16 +203,16 @@ class Conductor:
         )
 
     def _left(self) -> Options:
-        """Return the options of the next attempt: the name of the training, and what is left of its time limit."""
+        """Return the options of the next attempt, with the rest of the time limit."""
         options = replace(self._options, name=self._run.name, retries=self._options.retries + self._num_forgiven)
         if options.timeout_s is None:
             return options
         return replace(options, timeout_s=max(options.timeout_s - self._spent_s, 0.001))
 
     def _is_worth_another(self, error: SpmdError) -> bool:
-        """Whether a worker was lost, or an exception raised that `retry_on` names, and an attempt is left.
+        """Whether a lost worker or a `retry_on` exception calls for another attempt, and one is left.
 
-        One that was on a machine that was taken away with notice is charged to nobody.
+        A worker lost with a preempted machine, with notice, does not count as an attempt.
         """
         kinds: tuple[type[BaseException], ...] = (WorkerLostError, *self._options.retry_on)
         if self._run.cancelled() or not all(isinstance(each, kinds) for each in error.failures.values()):
@@ -220,7 +221,7 @@ class Conductor:
         return self._run.attempts - self._num_forgiven <= self._options.retries
 
     def _result(self) -> TrainingResult:
-        """Return what there is."""
+        """Return the result from the checkpoints and reports so far."""
         from ray.train import Checkpoint
 
         kept, folder, frame = self._kept, self._run.path, self._run.metrics
@@ -240,7 +241,7 @@ class Conductor:
         )
 
     def _described_if_possible(self, error: BaseException) -> BaseException:
-        """Return the error to raise; as it is, if what there is cannot be read: the folder's disk is away, say."""
+        """Return the error to raise; unchanged if the result cannot be read."""
         try:
             return self._described(error)
         except Exception as why:
@@ -248,7 +249,7 @@ class Conductor:
             return error
 
     def _described(self, error: BaseException) -> BaseException:
-        """Return the error to raise, with what there is all the same."""
+        """Return the error to raise, with the result so far."""
         if isinstance(error, (PoolClosedError, PoolBrokenError)) or not isinstance(error, (SpmdError, ResourceError)):
             return error
         failures = error.failures if isinstance(error, SpmdError) else {}
@@ -256,7 +257,7 @@ class Conductor:
         first = error if first_rank is None else failures[first_rank]
         result = self._result()
         if isinstance(first, TaskTimeoutError):
-            limit = f"timeout_s={self._options.timeout_s:g}"  # the attempt had what was left of it
+            limit = f"timeout_s={self._options.timeout_s:g}"  # the attempt had only the rest of it
             late = TaskTimeoutError(
                 re.sub(r"timeout_s=[\d.e+-]+\d", limit, str(error)), result=result, failures=failures, first_rank=first_rank
             )
@@ -297,13 +298,13 @@ class Conductor:
 
 
 def _reasons(error: SpmdError | None) -> set[LossReason]:
-    """Return why workers were lost."""
+    """Return the reasons for which workers were lost."""
     failures = error.failures.values() if error is not None else ()
     return {each.reason for each in failures if isinstance(each, WorkerLostError)}
 
 
 def _last_of(frame: pd.DataFrame) -> dict[str, Any]:
-    """Return what rank 0 has reported last, by the table of all that was reported."""
+    """Return the last report of rank 0, from the table of all reports."""
     own = frame[frame["rank"] == 0]
     if own.empty:
         return {}
@@ -311,12 +312,12 @@ def _last_of(frame: pd.DataFrame) -> dict[str, Any]:
 
 
 def _of(last: Kept | None) -> dict[str, Any]:
-    """Return what was reported with a checkpoint: the last that is known of a training that had come to its end before."""
+    """Return the metrics of the last checkpoint, for a training that had ended before."""
     return {} if last is None else last.metrics
 
 
 def start_run(run: TrainingRun, conductor: Conductor, engine: Engine) -> TrainingRun:
-    """Let a training begin: in a thread of its own; "inline" in this one, so that a debugger stops in the user's loop.
+    """Start a training in its own thread; "inline" in this one, for debuggers.
 
     Raises:
         InvalidValueError: Another training has its folder, here or in another process.
@@ -324,7 +325,7 @@ def start_run(run: TrainingRun, conductor: Conductor, engine: Engine) -> Trainin
     run.owners = (engine.driver,)
     take_folder(run, conductor.has_named_folder)
     try:
-        first = conductor.begin()  # here: what cannot begin at all fails at the call
+        first = conductor.begin()  # here, so that an attempt that cannot begin fails at the call
     except BaseException:
         leave_folder(run, run.path.resolve())
         raise

@@ -1,6 +1,6 @@
-"""What a model is trained on, dealt out in mini-batches on the ranks, and what it predicts from, in pieces.
+"""The data of models: samples to train on, in mini-batches, and inputs to predict from, in pieces.
 
-It imports torch: whoever imports it holds a model, or data, of torch's anyway.
+This module imports torch, and is imported only where the user's model or data have done so.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MEMORY_PART = 4
 
 @dataclass(frozen=True)
 class Column:
-    """An input, or a target, of all samples. An array's numbers become those that the model has; a tensor's stay as they are."""
+    """An input, or a target, of all samples. Arrays get the model's dtype; tensors keep theirs."""
 
     values: np.ndarray[Any, Any] | torch.Tensor
     is_array: bool
@@ -64,7 +64,7 @@ class ArraySamples:
 
     Args:
         inputs, targets: A `Column`, or a tuple or dict of several.
-        sampler: What says which samples make up an epoch, and their order. None: all of them.
+        sampler: Chooses and orders the samples of an epoch. None: all of them.
     """
 
     inputs: Any
@@ -89,7 +89,7 @@ class DatasetSamples:
     """Samples of a map-style data set.
 
     Args:
-        dataset: What has them.
+        dataset: The data set.
         target: The target of a sample that is a dict: its name, or several. None: see `TARGET_NAMES`.
         sampler: As above.
         settings: What a `DataLoader` was told about loading them, its `collate_fn` for one.
@@ -148,7 +148,8 @@ class DatasetSource:
 def _paired(collate: Callable[[Any], Any], target: str | tuple[str, ...] | None, samples: Any) -> Batch:
     """Return the inputs and the targets of a mini-batch, in plain dicts.
 
-    A process that loads could not send a class of the user's script, and torch would wait for that mini-batch for ever.
+    A loading process could not send a class of the user's script, and torch would wait for it
+    forever.
     """
     return changed(lambda tensor: tensor, _as_pair(collate(samples), target), torch.Tensor)  # type: ignore[no-any-return]
 
@@ -206,7 +207,7 @@ def mixed_seed(*numbers: int) -> int:
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]) >> 1
 
 
-# --- taken from the user ----------------------------------------------------------------------------------------------
+# --- training data from the user --------------------------------------------------------------------------------------
 
 FORMS = (
     "Give a tuple (inputs, targets) of arrays or tensors, a DataFrame whose last column is the target, or a map-style Dataset "
@@ -215,10 +216,10 @@ FORMS = (
 
 
 def take_samples(data: Any, what: str = "data") -> Samples:
-    """Return what a user gives to train on, in one of two forms.
+    """Return a user's training data in one of two forms: `ArraySamples` or `DatasetSamples`.
 
     Raises:
-        InvalidTypeError: It is nothing of the kind, which `PoolView.fit` lists; `what` is the argument's name.
+        InvalidTypeError: The type is none that `PoolView.fit` lists; `what` is the argument's name.
         InvalidValueError: Inputs and targets are not of equal length, or there are none.
     """
     data, target = _with_target(data)
@@ -256,14 +257,14 @@ def _is_frame(data: Any) -> bool:
 
 
 def _is_pair(data: Any) -> bool:
-    """Whether these are inputs and targets: a tuple of two; a list of two is two samples, if they may be samples."""
+    """Whether data are (inputs, targets): a tuple of two; a list of two may be two samples."""
     if isinstance(data, Dataset) or not isinstance(data, (tuple, list)) or len(data) != 2:
         return False
     return isinstance(data, tuple) or not isinstance(data[0], (tuple, list, Mapping))
 
 
 def _with_target(data: Any) -> tuple[Any, str | tuple[str, ...] | None]:
-    """Return data, and the name of their target (or of several) where it is given beside them."""
+    """Return data, and the name of their target (or of several) if it is given with them."""
     if not isinstance(data, tuple) or len(data) != 2:
         return data, None
     first, names = data
@@ -355,7 +356,7 @@ def _column(values: Any, name: str) -> Column:
 
 
 def _checked_dataset(data: Any, what: str) -> Any:
-    """Return data of which samples can be had by number, and raise the error for others."""
+    """Check that samples can be read by number, and return the data."""
     if isinstance(data, Mapping):
         names = ", ".join(map(repr, list(data)[:5]))
         raise InvalidTypeError(f"{what} is a {type(data).__name__} of {names}. Give one of its parts, {what}[NAME], say. {FORMS}")
@@ -373,7 +374,7 @@ def _checked_dataset(data: Any, what: str) -> Any:
 
 
 def _from_loader(loader: Any, target: Any, what: str) -> Samples:
-    """Return the samples of a `DataLoader`: raypool makes the mini-batches, by its `collate_fn`, in the order of its sampler."""
+    """Return the samples of a `DataLoader`; its `collate_fn` and its sampler are used."""
     dataset, sampler = _checked_dataset(loader.dataset, what), loader.sampler
     if type(loader.batch_sampler) is not BatchSampler:
         raise InvalidTypeError(
@@ -402,7 +403,7 @@ def _from_loader(loader: Any, target: Any, what: str) -> Samples:
     return DatasetSamples(dataset=dataset, target=target, sampler=own, settings=settings)
 
 
-# --- what a model is to predict from: workers get a piece at a time ---------------------------------------------------
+# --- inputs for predictions, piece by piece ---------------------------------------------------------------------------
 
 
 TARGET_NAMES = ("labels", "label")
@@ -420,18 +421,18 @@ class Inputs(Protocol):
     """The inputs of a model, sample by sample.
 
     Attributes:
-        gives_arrays: Whether whoever gave them expects NumPy arrays back.
-        bytes_each: How much one sample takes on its way to a worker, as far as that is known without looking.
+        gives_arrays: Whether the caller expects NumPy arrays back.
+        bytes_each: The size of a sample on its way to a worker, as far as known in advance [bytes].
     """
 
     gives_arrays: bool
     bytes_each: int
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Return the number of samples."""
 
     def piece(self, start: int, stop: int) -> Piece:
-        """Return some of them, ready to travel."""
+        """Return the samples of a range, ready to travel."""
 
 
 class Piece(NamedTuple):
@@ -489,15 +490,15 @@ class Elsewhere:
         return len(self.dataset)
 
     def piece(self, start: int, stop: int) -> Piece:
-        """Return nothing but the numbers."""
+        """Return the numbers only: workers read the samples themselves."""
         return Piece(start, stop)
 
 
 def samples_of(data: Any) -> Inputs:
-    """Return the samples that are in what a user gives.
+    """Return the samples in a user's data.
 
     Raises:
-        InvalidTypeError: It is nothing of the kind.
+        InvalidTypeError: The type of the data is not supported.
         InvalidValueError: Several inputs have different lengths.
     """
     if isinstance(data, (DataLoader, IterableDataset)) or (hasattr(data, "__next__") and not hasattr(data, "__getitem__")):
@@ -532,7 +533,7 @@ def _is_column(data: Any) -> bool:
 
 
 def _checked_column(data: Any) -> np.ndarray[Any, Any] | torch.Tensor:
-    """Return an array or tensor of which torch can make sense."""
+    """Return an array or tensor, checked to be of a type that torch can use."""
     if not _is_column(data):
         raise InvalidTypeError(f"An input is a {type(data).__name__}. Give a NumPy array, a tensor or a DataFrame for each.")
     if hasattr(data, "columns"):
@@ -588,7 +589,7 @@ class Named(dict[Any, Any]):
 
 
 def input_of(sample: Any) -> Any:
-    """Return what of a sample goes into the model: of a pair (input, target) the input, of a dict all but the label.
+    """Return a sample's input: of a pair the first entry, of a dict all but the label.
 
     Raises:
         InvalidValueError: It is a tuple of more than two.
@@ -623,11 +624,11 @@ def batch_of(piece: Piece, first: int, last: int, dataset: Any) -> Any:
 
 
 def _tensor(rows: Any) -> torch.Tensor:
-    """Return rows as a tensor with memory of its own: theirs may be the caller's, or read-only, and models work in place."""
+    """Return rows as a new tensor: models work in place, and the memory may be the caller's."""
     return rows if isinstance(rows, torch.Tensor) else torch.from_numpy(rows.copy())
 
 
-# --- given to a model -------------------------------------------------------------------------------------------------
+# --- calls of a model -------------------------------------------------------------------------------------------------
 
 
 def call_model(call: Callable[..., Any], model: Any, inputs: Any) -> Any:
@@ -637,7 +638,7 @@ def call_model(call: Callable[..., Any], model: Any, inputs: Any) -> Any:
     if it has no arguments of such names it gets the dict, or the only input that samples have beside their label.
 
     Args:
-        call: What is called: the model, or what was put around it (DDP).
+        call: The callable: the model, or a wrapper around it (DDP).
         model: The model itself, whose arguments count.
         inputs: A tensor, or a tuple or dict of several.
     """
@@ -653,7 +654,7 @@ def call_model(call: Callable[..., Any], model: Any, inputs: Any) -> Any:
 
 
 def _named(model: Any, inputs: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return the inputs that are called like arguments of a model."""
+    """Return the inputs whose names are arguments of a model."""
     parameters = _parameters(model)
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return dict(inputs)
@@ -692,12 +693,12 @@ def mapped(change: Callable[[Any], Any], values: Any) -> Any:
 
 
 def changed(change: Callable[[Any], Any], values: Any, kind: type | tuple[type, ...]) -> Any:
-    """Return nested tuples, lists and mappings with all changed in them that is of a kind."""
+    """Return nested tuples, lists and mappings, with all values of a kind changed."""
     return change(values) if isinstance(values, kind) else mapped(lambda value: changed(change, value, kind), values)
 
 
 def leaves(values: Any) -> list[Any]:
-    """Return what is in nested tuples and mappings, one after the other."""
+    """Return the values in nested tuples and mappings, one after the other."""
     if not isinstance(values, (tuple, Mapping)):
         return [values]
     parts = values.values() if isinstance(values, Mapping) else values

@@ -1,6 +1,6 @@
-"""`pool.fit`, in the user's process: what the user gives becomes a loop and its configuration, its result a model.
+"""`pool.fit` in the user's process: from its arguments to a loop, from the result to a model.
 
-It imports torch at its top: whoever calls it holds a model of torch's anyway.
+This module imports torch at its top: its callers hold a model of torch's anyway.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from raypool.train.training_options import TrainingOptions
 logger = logging.getLogger("raypool")
 
 MINI_BATCH_SIZE = 128
-"""So many samples are in a mini-batch unless somebody says another number; as in MATLAB."""
+"""The default size of a mini-batch [samples], as in MATLAB."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,10 @@ class FitCall:
     """A training that `pool.train` can run.
 
     Attributes:
-        loop, config: What it runs.
+        loop, config: The training loop and its configuration.
         ranks: The numbers of the workers that train, rank 0 first.
-        notes: What the user should know of it, a line each.
-        finish: Turns what comes out into what the user is given.
+        notes: Remarks for the user, a line each.
+        finish: Turns the training's result into the user's.
     """
 
     loop: Callable[[dict[str, Any]], Any]
@@ -51,14 +51,14 @@ class FitCall:
 def prepare_fit(
     model: Any, data: Any, loss: Callable[..., Any], options: TrainingOptions, workers: Sequence[WorkerInfo]
 ) -> FitCall:
-    """Check what a user gives to `pool.fit`, and return the training that it is.
+    """Check the arguments of `pool.fit`, and return the training that they describe.
 
     Args:
         model: A module, or a function that makes one.
         data: See `take_samples`.
         loss: A function of outputs and targets that returns their mean loss.
         options: How to train.
-        workers: Those that may train.
+        workers: The workers that may train.
 
     Raises:
         InvalidValueError, InvalidTypeError: An argument cannot work.
@@ -98,23 +98,23 @@ def prepare_fit(
 
 
 def gradient_bytes(config: dict[str, Any]) -> int:
-    """Return how much memory the gradients of a training's model take [bytes]: what the ranks add up at each step."""
+    """Return the size of a model's gradients [bytes], which the ranks add up at each step."""
     job: FitJob = config["fit"]
     module = job.model if isinstance(job.model, nn.Module) else _make(job.model)
     return sum(each.numel() * each.element_size() for each in module.parameters() if each.requires_grad)
 
 
 class _Finish:
-    """Turns what the ranks have returned into a model."""
+    """Turns the ranks' results into a trained model."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
 
     def __call__(self, result: TrainingResult) -> TrainingResult:
-        """Return the result with the trained model: on the CPU, in evaluation mode, which is how it is used."""
+        """Return the result with the trained model, on the CPU and in evaluation mode."""
         ends = [dict(end) for end in result.values]
         (saved,) = [end.pop("model") for end in ends if "model" in end]
-        # From our own worker, by the way that all values come, which are pickles: a model may have more than tensors in it.
+        # Safe: it comes from our own worker, like all values. A model may hold more than tensors.
         state = torch.load(io.BytesIO(saved), map_location="cpu", weights_only=False)
         module = copy.deepcopy(self._model) if isinstance(self._model, nn.Module) else _make(self._model)
         module.to("cpu").load_state_dict(state)
@@ -134,7 +134,7 @@ class _Finish:
 
 
 def _make(model: Callable[[], Any]) -> nn.Module:
-    """Return what a function makes, as if it had drawn nothing here."""
+    """Return the model that a function makes; the random generators here stay as they were."""
     with own_random_state(torch.device("cpu")):
         module = model()
     check_module(module)
@@ -166,7 +166,7 @@ def _check_functions(model: Any, loss: Any) -> None:
 
 
 def _check_makes_one(model: Callable[..., Any]) -> None:
-    """Refuse a function, or a class, that has to be told more."""
+    """Refuse a function or class that requires arguments."""
     try:
         inspect.signature(model).bind()
     except TypeError as error:
@@ -180,7 +180,7 @@ def _check_makes_one(model: Callable[..., Any]) -> None:
 
 
 def _completed(options: TrainingOptions, data: Any, samples: Samples) -> TrainingOptions:
-    """Return options that say how large a mini-batch is, and in which order samples come: by default as a `DataLoader` does."""
+    """Complete the options: mini-batch size and order, by default as in the `DataLoader`."""
     loader, shuffle = loader_of(data), options.shuffle
     if samples.sampler is not None and shuffle is not None:
         raise InvalidValueError(
@@ -193,18 +193,18 @@ def _completed(options: TrainingOptions, data: Any, samples: Samples) -> Trainin
 
 
 def _without_data(options: TrainingOptions) -> TrainingOptions:
-    """Return options that travel light: the data travel by themselves."""
+    """Return options without data, which travel separately."""
     return options if options.validation_data is None else replace(options, validation_data=())
 
 
-# --- who trains -------------------------------------------------------------------------------------------------------
+# --- workers that train -----------------------------------------------------------------------------------------------
 
 Crew = list[tuple[WorkerInfo, float]]
 """The workers that train, each with its load."""
 
 
 def _chosen(options: TrainingOptions, workers: Sequence[WorkerInfo]) -> Crew:
-    """Return who trains."""
+    """Return the workers that train, each with its load."""
     loads = options.worker_load or (1,) * len(workers)
     if len(loads) != len(workers):
         numbers = ", ".join(str(worker.index) for worker in workers)
@@ -244,7 +244,7 @@ def _able(execution: str, workers: Sequence[WorkerInfo]) -> list[WorkerInfo]:
 
 
 def _notes_on_workers(crew: Crew, workers: Sequence[WorkerInfo], options: TrainingOptions) -> list[str]:
-    """Say who does not train, and how to do without them."""
+    """Return notes on workers that do not train, and how to open a pool without them."""
     training = [worker for worker, _ in crew]
     idle = [worker for worker in workers if worker not in training]
     if not idle:
@@ -262,11 +262,11 @@ def _why_idle(is_able: bool, execution: str) -> str:
     return "one GPU was asked for" if execution == "gpu" else "its load is 0"
 
 
-# --- what they train on -----------------------------------------------------------------------------------------------
+# --- samples and mini-batches -----------------------------------------------------------------------------------------
 
 
 def _check_shares(division: Division, batch_size: int, crew: Crew) -> None:
-    """Refuse mini-batches of which a worker would get nothing."""
+    """Refuse mini-batches that are too small to give every worker a sample."""
     shares = split_batch(division.batch_size, [load for _, load in crew])
     if all(shares):
         return
@@ -283,7 +283,7 @@ def _check_shares(division: Division, batch_size: int, crew: Crew) -> None:
 
 
 def _notes_on_samples(division: Division, batch_size: int, options: TrainingOptions) -> list[str]:
-    """Say what is not as it was asked for."""
+    """Return notes on where the training differs from the options."""
     notes = []
     if division.batch_size < batch_size:
         notes.append(f"There are {division.num_samples:,} samples, so a mini-batch has as many, not {batch_size:,}.")

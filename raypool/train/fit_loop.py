@@ -1,7 +1,9 @@
 """The loop of `pool.fit`, as each rank runs it: a loop for Ray Train, as a user could have written it.
 
-A `Learner` takes one step after the other. The ranks agree on what they do, share out losses and gradients, and write a snapshot
-between two epochs. It imports torch: the driver imports it only with a model in its hands.
+A `Learner` takes one step after the other. The ranks average their gradients, merge the statistics
+of normalization layers, and write a checkpoint between two epochs. The module also shards models
+(DDP, FSDP2), checks losses, and measures steps for `scaling_report`. It imports torch: the user's
+process imports it only for a model.
 """
 
 from __future__ import annotations
@@ -35,17 +37,17 @@ from raypool.train.training_options import TrainingOptions
 from raypool.worker.running import note_here
 
 LOOK_S = 1.0
-"""How often the ranks ask each other whether the machine of any is about to go [s]: that waits for the device."""
+"""The interval at which ranks check for machines about to go [s]; each check waits for the device."""
 
 PREEMPTED = "preempted"
-"""What has ended an attempt that has kept all, to go on elsewhere."""
+"""The end of an attempt that kept a checkpoint, to resume on another machine."""
 
 LOST = "loss is nan"
-"""What has ended a training that nothing can be made of any more."""
+"""The end of a training whose loss is NaN."""
 
 
 def fit(config: dict[str, Any]) -> dict[str, Any]:
-    """Train a model by the options; return how that ended, on rank 0 with the model's state, saved by torch."""
+    """Train a model; return how that ended, on rank 0 with the model's state, saved by torch."""
     job: FitJob = config["fit"]
     ranks = ranks_here(job)
     with own_random_state(ranks.device):
@@ -53,7 +55,7 @@ def fit(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def ranks_here(job: FitJob) -> Ranks:
-    """Return the ranks of the training that this process is one of."""
+    """Return the ranks of this process's training."""
     context = ray.train.get_context()
     device = torch.device("cpu") if job.is_on_cpu else current_task().device
     return Ranks(context.get_world_rank(), context.get_world_size(), device)
@@ -94,7 +96,7 @@ class RankTraining:
             if self._reason != "max_epochs" or self._train_epoch(epoch):
                 break
         if self._reason == PREEMPTED:
-            return {}  # for nobody: all there is was kept
+            return {}  # not used: the next attempt resumes from the checkpoint
         self._learner.settle()
         progress, dropped = self._progress, self._job.division.dropped
         end: dict[str, Any] = {
@@ -113,7 +115,7 @@ class RankTraining:
         return end
 
     def _train_epoch(self, epoch: int) -> bool:
-        """Train through what is left of the data in this epoch; return whether it is to end here."""
+        """Train through the rest of this epoch's data; return whether the training is to end here."""
         options, division = self._options, self._job.division
         done = self._progress.step - epoch * division.steps
         self._ranks.seed(options.seed, 1, epoch, *([done] if done else []))
@@ -131,13 +133,13 @@ class RankTraining:
         return self._end_epoch(epoch)
 
     def _batches(self, epoch: int, done: int) -> Iterator[Batch]:
-        """Return this rank's shares of an epoch's mini-batches, but for those of the steps that are done."""
+        """Return this rank's shares of an epoch's mini-batches, without those of completed steps."""
         job, options = self._job, self._options
         order = ordered(job.samples, str(options.shuffle), options.seed, epoch, self._ranks)
         return self._source.batches(order, job.pieces(self._learner.share)[done * job.division.accumulate :])
 
     def _has_left(self) -> bool:
-        """Keep all there is if the machine of any rank is about to go, to go on elsewhere from this very step."""
+        """Keep a checkpoint of this step if any rank's machine is about to go; return whether it was."""
         if self._progress.step < self._look_step:
             return False
         info = preemption_info()
@@ -151,10 +153,10 @@ class RankTraining:
         self._reason = PREEMPTED
         return True
 
-    # --- what happens between epochs ----------------------------------------------------------------------------------
+    # --- end of an epoch ----------------------------------------------------------------------------------------------
 
     def _end_epoch(self, epoch: int) -> bool:
-        """Validate, keep a checkpoint and report, as is due; return whether somebody has asked for an end."""
+        """Validate, keep a checkpoint and report, as due; return whether the training is to end."""
         options, learner = self._options, self._learner
         done = epoch + 1
         is_last = done == options.max_epochs
@@ -171,7 +173,7 @@ class RankTraining:
             state = self._state()
         is_to_end = self._report(metrics, state)
         if is_to_end and every is not None and state is None and not self._is_lost:
-            self._report_state({}, self._state())  # it can go on from where it was stopped; all else was said
+            self._report_state({}, self._state())  # lets the run resume from here; metrics were reported
         return is_to_end
 
     def _state(self) -> dict[str, Any]:
@@ -179,7 +181,7 @@ class RankTraining:
         return take(self._learner, self._progress, self._best)
 
     def _judge(self, loss: float) -> None:
-        """Note whether the loss of a validation is below all before."""
+        """Note whether a validation's loss is the least so far."""
         progress = self._progress
         if not loss < progress.best_loss:
             self._progress = progress._replace(worse_in_a_row=progress.worse_in_a_row + 1)
@@ -219,7 +221,7 @@ class RankTraining:
         return ranks.add([total])[0] / num_samples
 
     def _metrics(self, epoch: int) -> dict[str, Any]:
-        """Return what there is to say since the last report; it waits for the device."""
+        """Return the metrics since the last report; waits for the device."""
         progress, division = self._progress, self._job.division
         loss = self._learner.take_loss()
         self._is_lost = math.isnan(loss)
@@ -231,7 +233,7 @@ class RankTraining:
         return {"epoch": epoch, "step": progress.step - 1, "loss": loss, "learning_rate": rate, "samples_per_s": speed}
 
     def _report(self, metrics: dict[str, Any], state: dict[str, Any] | None) -> bool:
-        """Report to whoever looks on, with a checkpoint if there is one; return whether somebody has asked for an end."""
+        """Report, with a checkpoint if there is one; return whether the training is to end."""
         if state is None:
             ray.train.report(metrics)
         else:
@@ -247,7 +249,7 @@ class RankTraining:
             ray.train.report(metrics, checkpoint=checkpoint)
 
     def _is_to_end(self, metrics: dict[str, Any]) -> bool:
-        """Whether the training was asked to end, from outside or by the user's function, or is lost; the same on all ranks."""
+        """Whether to end: by request, by the user's `output_fn`, or as lost; the same on all ranks."""
         output_fn = self._options.output_fn
         has_said_so = output_fn is not None and self._ranks.rank == 0 and bool(output_fn(dict(metrics)))
         note = note_here()  # `should_stop` of the task would also be true where a machine is about to go
@@ -290,12 +292,12 @@ def ordered(samples: Samples, shuffle: str, seed: int, epoch: int, ranks: Ranks)
 
 
 def preemption_info() -> Any:
-    """Return which machines are about to go, the same on all ranks, which have to ask together; Ray 2.52 can't tell."""
+    """Return the machines about to go, the same on all ranks, which ask together; Ray 2.52 cannot tell."""
     ask = getattr(ray.train, "get_preemption_info", None)
     return None if ask is None else ask()
 
 
-# --- measured for `scaling_report` ------------------------------------------------------------------------------------
+# --- measurement for `scaling_report` ---------------------------------------------------------------------------------
 
 
 def measure_loop(config: dict[str, Any]) -> list[float]:
@@ -331,7 +333,7 @@ def _endless_batches(job: FitJob, ranks: Ranks, learner: Learner) -> Iterator[Ba
         yield from source.batches(order, job.pieces(learner.share))
 
 
-# --- a model that learns: one step after the other --------------------------------------------------------------------
+# --- learner: a model, step by step -----------------------------------------------------------------------------------
 
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -349,10 +351,11 @@ class Learner:
         scheduler: The user's own schedule, if there is one.
         scaler: Of the loss, with fp16.
         ranks: All ranks, as this one sees them.
-        share: What this rank takes of each mini-batch.
-        is_mean: Whether the loss is the mean over its samples, as far as was seen. Only then the ranks' shares make the whole.
+        share: This rank's share of each mini-batch.
+        is_mean: Whether the loss is the mean over its samples, as far as seen. Only then the ranks'
+            gradients average to that of the whole mini-batch.
         strategy: "ddp" or "fsdp": how its state is kept.
-        is_sharded: Whether it has a part of the model only.
+        is_sharded: Whether this rank has only a part of the model.
     """
 
     def __init__(self, job: FitJob, ranks: Ranks) -> None:
@@ -371,7 +374,7 @@ class Learner:
         self._base_rates = [group["lr"] * job.rate_scale for group in self.optimizer.param_groups]
         self.scheduler = self._own_schedule()
         self.scaler = torch.amp.GradScaler(ranks.device.type) if options.precision == "fp16" else None
-        self._call: Any = None  # the model as it is called, once that is known
+        self._call: Any = None  # the wrapped model, once it is connected
         self._weight: torch.Tensor | None = None  # of a loss, once its type is known
         self._factor: float | None = None
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=ranks.device)
@@ -395,7 +398,7 @@ class Learner:
             )
         return scheduler
 
-    # --- one step ----------------------------------------------------------------------------------------------------------
+    # --- one step -----------------------------------------------------------------------------------------------------
 
     def iterate(self, step: int, batches: Sequence[Batch], *, is_synchronised: bool = True) -> None:
         """Take one step: by the mean gradient of these mini-batches, of which this rank has its share."""
@@ -426,9 +429,9 @@ class Learner:
         return loss
 
     def _first_loss_of(self, call: Any, batch: Batch) -> torch.Tensor:
-        """Return the loss of a mini-batch, and see that it is one.
+        """Return the loss of the first mini-batch, and check it.
 
-        Torch only warns where the shapes of outputs and targets differ, and compares each with each.
+        Torch only warns if the shapes of outputs and targets differ, and broadcasts them.
         """
         outputs: list[Any] = []
 
@@ -453,7 +456,7 @@ class Learner:
         return loss
 
     def _reduction(self, is_due: bool) -> contextlib.AbstractContextManager[Any]:
-        """Let this backward pass reduce gradients, or not yet."""
+        """Let this backward pass reduce gradients, or defer it."""
         if self.ranks.size > 1 and self.is_sharded:
             self.module.set_requires_gradient_sync(is_due)  # type: ignore[operator]
         elif self.ranks.size > 1 and not is_due:
@@ -484,7 +487,7 @@ class Learner:
             group["lr"] = rate * factor
 
     def _begin(self, batch: Batch) -> None:
-        """Connect the ranks, now that there is a mini-batch by which to see what the loss depends on."""
+        """Connect the ranks; the first mini-batch shows which parameters the loss depends on."""
         self._call = self.module
         if self.ranks.size > 1 and not self.is_sharded:
             is_unused = self.ranks.any(has_unused(self._tried(batch), self.module))
@@ -504,14 +507,14 @@ class Learner:
         return loss
 
     def _weight_of(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return what the gradient of a loss is multiplied by on this rank."""
+        """Return the factor of a loss's gradient on this rank."""
         weight = self.ranks.size * self.share.weight / self._job.division.accumulate
         return torch.full_like(loss, weight, requires_grad=False)
 
-    # --- what is asked of it in between -------------------------------------------------------------------------------
+    # --- between steps ------------------------------------------------------------------------------------------------
 
     def take_loss(self) -> float:
-        """Return the mean loss of the mini-batches since the last time: of whole ones, of all ranks' shares together."""
+        """Return the mean loss of the mini-batches since the last call, over all ranks."""
         (total,) = self.ranks.add([self._loss_sum * self.share.weight])
         mean = total / max(self._num_losses, 1)
         self._loss_sum.zero_()
@@ -524,7 +527,7 @@ class Learner:
         return float(self.optimizer.param_groups[0]["lr"])
 
     def loss_on(self, batch: Batch) -> torch.Tensor:
-        """Return the loss of a mini-batch with the model as it would be used."""
+        """Return the loss of a mini-batch with the model in evaluation mode."""
         return self._loss_of(self.module, batch)
 
     def settle(self) -> None:
@@ -534,7 +537,7 @@ class Learner:
             self._is_settled = True
 
     def end_epoch(self, loss: float | None) -> None:
-        """Let the user's own schedule go on; `loss` is what it may go by, None if there is none of this epoch."""
+        """Step the user's own schedule; `loss` is that of the epoch, None if there is none."""
         if isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
             if loss is not None:
                 self.scheduler.step(loss)
@@ -543,13 +546,13 @@ class Learner:
 
 
 def dtype_of(module: nn.Module) -> torch.dtype:
-    """Return the type of a model's numbers, by its first parameter that has one with a fraction."""
+    """Return the dtype of a model: that of its first floating-point parameter."""
     kinds = (each.dtype for each in module.parameters() if each.is_floating_point())
     return next(kinds, torch.get_default_dtype())
 
 
 def _made(model: Any, seed: int) -> nn.Module:
-    """Return a model of this rank's own."""
+    """Return this rank's own copy of the model."""
     seed_all(mixed_seed(seed))
     module = copy.deepcopy(model) if isinstance(model, nn.Module) else model()
     check_module(module)
@@ -557,7 +560,7 @@ def _made(model: Any, seed: int) -> nn.Module:
 
 
 def check_module(module: Any) -> None:
-    """Raise the error for what cannot be trained.
+    """Raise the error for a module that cannot be trained.
 
     Raises:
         InvalidTypeError: It is no module.
@@ -598,7 +601,7 @@ class FitJob(NamedTuple):
     """A training, as it was prepared.
 
     `loads`: of the ranks, by rank. `division`: of an epoch. `course`: of the learning rate, which is multiplied by `rate_scale`
-    before. `is_on_cpu`: on the CPU, also where a worker has a GPU.
+    before. `is_on_cpu`: train on the CPU, even on workers with a GPU.
     """
 
     model: Any
@@ -613,9 +616,10 @@ class FitJob(NamedTuple):
     is_on_cpu: bool
 
     def share(self, rank: int, size: int) -> Share:
-        """Return what a rank takes of each mini-batch. Where there are fewer ranks than planned, all take the same.
+        """Return a rank's share of each mini-batch. With fewer ranks than planned, all shares are equal.
 
-        So it is in pools of this process, which train with one, and after workers were lost for good: the mini-batch stays.
+        That is so in pools of this process, which train with one rank, and after workers were lost
+        for good: the mini-batch stays the same.
         """
         loads = self.loads if size == len(self.loads) else (1,) * size
         return share_of(rank, self.division.batch_size, loads)
@@ -626,7 +630,7 @@ class FitJob(NamedTuple):
         return [(number * size + share.start, number * size + share.start + share.size) for number in range(count)]
 
 
-# --- the ranks, as one of them sees them: who it is, and what they agree on -------------------------------------------
+# --- ranks, as one of them sees them ----------------------------------------------------------------------------------
 
 
 class Ranks:
@@ -650,7 +654,7 @@ class Ranks:
         return [float(value) for value in together.tolist()]
 
     def any(self, wish: bool) -> bool:
-        """Whether any rank says so."""
+        """Whether `wish` is true on any rank."""
         return wish if self.size == 1 else self.add([float(wish)])[0] > 0
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -664,13 +668,13 @@ class Ranks:
                 tensor.detach().copy_(values)
 
     def wait(self) -> None:
-        """Wait for all ranks, and for what the device still does."""
+        """Wait for all ranks, and for the device."""
         self.any(False)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def seed(self, seed: int, *others: int) -> None:
-        """Seed what a model or data set may draw from, differently on each rank."""
+        """Seed the global generators, differently on each rank."""
         seed_all(mixed_seed(seed, *others, self.rank))
 
 
@@ -693,7 +697,7 @@ def own_random_state(device: torch.device) -> Iterator[None]:
             np.random.set_state(numpy)
 
 
-# --- running statistics of normalization layers, merged over the ranks ------------------------------------------------
+# --- running statistics of normalization layers -----------------------------------------------------------------------
 
 
 def merge_buffers(module: nn.Module, ranks: Ranks, weight: float) -> None:
@@ -743,20 +747,22 @@ def _merge(means: list[torch.Tensor], variances: list[torch.Tensor], ranks: Rank
 
 
 def _put(values: torch.Tensor, targets: list[torch.Tensor]) -> None:
-    """Cut values into what belongs to each target."""
+    """Cut values into the parts of the targets."""
     for target, part in zip(targets, values.split([target.numel() for target in targets]), strict=True):
         target.copy_(part.view_as(target))
 
 
-# --- losses that ranks can share out ----------------------------------------------------------------------------------
+# --- losses -----------------------------------------------------------------------------------------------------------
 
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
-"""By so much the mean over parts may differ from the mean over all, for no other reason than rounding; else by a hundredth."""
+"""The relative difference that rounding may cause between a mean over parts and one over all.
+
+For other types it is a hundredth."""
 
 
 def check_loss(loss: Any) -> None:
-    """Raise the error for what a loss function has returned, if nothing can be learnt from it.
+    """Raise the error for a loss that a model cannot be trained by.
 
     Raises:
         InvalidTypeError: It is no tensor.
@@ -774,9 +780,9 @@ def check_loss(loss: Any) -> None:
 
 
 def is_mean_over_samples(loss_fn: Callable[..., Any], outputs: Any, targets: Any, loss: torch.Tensor) -> bool:
-    """Whether a loss of all samples is the mean of those of its two halves, as it is where each sample counts the same.
+    """Whether a loss equals the mean over its two halves, as it does if all samples count the same.
 
-    What cannot be cut into halves counts as one: nobody can tell.
+    Samples that cannot be halved count as such, as it cannot be told.
     """
     if not isinstance(outputs, torch.Tensor) or not isinstance(targets, torch.Tensor) or len(outputs) < 2:
         return True
@@ -786,7 +792,7 @@ def is_mean_over_samples(loss_fn: Callable[..., Any], outputs: Any, targets: Any
             first, second = loss_fn(outputs[:half], targets[:half]), loss_fn(outputs[half:], targets[half:])
             mean = (first * half + second * (num_all - half)) / num_all
         return bool(torch.isclose(mean, loss.detach(), rtol=TOLERANCE.get(loss.dtype, 1e-2), atol=1e-7, equal_nan=True))
-    except Exception:  # the function is the user's, and need not take halves
+    except Exception:  # the user's function may not take halves
         return True
 
 
@@ -794,11 +800,11 @@ def is_mean_over_samples(loss_fn: Callable[..., Any], outputs: Any, targets: Any
 
 
 LISTS = (nn.ModuleList, nn.ModuleDict)
-"""Layers that are never called, only those in them."""
+"""Containers that are never called, only the layers in them."""
 
 
 def shard(module: nn.Module, ranks: Ranks) -> None:
-    """Leave each rank a part of every parameter (FSDP2): layer by layer, so that one is gathered at a time."""
+    """Leave each rank a part of every parameter (FSDP2), layer by layer: one is gathered at a time."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -809,7 +815,7 @@ def shard(module: nn.Module, ranks: Ranks) -> None:
 
 
 def _units(module: nn.Module) -> list[nn.Module]:
-    """Return the layers that are gathered by themselves: not those that share parameters, which belong to the whole then."""
+    """Return the layers that are gathered separately: those that share no parameters with others."""
     layers = list(_outermost_layers(module))
     in_layers = {id(parameter) for layer in layers for parameter in layer.parameters()}
     owners = Counter(id(parameter) for layer in layers for parameter in layer.parameters())
@@ -819,7 +825,7 @@ def _units(module: nn.Module) -> list[nn.Module]:
 
 
 def _outermost_layers(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield what stands in its outermost lists of layers (`Sequential` too); others may have parts that are never called."""
+    """Yield the entries of the outermost lists of layers (`Sequential` too): these are called as a whole."""
     for child in module.children():
         if isinstance(module, (nn.Sequential, *LISTS)) and not isinstance(child, LISTS):
             if next(child.parameters(), None) is not None:
@@ -844,7 +850,7 @@ def connect(module: nn.Module, ranks: Ranks, has_unused: bool) -> DistributedDat
 
 
 def has_unused(loss: torch.Tensor, module: nn.Module) -> bool:
-    """Whether a loss leaves out parameters that are to be trained: DDP would wait for their gradients for ever."""
+    """Whether a loss leaves out parameters that are to be trained: DDP would wait for these forever."""
     found: set[int] = set()
     seen: set[Any] = set()
     waiting: list[Any] = [loss.grad_fn]
@@ -860,7 +866,7 @@ def has_unused(loss: torch.Tensor, module: nn.Module) -> bool:
 
 
 def whole(tensor: Any) -> Any:
-    """Return a tensor on the CPU as a whole; all ranks have to ask for it. What is no tensor, as it is."""
+    """Return a whole tensor on the CPU, on all ranks together. Other values stay as they are."""
     if not isinstance(tensor, torch.Tensor):
         return tensor
     gathered = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
@@ -868,7 +874,7 @@ def whole(tensor: Any) -> Any:
 
 
 def whole_state(module: nn.Module, ranks: Ranks) -> dict[str, Any]:
-    """Return a model's state on the CPU, as one process would have it; all ranks have to ask for it, and rank 0 gets it."""
+    """Return a model's whole state on the CPU, on rank 0; all ranks have to call this together."""
     state: dict[str, Any] = {}
     for name, tensor in module.state_dict().items():
         if ranks.rank == 0:
@@ -878,7 +884,7 @@ def whole_state(module: nn.Module, ranks: Ranks) -> dict[str, Any]:
     return state
 
 
-# --- checkpoints: written between two epochs, and read to go on from there --------------------------------------------
+# --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
 FILE = "training.pt"
@@ -900,7 +906,10 @@ class Progress(NamedTuple):
 
 
 def take(learner: Learner, progress: Progress, best: dict[str, Any] | None) -> dict[str, Any]:
-    """Return what a checkpoint has in it, on rank 0; all ranks have to ask for it. Each epoch is seeded anew: no generators."""
+    """Return the content of a checkpoint, on rank 0; called on all ranks together.
+
+    It has no states of random generators, as each epoch is seeded anew.
+    """
     scheduler, scaler = learner.scheduler, learner.scaler
     return {
         "raypool": VERSION,
@@ -920,10 +929,10 @@ def write(state: dict[str, Any], folder: str) -> None:
 
 
 def read(folder: str) -> dict[str, Any]:
-    """Return what a checkpoint has in it; no code of its is run.
+    """Return the content of a checkpoint, without running any code in it.
 
     Raises:
-        InvalidValueError: It is none of `pool.fit`.
+        InvalidValueError: The checkpoint is not one of `pool.fit`.
     """
     path = Path(folder) / FILE
     advice = "Give one that a training by pool.fit has made."
@@ -932,7 +941,7 @@ def read(folder: str) -> dict[str, Any]:
         raise InvalidValueError(f"{folder} is no checkpoint of pool.fit: it has no {FILE} in it, but {found}. {advice}")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # of a file that was cut short torch's reader may raise anything, an IndexError for one
+    except Exception as error:  # for a truncated file torch may raise anything, even an IndexError
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise InvalidValueError(f"{path} is no checkpoint of pool.fit: it cannot be read ({reason}). {advice}") from error
     if not isinstance(state, dict) or state.get("raypool") != VERSION:
@@ -941,7 +950,7 @@ def read(folder: str) -> dict[str, Any]:
 
 
 def restore(learner: Learner, state: dict[str, Any], folder: str) -> Progress:
-    """Let a model go on from a checkpoint; return how far it has come.
+    """Restore a model from a checkpoint; return its progress.
 
     Raises:
         InvalidValueError: The checkpoint is of another model, optimizer, or strategy.
@@ -1016,19 +1025,19 @@ def _optimizer_state(learner: Learner) -> dict[str, Any]:
 
 
 def _whole_options() -> Any:
-    """Return the options for states as one process would have them."""
+    """Return the options for whole states, as in a single process."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions
 
     return StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
-# --- what a rank is to measure ----------------------------------------------------------------------------------------
+# --- measurement of steps ---------------------------------------------------------------------------------------------
 
 
 class Measure(NamedTuple):
-    """How to measure steps: so many, after so many that do not count.
+    """How to measure steps: their number, after a number of warm-up steps.
 
-    `is_synchronised`: with the gradients of all ranks put together, as in the training; else each rank goes its own way.
+    `is_synchronised`: the ranks average their gradients, as in the training; else they do not.
     """
 
     num_steps: int

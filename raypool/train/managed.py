@@ -1,9 +1,11 @@
-"""The managed lane: Ray Train as it is, on what the pool's workers stand on.
+"""The managed lane: Ray Train runs the training, on the resources of the pool's workers.
 
-A loan (a gang of which nobody is called) waits for the workers and ends their processes; their claims go back to Ray, where Ray
-Train's own placement finds them. `fit` runs in a thread. Afterwards the pool claims the same GPUs again, and its workers start.
+A loan (a gang whose ranks are never called) waits for the workers and ends their processes. Their
+claims go back to Ray, where Ray Train's own placement finds them. `fit` runs in a thread.
+Afterwards the pool claims the same GPUs again, and starts its workers.
 
-Imports Ray Train, and with it torch: it is imported by the verb only.
+This module imports Ray Train, and with it torch; only `pool.train` and `pool.fit` import it, when
+used.
 """
 
 from __future__ import annotations
@@ -71,25 +73,30 @@ from raypool.train.managed_ranks import TASK, ControllerHooks, Mailbox, ManagedL
 from raypool.train.runs import RunOptions, TrainingResult
 
 ABORT_S = 3.0
-"""So long the controller has to end by itself; while it starts its workers it does not listen [s]."""
+"""The time for the controller to end by itself [s]: it is deaf while it starts its workers."""
 
 LAST_LETTERS_S = 5.0
 
 CORES_S = 5.0
-"""Ray may need so long to see that cores were given back [s]."""
+"""The time that Ray may take to notice returned cores [s]."""
 
 POLL = "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"
 POLL_S = "0.1"
-"""So often Ray Train's controller looks at its ranks: by itself every 2 s, and as slow is each report, and the end [s]."""
+"""The interval at which Ray Train's controller polls its ranks [s].
+
+Ray's default of 2 s would delay each report, and the end, by as much."""
 
 IN_RANKS = {
-    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # what is printed is the diary's
+    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # raypool captures printed text for the diary
     "RAY_TRAIN_ENABLE_WORKER_STRUCTURED_LOGGING": "0",  # likewise; a loop logs as in a worker of the pool's
 }
 
 LEFT_OUT = ("PlacementGroupCleanerCallback", "WorkingDirectorySetupCallback")
-"""What Ray Train does not do here. Its detached actor for what a dead controller leaves needs Ray's dashboard, and stays for ever
-without one: raypool cleans up itself. And a loop is to be where the pool's workers are, not in a folder of Ray's."""
+"""Callbacks of Ray Train that are left out.
+
+The first starts a detached actor that cleans up after a dead controller. It needs Ray's dashboard,
+and stays forever without one; raypool cleans up itself. The second would move a loop from the
+folder of the pool's workers into one of Ray's."""
 
 E = TypeVar("E", bound=BaseException)
 
@@ -100,9 +107,9 @@ class ManagedLane:
     """Runs a training's ranks by a trainer of Ray Train's.
 
     Args:
-        engine: The pool's.
+        engine: The pool's engine.
         loop: The training loop.
-        config: What it is called with.
+        config: The argument of the loop.
         kept: Where checkpoints are kept, and how many.
         trainer: A class of Ray Train's trainers; None for `TorchTrainer`.
         given: Other arguments of the trainer's, by name.
@@ -135,7 +142,7 @@ class ManagedLane:
 
     @property
     def backend(self) -> RayBackend:
-        """The pool's."""
+        """The pool's backend."""
         return cast("RayBackend", self.engine.backend)
 
     @property
@@ -149,16 +156,16 @@ class ManagedLane:
         Raises:
             ResourceError: Ray Data would have no core.
         """
-        self.engine.check_open()  # what is handed in to a pool that is being closed would be cancelled
-        others = self.engine.driver.scheduler.workers.size - size  # which keep what they have
+        self.engine.check_open()  # a pool that is being closed would cancel the attempt
+        others = self.engine.driver.scheduler.workers.size - size  # these keep their cores
         self.check_cores(size, ray.cluster_resources().get("CPU", 0.0) - others * self.bundle().get("CPU", 0.0))
         return ManagedAttempt(self, plan, size, options).begin(places)
 
     def check_cores(self, size: int, there: float) -> None:
-        """Make sure that Ray Data, which waits for a core in silence, has one beside the ranks, if `there` are so many free.
+        """Check that Ray Data gets one of `there` free cores: it would wait silently for one.
 
         Raises:
-            ResourceError: It has not.
+            ResourceError: There is no core for it.
         """
         taken = size * self.bundle().get("CPU", 0.0)
         if self.given.get("datasets") and there - taken < 1:
@@ -172,7 +179,7 @@ class ManagedLane:
             )
 
     def bundle(self) -> dict[str, float]:
-        """Return what a rank asks Ray for: what a worker has, or, if these differ, what each of them has at least."""
+        """Return the resources that a rank asks Ray for: the least of what any worker has."""
         bundles = [demand.bundle for demand in self.backend.demands]
         least = {name: min(bundle.get(name, 0.0) for bundle in bundles) for name in bundles[0]}
         return {name: amount for name, amount in least.items() if amount}
@@ -210,14 +217,14 @@ class ManagedLane:
             changed |= {"name": run_dir.name, "storage_path": str(run_dir.parent)}
         if running.checkpoint_config == CheckpointConfig():
             changed["checkpoint_config"] = keep
-        if running.failure_config == FailureConfig():  # other attempts are the pool's: it knows what is worth one
+        if running.failure_config == FailureConfig():  # further attempts are the pool's
             changed["failure_config"] = FailureConfig(max_failures=0, controller_failure_limit=0, max_preemption_failures=0)
         if running.logging_config == LoggingConfig():
             changed["logging_config"] = LoggingConfig(log_level="ERROR")
         made = self.trainer(
             ManagedLoop(self.packed, mailbox, plan), scaling_config=scaling, run_config=replace(running, **changed), **self.given
         )
-        make = made._create_default_callbacks  # private: there is no public way; a test kills a controller and looks what is left
+        make = made._create_default_callbacks  # private: there is no public way
         made._create_default_callbacks = lambda: [each for each in make() if type(each).__name__ not in LEFT_OUT]
         return made
 
@@ -259,7 +266,7 @@ def _has_storage(running: RunConfig) -> bool:
 
 
 def _check_configs(scaling: ScalingConfig, running: RunConfig | None, kept: RunOptions) -> None:
-    """Refuse what is of a wrong kind, or said twice."""
+    """Refuse settings that are of a wrong type, or given twice."""
     for given, kind in ((scaling, ScalingConfig), (running or RunConfig(), RunConfig)):
         if not isinstance(given, kind):
             raise InvalidTypeError(f"{given!r} is a {type(given).__name__}. Give a ray.train.{kind.__name__}.")
@@ -287,26 +294,26 @@ def _check_configs(scaling: ScalingConfig, running: RunConfig | None, kept: RunO
 
 
 class LoanWork(SpmdWork):
-    """The task that has the places; `lent` is told when it has them: the worker ids and workers, by rank."""
+    """The task that holds the workers' places; passes worker ids and workers to `lent`, by rank."""
 
     def __init__(self, lent: Callable[[Sequence[tuple[int, WorkerInfo]]], object], *args: Any) -> None:
         super().__init__(*args)
         self._lent = lent
 
     def assemble(self, members: Sequence[tuple[int, WorkerInfo]]) -> None:
-        """Tell who has waited."""
+        """Pass the workers on to `lent`."""
         super().assemble(members)
         self._lent(members)
 
     def outcome(self, members: Sequence[tuple[int, WorkerInfo]], answers: Sequence[Any]) -> Any:
-        """Return nothing: what comes of the training, its ranks say."""
+        """Return None: the ranks deliver the training's outcome."""
 
 
 def _nobody_is_called(*_: Any) -> None: ...
 
 
 class ManagedAttempt:
-    """One attempt of a training, with a thread of its own for `fit`, and one for what the ranks say."""
+    """One attempt of a training: a thread for `fit`, and one for the messages of the ranks."""
 
     def __init__(self, lane: ManagedLane, plan: TrainingAttempt, size: int, options: Options) -> None:
         self._lane = lane
@@ -317,7 +324,7 @@ class ManagedAttempt:
         self._hub = Hub()
         self._hub.watch(TASK, self._future)
         bundle = lane.bundle()
-        mark = next(_marks)  # so many bytes more of memory, by which the placement groups of this attempt are known
+        mark = next(_marks)  # extra bytes of memory that mark the placement groups of this attempt
         self._bundle = {**bundle, "memory": bundle.get("memory", 0.0) + mark}
         self._loan: Future[Any]
         self._mailbox: Any = None
@@ -326,16 +333,16 @@ class ManagedAttempt:
         self._workers: dict[int, WorkerInfo] = {}
         self._ends: dict[int, RankEnd] = {}
         self._failures: dict[int, tuple[bool, bytes, float]] = {}
-        self._outcome: Any = None  # what `fit` has returned or raised
+        self._outcome: Any = None  # the return value of `fit`, or its exception
         self._is_lent = False
         self._is_ending = False
         self._is_late = False
 
     def begin(self, places: tuple[int, ...] | None) -> SpmdFuture:
-        """Ask for the workers; return the future."""
+        """Request the workers; return the future of the attempt."""
         engine = self._lane.engine
         lent: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        options = replace(self._options, timeout_s=None, name=self._plan.name)  # the time counts from when all are there
+        options = replace(self._options, timeout_s=None, name=self._plan.name)  # its time starts once all workers are free
         self._loan = submit_gang(
             engine, _nobody_is_called, (), options, self._size, places, is_loan=True, kind=functools.partial(LoanWork, lent.put)
         )
@@ -348,7 +355,7 @@ class ManagedAttempt:
         return self._future
 
     def _note_end_of_loan(self, loan: Any) -> None:
-        if loan.cancelled():  # also by whoever ends the pool
+        if loan.cancelled():  # cancelled by the user, or by the end of the pool
             self._future.cancel()
 
     def _conduct(self, lent: queue.SimpleQueue[Any]) -> None:
@@ -367,7 +374,7 @@ class ManagedAttempt:
         lane, plan = self._lane, self._plan
         self._is_lent = True
         lane.backend.lend([worker.index for worker in workers])
-        if not ray.is_initialized():  # asking anything of it would start a new one
+        if not ray.is_initialized():  # a call to Ray would start a new cluster
             raise PoolClosedError("Ray was shut down before the training began.")
         _say_lent(lane.engine, plan.name, workers)
         self._await_cores()
@@ -407,7 +414,7 @@ class ManagedAttempt:
             while not self._has_all_letters.is_set():
                 for kind, *rest in ray.get(self._mailbox.take.remote()):
                     self._take_letter(kind, rest)
-        except Exception:  # Ray has ended, or somebody has killed the mailbox; then the ranks fail
+        except Exception:  # Ray has ended, or the mailbox was killed; the ranks fail then, too
             self._has_all_letters.set()
 
     def _take_letter(self, kind: str, rest: list[Any]) -> None:
@@ -427,7 +434,7 @@ class ManagedAttempt:
             case "closed", _:
                 self._has_all_letters.set()
 
-    # --- what somebody wants of it ---
+    # --- cancellation, early stop and time limit ----------------------------------------------------------------------
 
     def _hear(self) -> None:
         if self._future.cancelled():
@@ -442,7 +449,7 @@ class ManagedAttempt:
         self._end()
 
     def _end(self) -> None:
-        """Let Ray Train come to its end, now."""
+        """End Ray Train's run now."""
         self._is_ending = True
         if self._controller is not None:
             self._abort()
@@ -452,10 +459,10 @@ class ManagedAttempt:
             self._controller.abort.remote()
             _later(ABORT_S, lambda: ray.kill(self._controller) if self._outcome is None and ray.is_initialized() else None)
 
-    # --- its end ---
+    # --- cleanup and outcome ------------------------------------------------------------------------------------------
 
     def _sweep(self) -> None:
-        """Take what was said last, and leave nothing behind: Ray Train does, where its controller was killed."""
+        """Take the last messages, and clean up, also for a killed controller of Ray Train."""
         if not ray.is_initialized():
             return
         self._mailbox.put.remote("closed")
@@ -467,19 +474,19 @@ class ManagedAttempt:
                 is_own = number.endswith(job) and all(bundle == self._bundle for bundle in group["bundles"].values())
                 if is_own and group["state"] != "REMOVED":
                     remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(number))))
-        with contextlib.suppress(OSError):  # a folder in which nothing is kept goes: Ray Train makes it, to see that it can
+        with contextlib.suppress(OSError):  # removes it only if empty: Ray made it
             folder = Path(self._plan.run_dir)
             (folder / ".validate_storage_marker").unlink(missing_ok=True)
             folder.rmdir()
 
     def _return(self, members: Sequence[tuple[int, WorkerInfo]]) -> None:
-        """Give the pool its workers again; those whose GPU somebody else has taken meanwhile are lost."""
+        """Give the workers back to the pool; those whose GPU is taken by now are lost."""
         engine = self._lane.engine
         lost: Mapping[int, str] = {}
         try:
             lost = self._lane.backend.take_back([worker for _, worker in members]) if self._is_lent else {}
         except Exception as error:
-            if not ray.is_initialized():  # it is at its end, and the pool with it
+            if not ray.is_initialized():  # Ray has ended, and the pool with it
                 return
             lost = {worker.index: f"its GPU could not be claimed again: {error}" for _, worker in members}
         for place, words in lost.items():
@@ -523,7 +530,7 @@ class ManagedAttempt:
                 "Its class must be importable in this process too."
             ) from error
 
-    # --- what is said of it where it has failed ---
+    # --- errors -------------------------------------------------------------------------------------------------------
 
     def _late(self) -> SpmdError:
         name, limit = self._plan.name, f"timeout_s={self._options.timeout_s:g}"
@@ -537,9 +544,9 @@ class ManagedAttempt:
         return _caused(SpmdError(text, failures=failures, first_rank=first), failures.get(cast("int", first)))
 
     def _error(self, error: BaseException) -> BaseException:
-        """Return the error for a training, by what `fit` has raised and what its ranks have said."""
+        """Return the error for a training, from `fit`'s exception and the ranks' messages."""
         name = self._plan.name
-        is_controller_lost = isinstance(error, rx.RayError)  # with it all ranks go, each in its own way
+        is_controller_lost = isinstance(error, rx.RayError)  # all ranks fail with it
         ends = [self._said(rank, *said) for rank, said in self._failures.items() if not is_controller_lost]
         if isinstance(error, WorkerGroupError):
             gone = [rank for rank in error.worker_failures if rank not in self._failures]
@@ -557,7 +564,7 @@ class ManagedAttempt:
                 available=0,
                 holders=shortages.holders(),
             )
-        if isinstance(cause, rx.RayTaskError):  # no process is lost: something was raised in one, before the loop began
+        if isinstance(cause, rx.RayTaskError):  # raised before the loop began
             cause = cause.cause or cause
         elif isinstance(cause, (rx.RayError, PreemptionError)) or kind == "WorkerGroupStartupFailedError":
             reason = LossReason.PREEMPTED if isinstance(cause, PreemptionError) else loss_reason(cause)
@@ -577,7 +584,7 @@ class ManagedAttempt:
         return RankFailure(rank, described(unpack_failure(packed), f"rank {rank} of {self._plan.name}", piece, who), at, who)
 
     def _lost(self, rank: int, reason: BaseException) -> BaseException:
-        """Return the error for a rank whose process does not answer, or has ended without a word."""
+        """Return the error for a rank whose process is unresponsive, or ended without a message."""
         cause = getattr(reason, "health_check_failure", reason)
         why, words = (
             (loss_reason(cause), loss_text(cause)) if isinstance(cause, rx.RayError) else (LossReason.UNKNOWN, str(cause))
@@ -615,7 +622,7 @@ def _later(delay_s: float, chore: Callable[[], object]) -> threading.Timer:
 
 
 def _say_lent(engine: Engine, name: str, workers: Sequence[WorkerInfo]) -> None:
-    """Say what becomes of the pool meanwhile."""
+    """Print what happens to the pool during the training."""
     if not engine.profile.quiet:
         numbers = ", ".join(map(str, sorted(worker.index for worker in workers)))
         sys.stdout.write(
@@ -625,11 +632,11 @@ def _say_lent(engine: Engine, name: str, workers: Sequence[WorkerInfo]) -> None:
 
 
 def tell_ray(plan: TrainingAttempt) -> None:
-    """Let Ray Train know which checkpoints a run has, whichever lane has kept them: what it knows itself may be out of date."""
+    """Tell Ray Train which checkpoints a run has: its own record lacks those of the warm lane."""
     run_dir = Path(plan.run_dir)
     file, last = run_dir / CHECKPOINT_MANAGER_SNAPSHOT_FILENAME, latest(run_dir)
     kept = ranked(run_dir, plan.best_metric, plan.best_mode)
-    if last is None or any(each.path.parent != run_dir for each in kept):  # one that is elsewhere it cannot know; `start` says
+    if last is None or any(each.path.parent != run_dir for each in kept):  # elsewhere: `start` names it
         file.unlink(missing_ok=True)
         return
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):

@@ -1,6 +1,6 @@
-"""What runs in Ray Train's own processes of a training in the managed lane: in its ranks, its controller, and a mailbox.
+"""The managed lane in Ray Train's own processes: its ranks, its controller's hooks, and a mailbox.
 
-Imports Ray Train, and with it torch: for these processes, and for what the verb imports.
+This module imports Ray Train, and with it torch. It is used in these processes, and by `managed`.
 """
 
 from __future__ import annotations
@@ -40,16 +40,18 @@ from raypool.train.ray_train import checked
 from raypool.worker.running import Running, let_notes_travel, mark_worker_process, note_in_process, running
 
 TASK = 0
-"""The number by which a training's pool knows what its ranks say."""
+"""The task number under which the ranks' output reaches the pool."""
 
 DRAIN_TIMEOUT_S = 5.0
 
 CULPRIT_S = 1.0
-"""A rank whose connection broke waits so long before it fails: Ray Train names whoever fails first, and somebody broke it [s]."""
+"""A rank whose connection broke waits this long before it fails [s].
+
+Ray Train names the rank that fails first, which should be the one that broke the connection."""
 
 
 class Mailbox:
-    """An actor without resources, where all leave word for the pool's process, and where the ranks meet at each report."""
+    """An actor without resources: takes messages for the pool, and lets ranks meet at reports."""
 
     def __init__(self) -> None:
         self._letters: list[tuple[Any, ...]] = []
@@ -73,7 +75,7 @@ class Mailbox:
             return letters
 
     async def ask_to_stop(self) -> None:
-        """Let the ranks hear, from their next report on, that somebody wants an early end."""
+        """Ask for an early end; the ranks learn of it at their next report."""
         self._should_stop = True
 
     async def begin_group(self) -> None:
@@ -81,19 +83,19 @@ class Mailbox:
         self._num_reports, self._returned, self._verdicts = {}, set(), []
 
     async def begin(self, rank: int, host: str, pid: int, gpus: tuple[int, ...]) -> bool:
-        """Note who a rank is; return whether somebody wants an early end already, which all ranks hear or none."""
+        """Note a rank's identity; return whether an early end is wanted, the same for all ranks."""
         if not self._verdicts:
             self._verdicts.append(self._should_stop)
         await self.put("rank", rank, host, pid, gpus)
         return self._verdicts[0]
 
     async def end(self, rank: int, value: bytes, metrics: dict[str, Any] | None) -> None:
-        """Take what a rank has returned; those that wait for it in a report hear that it will not come."""
+        """Take a rank's return value; ranks that wait for it in a report stop waiting."""
         self._returned.add(rank)
         await self.put("end", rank, value, metrics)
 
     async def meet(self, rank: int, size: int) -> tuple[bool, list[int]]:
-        """Wait until all ranks are at this report; return whether to stop, the same for all, and who has returned without it."""
+        """Wait for all ranks at a report; return whether to stop, and the ranks that have returned."""
         async with self._changed:
             number = self._num_reports[rank] = self._num_reports.get(rank, 0) + 1
             if sum(count >= number for count in self._num_reports.values()) == size:
@@ -108,7 +110,7 @@ class Mailbox:
 
 
 class ControllerHooks(ControllerCallback, WorkerGroupCallback, ReportCallback):  # type: ignore[misc]
-    """What Ray Train's controller calls, in its own process.
+    """Callbacks of Ray Train's controller, in its own process.
 
     Args:
         mailbox: The training's.
@@ -122,7 +124,7 @@ class ControllerHooks(ControllerCallback, WorkerGroupCallback, ReportCallback): 
         self._attempt = attempt
 
     def after_controller_start(self, train_run_context: Any) -> None:
-        """Say who the controller is: whoever holds it can abort it."""
+        """Send the controller's handle to the pool, which can abort it by this."""
         ray.get(self._mailbox.put.remote("controller", ray.get_runtime_context().current_actor))
 
     def before_worker_group_start(self, worker_group_context: Any) -> None:
@@ -130,7 +132,7 @@ class ControllerHooks(ControllerCallback, WorkerGroupCallback, ReportCallback): 
         ray.get(self._mailbox.begin_group.remote())
 
     def after_report(self, training_report: Any, metrics: list[dict[str, Any]]) -> None:
-        """Note down a checkpoint that Ray Train has kept, so that the run may go on in either lane."""
+        """Note a checkpoint that Ray Train has kept, so that the run can resume in either lane."""
         if training_report.checkpoint is not None and self._run_dir is not None:
             note_down(Path(training_report.checkpoint.path), next_index(self._run_dir), metrics[0], self._attempt)
             forget_deleted(self._run_dir)
@@ -151,7 +153,7 @@ class ManagedLoop:
         self._plan = plan
 
     def __call__(self) -> None:
-        """Run it; what it says and returns, and what it fails with, goes into the mailbox."""
+        """Run the loop; its output, its return value and its error go into the mailbox."""
         mailbox, rank = self._mailbox, ray.train.get_context().get_world_rank()
         gpus = tuple(int(gpu) if str(gpu).isdecimal() else 0 for gpu in ray.get_gpu_ids())
         should_stop = ray.get(mailbox.begin.remote(rank, platform.node(), os.getpid(), gpus))
@@ -188,8 +190,8 @@ def _call(loop: Callable[..., Any], config: Any) -> Any:
 
 
 def _become_worker(note: Running) -> None:
-    """Let code of the user's find here what it finds in a worker of the pool's."""
-    logging.getLogger("ray.train").setLevel(logging.WARNING)  # Ray Train notes each report, in what would be the diary
+    """Prepare this process so that user code finds here what it finds in a worker of the pool."""
+    logging.getLogger("ray.train").setLevel(logging.WARNING)  # it logs each report, into the diary
     mark_worker_process()
     let_notes_travel()
     capture.install()
@@ -200,7 +202,7 @@ def _become_worker(note: Running) -> None:
 
 
 class _Utils(DistributedTrainFnUtils):  # type: ignore[misc]
-    """What the functions of `ray.train` do in a rank: what Ray's own do; before a report the ranks agree whether to stop."""
+    """The functions of `ray.train` in a rank: Ray's, with an agreement on stopping in `report`."""
 
     def __init__(self, mailbox: Any, plan: TrainingAttempt, note: Running) -> None:
         self._mailbox = mailbox
@@ -214,7 +216,7 @@ class _Utils(DistributedTrainFnUtils):  # type: ignore[misc]
 
         Raises:
             InvalidTypeError: `metrics` is no dict, or has tensors in it.
-            CollectiveError: A rank has returned, and would be waited for without end.
+            CollectiveError: A rank has returned, so that the others would wait forever.
         """
         metrics = checked(metrics)
         context, note = self.get_context(), self._note

@@ -1,6 +1,7 @@
 """`pool.predict` and `pool.classify`: a model on all workers, over data of any size.
 
-Imports torch, and is imported by what needs it anyway.
+This module has both sides: the user's process, and the workers with the model. It imports torch,
+and is imported only where torch is needed anyway.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from raypool.train.data import Elsewhere, Inputs, Piece, batch_of, call_model, c
 from raypool.worker.running import notes_here
 
 AHEAD = 3
-"""So many calls for each worker are under way: enough that none waits for the driver, few enough that memory stays flat."""
+"""The calls under way for each worker: none waits for the driver, and memory stays flat."""
 
 CALL_S = 0.1
-"""Mini-batches share calls until one takes about this long [s]: long beside the millisecond that a call costs."""
+"""Mini-batches share calls until one takes about this long [s]; a call costs about 1 ms."""
 
 PIECE_BYTES = 32 * 1024 * 1024
-"""Mini-batches that are sent share calls up to this size."""
+"""Mini-batches that travel to workers share calls up to this size [bytes]."""
 
 
 def predict_with(  # noqa: PLR0913 - where to run, then the arguments of the verb
@@ -50,7 +51,7 @@ def predict_with(  # noqa: PLR0913 - where to run, then the arguments of the ver
     mini_batch_size: int = 128,
     output: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """Return what a model gives for data, computed on all workers; see `PoolView.predict`.
+    """Return the outputs of a model for data, computed on all workers; see `PoolView.predict`.
 
     Raises:
         InvalidTypeError, InvalidValueError: An argument cannot work.
@@ -115,24 +116,24 @@ def _of_nothing(run: _Run, function: Function, samples: Inputs) -> Any:
 
     nothing = torch.empty(0)
     if samples.piece(0, 0).columns is None:
-        return nothing  # nobody knows what an input looks like
+        return nothing  # the shape of an input is unknown
     try:
         return run.submit(function, samples, 0, 0).result()
     except RaypoolError:
         raise
-    except Exception:  # not every model can do that, and nothing is what was asked for
+    except Exception:  # not every model takes an empty mini-batch
         return nothing
 
 
 class _Run:
-    """One prediction in progress: hands in pieces, some ahead, and takes their outputs in order."""
+    """One prediction in progress: submits pieces, some ahead, and takes their outputs in order."""
 
     def __init__(self, engine: Engine, options: Options, where: Where, key: str) -> None:
         self._engine = engine
         self._options = options
         self._where = where
         self._key = key
-        self._pending: deque[tuple[Future[Any], int]] = deque()  # with how many mini-batches it has
+        self._pending: deque[tuple[Future[Any], int]] = deque()  # with the number of mini-batches
         self._workers: set[int] = set()
 
     def outputs(self, function: Function, samples: Inputs, size: int) -> list[Any]:
@@ -156,12 +157,12 @@ class _Run:
         return outputs
 
     def submit(self, function: Function, samples: Inputs, start: int, stop: int) -> Future[Any]:
-        """Hand in a piece."""
+        """Submit a piece."""
         piece = samples.piece(start, stop)
         return submit_function(self._engine, function, (piece,), {}, self._options, self._where)
 
     def _width(self) -> int:
-        """Return how many workers there are for it now."""
+        """Return the number of workers available now."""
         places = self._where.places
         return (
             1 if self._where.place is not None else max(len(places) if places else self._engine.driver.scheduler.workers.size, 1)
@@ -172,7 +173,7 @@ class _Run:
             self._workers.add(future.worker)
 
     def close(self) -> None:
-        """Cancel what is left, and free the GPUs of the model, waiting for nobody."""
+        """Cancel the remaining calls, and free the model's GPU memory, without waiting."""
         futures = [future for future, _ in self._pending]
         cancel_each(futures)
         for future in futures:
@@ -214,14 +215,14 @@ def _batches_per_call(duration_s: float | None, count: int, before: int, batch_b
 
 
 class Predictor:
-    """A model with all that belongs to it; shipped to each worker once, and called there with pieces.
+    """A model with its settings; shipped to each worker once, and called there with pieces.
 
     Args:
         key: Under which a model that had to be moved to a GPU is kept there, until `let_go`.
         model: In `eval` mode, on the CPU; or a function of a mini-batch.
-        dataset: What workers read for themselves, None if the samples come in the pieces.
+        dataset: The data set that workers read themselves, None if the pieces carry the samples.
         mini_batch_size: How many samples the model sees at once.
-        output: What to make of the outputs of a mini-batch, None to leave them as they are.
+        output: Converts the outputs of a mini-batch; None: they stay as they are.
     """
 
     __name__ = "predict"
@@ -268,7 +269,7 @@ class Predictor:
         self._model = None
 
     def _outputs(self, model: Any, batch: Any, count: int) -> Any:
-        """Return what is to be told of a mini-batch."""
+        """Return the converted outputs of a mini-batch."""
         outputs = call_model(model, model, batch)
         if self._output is None:
             _check_rows(outputs, count)
@@ -380,7 +381,7 @@ def _check_rows(outputs: Any, count: int) -> None:
 
 
 def joined(parts: Sequence[Any]) -> Any:
-    """Return what stands for all parts, each of one or several mini-batches: arrays and lists end to end, the rest as a list.
+    """Join the outputs of all parts: arrays and lists end to end, others as a list.
 
     Raises:
         InvalidValueError: They do not fit together.

@@ -1,6 +1,6 @@
-"""What runs in a worker for one rank of a training: Ray Train's own functions, over the group of the ranks.
+"""One rank of a training, in a worker: Ray Train's functions, over the group of the ranks.
 
-Imported in workers only, by the first training: it needs torch and Ray Train.
+The first training imports this module, in workers only: it needs torch and Ray Train.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ __all__ = ["RankEnd", "TrainingAttempt", "run_loop"]
 logger = logging.getLogger("raypool")
 
 BEGINNING, REPORT = "the beginning of the training", "ray.train.report"
-"""What ranks meet in."""
+"""The names of meetings, as messages show them."""
 
 
 def run_loop(context: SpmdContext, loop: Callable[..., Any], config: Any, plan: TrainingAttempt) -> RankEnd:
     """Run a loop as Ray Train's local mode does, as one rank of several.
 
     Returns:
-        What it has returned, and what it has reported last.
+        The return value of the loop, and its last report.
 
     Raises:
         InvalidValueError: Not all ranks see the checkpoint that they are to begin with.
@@ -65,8 +65,9 @@ def run_loop(context: SpmdContext, loop: Callable[..., Any], config: Any, plan: 
 class _Trainer(TorchTrainer):  # type: ignore[misc]  # Ray is not typed
     """Ray's trainer in its local mode: it checks the loop and its configuration, and calls it in this thread.
 
-    Its own controller would make torch's default group and set what the functions of ray.train do, for the whole process: the
-    ranks have a group, and two trainings may run in two threads. So this stands in for it. (Private: there is no public way.)
+    Ray's own controller would make torch's default group, and set the functions of ray.train for
+    the whole process. But the ranks have a group already, and two trainings may run in two threads.
+    So this class replaces it. (Private: there is no public way.)
     """
 
     def __init__(self, session: Session, loop: Callable[..., Any], config: Any) -> None:
@@ -87,7 +88,7 @@ class _Trainer(TorchTrainer):  # type: ignore[misc]  # Ray is not typed
 
 @functools.cache
 def _local_mode() -> ScalingConfig:
-    """Return what chooses Ray's local mode; it logs each time that it is made that there is but one process, which is wrong."""
+    """Return the configuration of Ray's local mode, without its log message of a single process."""
     logger = logging.getLogger("ray.train.v2.api.config")
     before, logger.disabled = logger.disabled, True
     try:
@@ -96,7 +97,7 @@ def _local_mode() -> ScalingConfig:
         logger.disabled = before
 
 
-# --- what ray.train finds ---------------------------------------------------------------------------------------------
+# --- connection of ray.train to a training ----------------------------------------------------------------------------
 
 _here: ContextVar[Session | None] = ContextVar("raypool_training", default=None)
 
@@ -107,7 +108,7 @@ _before: Any = None
 
 
 class _Switch:
-    """What is set for ray.train while trainings run: it passes everything on to the one in which it is asked."""
+    """The functions of ray.train while trainings run: passes each call to the caller's training."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(_session_here(), name)
@@ -116,7 +117,8 @@ class _Switch:
 def _session_here() -> Any:
     """Return the training that this thread belongs to.
 
-    A thread that was not started from Python (autograd's, for a GPU) belongs to the only one that there is.
+    A thread that Python did not start (autograd's, for a GPU) belongs to the only training, if
+    there is one.
     """
     session = _here.get()
     with _lock:
@@ -140,11 +142,11 @@ def _session_here() -> Any:
 
 @contextlib.contextmanager
 def _entered(session: Session) -> Iterator[None]:
-    """Let the functions of ray.train do what they do in a training, in this thread and those that it starts."""
+    """Connect the functions of ray.train to a training, in this thread and those that it starts."""
     global _before
     shelter = None if session.note is None else session.note.shelter
     if shelter is not None:
-        shelter.shield()  # nothing that comes here and below is to be done by halves
+        shelter.shield()  # an interruption between these steps would leave half of them done
     token = _here.set(session)
     with _lock:
         if not _sessions:
@@ -161,7 +163,7 @@ def _entered(session: Session) -> Iterator[None]:
         try:
             if shelter is not None:
                 shelter.shield()
-        finally:  # an interruption comes once only
+        finally:  # an interruption comes only once, so the rest is safe
             variables.close()
             session.end()
             with _lock:
@@ -171,7 +173,7 @@ def _entered(session: Session) -> Iterator[None]:
                     _before = None
             _here.reset(token)
     if shelter is not None:
-        shelter.expose()  # not after an error: that is to be reported, and nothing else
+        shelter.expose()  # not after an error: an interruption would hide it
 
 
 def _set_here() -> Any:
@@ -181,11 +183,11 @@ def _set_here() -> Any:
         return None
 
 
-# --- what a loop gets from ray.train ----------------------------------------------------------------------------------
+# --- functions of ray.train in a rank ---------------------------------------------------------------------------------
 
 
 class _Told(NamedTuple):
-    """What a rank says in a report."""
+    """The message of a rank in a report."""
 
     names: tuple[str, ...]
     has_checkpoint: bool
@@ -194,7 +196,7 @@ class _Told(NamedTuple):
 
 
 class _Storage(StorageContext):  # type: ignore[misc]
-    """The folder of the run. Ray marks its own with a file, to find out whether all machines see it; here a report does."""
+    """The folder of the run. Here a report checks that all see it, instead of Ray's marker file."""
 
     def _create_validation_file(self) -> None:
         Path(self.experiment_fs_path).mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -207,12 +209,12 @@ class _Context(LocalTrainContext):  # type: ignore[misc]
     run_dir: Path
 
     def get_storage(self) -> StorageContext:
-        """Return the folder of the run, which is made now if it is not there."""
+        """Return the folder of the run; it is made now if it does not exist."""
         return _Storage(self.run_dir.parent, self.run_dir.name, pyarrow.fs.LocalFileSystem())
 
 
 def _node_id() -> str:
-    """Return which node this is; nothing in a pool of this process."""
+    """Return the id of this node; empty in a pool of this process."""
     return str(ray.get_runtime_context().get_node_id()) if ray.is_initialized() else ""
 
 
@@ -238,10 +240,10 @@ class Session(LocalTrainFnUtils):  # type: ignore[misc]
         self._attempt_before = 1 if note is None else note.attempt
         self._has_warned = False
 
-    # --- its beginning and its end ---
+    # --- beginning and end --------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Meet the others: who is on which machine, and whether somebody has asked for an early end already."""
+        """Meet the others: who is on which machine, and whether an early end is wanted."""
         plan, note, spmd = self.plan, self.note, self._spmd
         if spmd.rank == 0 and plan.run_dir:
             remove_partials(plan.run_dir)
@@ -268,7 +270,7 @@ class Session(LocalTrainFnUtils):  # type: ignore[misc]
             note.agreed_stop = any(should_stop for _, _, should_stop in told)
 
     def variables(self) -> dict[str, str]:
-        """Return what Ray sets in the environment beside what the ranks of every call have; nothing where ranks share it."""
+        """Return the variables that Ray sets for a rank; none where ranks share a process."""
         if not self._spmd._group.assignment.has_process:
             return {}
         return {"NODE_RANK": str(self._context.get_node_rank()), "ACCELERATE_TORCH_DEVICE": str(self._spmd.device)}
@@ -279,13 +281,13 @@ class Session(LocalTrainFnUtils):  # type: ignore[misc]
             self.note.attempt, self.note.agreed_stop = self._attempt_before, None
 
     def _tell(self, value: Any, operation: str = REPORT) -> list[Any]:
-        """Say something to all ranks, and return what each of them says."""
+        """Exchange a value with all ranks; return the values of all."""
         group = self._spmd._group
         with group.operation(operation):
             words, packed = meet(group, value, operation)
             return all_values(group, words, packed)
 
-    # --- report ---
+    # --- report -------------------------------------------------------------------------------------------------------
 
     def report(  # noqa: PLR0913, PLR0917 - as Ray calls it
         self,
@@ -299,7 +301,7 @@ class Session(LocalTrainFnUtils):  # type: ignore[misc]
     ) -> None:
         """Meet the others, keep a checkpoint with them if any has one, and pass on the metrics of rank 0.
 
-        Names that are no texts become texts in tables and checkpoints.
+        Names of metrics other than strings become strings in tables and checkpoints.
         """
         if validation:
             raise InvalidValueError(
@@ -337,10 +339,10 @@ class Session(LocalTrainFnUtils):  # type: ignore[misc]
             path = self._keeper.keep(delivery, checkpoint_dir_name, said)
             self._checkpoint = Checkpoint.from_directory(path)
 
-    # --- the other functions ---
+    # --- other functions ----------------------------------------------------------------------------------------------
 
     def get_checkpoint(self) -> Any:
-        """Return what was reported last, or what the training begins with."""
+        """Return the last reported checkpoint, or the one that the training begins with."""
         return self._checkpoint
 
     def get_all_reported_checkpoints(self, consistency_mode: Any = None, timeout_s: float | None = None) -> list[Any]:
@@ -355,14 +357,14 @@ class Session(LocalTrainFnUtils):  # type: ignore[misc]
         ]
 
     def get_dataset_shard(self, dataset_info: Any) -> Any:
-        """Refuse: who has data sets of Ray Data needs Ray Train's controller."""
+        """Refuse: data sets of Ray Data need Ray Train's controller."""
         raise InvalidValueError(
             f"ray.train.get_dataset_shard({dataset_info.dataset_name!r}) needs a training with datasets=..., which is one with "
             'lane="managed". Here a loop reads its data itself, with prepare_data_loader say.'
         )
 
     def get_preemption_info(self) -> Any:
-        """Meet the others; return which machines are about to go, None if nobody has heard of any."""
+        """Meet the others; return the machines that are about to go, None if there is none."""
         note = self.note
         draining = {} if note is None or not note.is_leaving else _draining()
         told = self._tell((note is not None and note.is_leaving, _node_id(), draining), "ray.train.get_preemption_info")
@@ -379,7 +381,8 @@ class Session(LocalTrainFnUtils):  # type: ignore[misc]
     def is_distributed(self) -> bool:
         """Say no, as in Ray's local mode: then ray.train asks torch for the device, and a worker sees its own GPU and no other.
 
-        Else it would ask Ray for the GPUs of this actor, which need not be there for torch (pretended ones, say).
+        Else it would ask Ray for the GPUs of this actor, which torch may not see (simulated ones,
+        say).
         """
         return False
 
@@ -392,15 +395,15 @@ class Session(LocalTrainFnUtils):  # type: ignore[misc]
         return collectives.broadcast(self._spmd._group, data if self._spmd.rank == 0 else None, 0)
 
 
-# --- what ranks report: values that can travel, and whether all report the same ---------------------------------------
+# --- checks of reported metrics ---------------------------------------------------------------------------------------
 
 
 MAX_NAMES = 8
-"""An error has so many names of metrics at most."""
+"""The greatest number of metrics that an error names."""
 
 
 def checked(metrics: Any) -> dict[str, Any]:
-    """Return metrics as they can travel, and as they are now.
+    """Return a snapshot of metrics that can travel.
 
     Raises:
         InvalidTypeError: They are no dict of names, or one is a tensor, or cannot be pickled.
@@ -441,7 +444,7 @@ def _has_tensor(value: Any) -> bool:
 
 
 def how_they_differ(names: Sequence[tuple[str, ...]]) -> str:
-    """Return which rank is the first to report other metrics than rank 0, and which; nothing if none does."""
+    """Name the first rank whose metrics differ from rank 0's, and these; empty if none does."""
     first = set(names[0])
     for rank, own in enumerate(names):
         if set(own) == first or (rank and not own):

@@ -1,4 +1,4 @@
-"""Trainings: how they are kept, what they give, and the handle of one in progress."""
+"""Runs of trainings: options, result, the handle `TrainingRun`, and the folders in use."""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ MODES = ("min", "max")
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """What is kept of a training, and from what it goes on; for `pool.train` and `pool.fit`.
+    """The checkpoints of a training, and its starting point; for `pool.train` and `pool.fit`.
 
     How often it is tried again, its time limit, name and priority are options of the pool's view: `pool.options(retries=1)`.
 
     Args:
-        run_dir: The folder of this run, in a place that all nodes and this process see. A run in a folder that has checkpoints in
-            it goes on from the last one. None: a new folder in `~/raypool_runs`, which is made with the first checkpoint.
+        run_dir: The folder of this run, in a place that all nodes and this process see. A run whose
+            folder has checkpoints resumes from the last one. None: a new folder in
+            `~/raypool_runs`, which is made with the first checkpoint.
         keep_checkpoints: So many checkpoints are kept: the best ones by `best_metric` (without one the newest), and always the
             last. None: all.
         best_metric: The reported metric that tells which checkpoint is the best.
@@ -110,20 +111,20 @@ def checkpoint_folder(checkpoint: Any) -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingResult:
-    """What a training has given.
+    """The result of a training.
 
     Attributes:
-        metrics: What rank 0 has reported last, by name; empty if it has reported nothing.
+        metrics: The last report of rank 0, by name; empty if there was none.
         metrics_frame: All that was reported, a row for each report: `time` (UTC), `rank`, `attempt`, then the metrics. What
             was reported by `ray.train.report` is in it once, as rank 0 said it.
         checkpoint: The last checkpoint, None without one.
         best_checkpoint: The one with the best `RunOptions.best_metric`; None without one, or if no metric was named.
         best_checkpoints: All that are kept, each with the metrics of rank 0, the best last; without a metric the newest.
-        values: What the ranks have returned, by rank; empty if the training has not come to its end.
+        values: The return values of the ranks, by rank; empty if the training has not ended.
         path: The folder of the run; None if nothing was kept.
         model: The trained model, on the CPU, of a training by `pool.fit`; else None.
-        ended_by: What has ended a training by `pool.fit`: "max_epochs", "patience", "request_stop", "output_fn", or
-            "loss is nan"; else None.
+        ended_by: The reason why a training by `pool.fit` ended: "max_epochs", "patience",
+            "request_stop", "output_fn", or "loss is nan"; else None.
     """
 
     metrics: Mapping[str, Any] = field(default_factory=dict)
@@ -137,11 +138,11 @@ class TrainingResult:
     ended_by: str | None = None
 
 
-# --- a training in progress: what whoever waits for it holds, and its attempts ----------------------------------------
+# --- handle of a training in progress ---------------------------------------------------------------------------------
 
 
 RUNS = "raypool_runs"
-"""Below the user's home: the folders of runs that are given none."""
+"""The folder in the user's home directory for runs without a `run_dir`."""
 
 
 class TrainingRun(Future[TrainingResult]):
@@ -151,7 +152,7 @@ class TrainingRun(Future[TrainingResult]):
 
     Attributes:
         path: The folder of the run; it is made with the first checkpoint.
-        recipe: Of a training by `pool.fit`: what `scaling_report` needs; else None.
+        recipe: For `scaling_report`, if this is a training by `pool.fit`; else None.
     """
 
     def __init__(self, name: str, path: Path) -> None:
@@ -177,7 +178,7 @@ class TrainingRun(Future[TrainingResult]):
 
     @property
     def attempts(self) -> int:
-        """How often it was started, by the pool or by Ray Train's controller."""
+        """The number of starts, by the pool or by Ray Train's controller."""
         return sum(max(1, each.attempts) for each in self._tries)
 
     @attempts.setter
@@ -186,7 +187,7 @@ class TrainingRun(Future[TrainingResult]):
 
     @property
     def metrics(self) -> pd.DataFrame:
-        """What was reported so far, all of it once the training has ended.
+        """All metrics reported so far; complete once the training has ended.
 
         A row for each report, by rank, then in order: `time` (UTC), `rank`, `attempt`, then the metrics in the order in which
         they first appear. What is reported by `ray.train.report` is in it once, as rank 0 says it; what is reported by
@@ -198,7 +199,7 @@ class TrainingRun(Future[TrainingResult]):
         return f"<TrainingRun {self.name!r}: {self.state}>"
 
     def adopt(self, attempt: Future[Any]) -> None:
-        """Take up an attempt: what was, and is, asked of the training is asked of it. For the pool."""
+        """Adopt an attempt: requests to the training, past and future, reach it. For the pool."""
         attempt.whole = self
         with self._adopting:
             self._tries.append(attempt)
@@ -206,7 +207,7 @@ class TrainingRun(Future[TrainingResult]):
 
     @property
     def tries(self) -> Sequence[Future[Any]]:
-        """The attempts so far, the last of which may still go on. For the pool."""
+        """The attempts so far; the last one may still run. For the pool."""
         with self._adopting:
             return tuple(self._tries)
 
@@ -218,7 +219,7 @@ class TrainingRun(Future[TrainingResult]):
 
 
 def _pass_on(run: Future[Any]) -> None:
-    """Ask the attempt at hand what was asked of the training."""
+    """Pass requests to the training on to its current attempt."""
     assert isinstance(run, TrainingRun)
     for attempt in run.tries[-1:]:
         if run.cancelled():
@@ -230,7 +231,7 @@ def _pass_on(run: Future[Any]) -> None:
 
 
 def run_folder(kept: RunOptions, name: str) -> Path:
-    """Return the folder of a run, which need not be there; a new one if none is named."""
+    """Return the folder of a run, which may not exist yet; a new one if none is named."""
     if kept.run_dir is not None:
         return Path(kept.run_dir)
     readable = "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in name)[:40].strip("-")
@@ -238,7 +239,7 @@ def run_folder(kept: RunOptions, name: str) -> Path:
     return Path.home() / RUNS / f"{readable}-{stamp}"
 
 
-# --- folders of trainings in progress: each has its own to itself -----------------------------------------------------
+# --- folders in use: one training each --------------------------------------------------------------------------------
 
 
 _here: weakref.WeakSet[TrainingRun] = weakref.WeakSet()
@@ -246,7 +247,7 @@ _here: weakref.WeakSet[TrainingRun] = weakref.WeakSet()
 
 
 class Locked(NamedTuple):
-    """A folder that is kept from other processes: how, for which training, and whether it was made for that."""
+    """A locked folder: its lock, its training, and whether it was made for that."""
 
     lock: RunLock
     run: TrainingRun
@@ -254,7 +255,7 @@ class Locked(NamedTuple):
 
 
 _locked: dict[Path, Locked] = {}
-"""The folders that were named for them."""
+"""The folders that users named for trainings."""
 
 _starting = threading.Lock()
 
@@ -262,10 +263,10 @@ LOCK = ".training.lock"
 
 
 def take_folder(run: TrainingRun, is_named: bool) -> None:
-    """Note that a folder is in use; a new one, with a name of its own, nobody else knows.
+    """Note that a folder is in use. One that the user named is also locked against other processes.
 
     Raises:
-        InvalidValueError: It is already, here or in another process.
+        InvalidValueError: It is in use already, here or in another process.
     """
     folder = run.path.resolve()
     with _starting:
@@ -282,10 +283,10 @@ def take_folder(run: TrainingRun, is_named: bool) -> None:
 
 
 def _lock(folder: Path, run: TrainingRun) -> None:
-    """Keep other processes out of a folder. One that cannot be written is left as it is: the first checkpoint will say so.
+    """Lock a folder. An unwritable one is left unlocked: the first checkpoint will raise the error.
 
     Raises:
-        InvalidValueError: Another process has it.
+        InvalidValueError: Another process has the lock.
     """
     if folder in _locked:  # of a training that has just ended
         _locked[folder] = _locked[folder]._replace(run=run)
@@ -294,7 +295,7 @@ def _lock(folder: Path, run: TrainingRun) -> None:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = RunLock(folder, LOCK)
-        while not (folder / LOCK).exists():  # whoever had it has removed it in this instant
+        while not (folder / LOCK).exists():  # the last holder removed the file in this instant
             lock.release()
             lock = RunLock(folder, LOCK)
         _locked[folder] = Locked(lock, run, is_new)
@@ -306,7 +307,7 @@ def _lock(folder: Path, run: TrainingRun) -> None:
 
 
 def leave_folder(run: TrainingRun, folder: Path) -> None:
-    """Let others have a folder; one that was made for a training which has kept nothing goes."""
+    """Unlock a folder, and remove it if it was made for a training that kept nothing."""
     with _starting:
         _here.discard(run)
         if folder in _locked and _locked[folder].run is run:
@@ -319,5 +320,5 @@ def leave_folder(run: TrainingRun, folder: Path) -> None:
 
 
 def has_kept(folder: Path) -> bool:
-    """Whether there is anything in the folder of a run."""
+    """Whether the folder of a run has any content."""
     return folder.is_dir() and any(path.name != LOCK for path in folder.iterdir())

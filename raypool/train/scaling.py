@@ -1,4 +1,4 @@
-"""Whether a training is worth its workers: where the time of a step goes, and what one worker would need."""
+"""`scaling_report`: where the time of a training's step goes, and what one worker would need."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     import pandas as pd
 
 GOOD_EFFICIENCY = 0.8
-"""From here on nobody need do anything."""
+"""From this efficiency on there is no advice."""
 
 SHORT_STEP_S = 0.02
-"""What takes less than this has little to hide communication behind [s]."""
+"""A shorter step has too little computation to hide communication behind [s]."""
 
 MUCH = 0.25
-"""A part of a step that is worth doing something about."""
+"""The share of a step from which communication is worth reducing."""
 
 
 class Recipe(NamedTuple):
-    """How to run the steps of a training again: on so many workers of this engine, in these places only (None: any)."""
+    """How to repeat the steps of a training: engine, number of workers, and places (None: any)."""
 
     engine: Engine
     size: int
@@ -39,7 +39,7 @@ class Recipe(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ScalingReport:
-    """What a step of a training takes, and what it would take on one worker; made by `scaling_report`.
+    """The times of a training's step, on all workers and on one; made by `scaling_report`.
 
     Attributes:
         num_workers: How many have trained.
@@ -66,7 +66,7 @@ class ScalingReport:
 
     @property
     def communication_s(self) -> float:
-        """What of a step is neither computation nor hidden behind it [s]."""
+        """The part of a step that is neither computation nor hidden behind it [s]."""
         return max(self.step_s - self.compute_s, 0.0)
 
     @property
@@ -81,7 +81,7 @@ class ScalingReport:
 
     @property
     def advice(self) -> str:
-        """What to do, in a sentence or two."""
+        """Advice in a sentence or two."""
         if self.num_workers == 1:
             return "There is only one worker, so there is nothing to compare: train on more of them first."
         if self.efficiency >= GOOD_EFFICIENCY:
@@ -108,7 +108,7 @@ class ScalingReport:
         )
 
     def to_frame(self) -> pd.DataFrame:
-        """Return a row for one worker and one for all, with the global mini-batch the same: seconds of a step what it gains."""
+        """Return a row for one worker and one for all, with the same global mini-batch."""
         import pandas as pd
 
         one = (1, self.one_worker_s, self.one_worker_s, 0.0, 1.0, 1.0)
@@ -117,7 +117,7 @@ class ScalingReport:
         return pd.DataFrame([one, every] if self.num_workers > 1 else [one], columns=columns)
 
     def __str__(self) -> str:
-        """Say it all in a few lines."""
+        """Return the report in a few lines."""
         return (
             f"{self.num_workers} worker{'s' if self.num_workers != 1 else ''}: {_ms(self.step_s)} a step "
             f"({_ms(self.compute_s)} computation, {_ms(self.communication_s)} communication); "
@@ -142,7 +142,7 @@ def scaling_report(run: TrainingRun, *, num_steps: int = 20, num_warm_up: int = 
         num_warm_up: How many steps go before, and do not count.
 
     Raises:
-        InvalidTypeError: That is no training.
+        InvalidTypeError: `run` is no training.
         InvalidValueError: It is a training by `pool.train`; or there are too few steps.
         PoolClosedError: The pool was shut down.
         SpmdError: A step has failed: on one worker there may be too little memory for the whole mini-batch.
@@ -186,7 +186,7 @@ def scaling_report(run: TrainingRun, *, num_steps: int = 20, num_warm_up: int = 
 
 
 def _steps(recipe: Recipe, size: int, measure: Measure) -> list[list[float]]:
-    """Return what each step took on each rank [s]."""
+    """Return the time of each step on each rank [s]."""
     from raypool.train.fit_loop import measure_loop
 
     places = recipe.places if recipe.places is None else recipe.places[:size]

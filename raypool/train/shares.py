@@ -1,4 +1,4 @@
-"""How samples are shared out among ranks and steps, and how the learning rate goes on. Numbers only."""
+"""Shares of ranks and steps in the samples, and the course of the learning rate: numbers only."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def split_batch(size: int, loads: Sequence[float]) -> list[int]:
         >>> split_batch(130, [1, 1, 1, 1]), split_batch(96, [2, 1])
         ([33, 33, 32, 32], [64, 32])
     """
-    exact_loads = [Fraction(load) for load in loads]  # floats would round remainders that are equal apart
+    exact_loads = [Fraction(load) for load in loads]  # floats could make equal remainders differ
     total = sum(exact_loads)
     quotas = [size * load / total for load in exact_loads]
     shares = [int(quota) for quota in quotas]
@@ -63,7 +63,7 @@ def divide(num_samples: int, batch_size: int, accumulate: int) -> Division:
 
 
 class Share(NamedTuple):
-    """What a rank takes of each mini-batch: `size` samples from the `start`-th on, of `batch_size`."""
+    """A rank's share of each mini-batch: `size` samples from the `start`-th on, of `batch_size`."""
 
     start: int
     size: int
@@ -76,7 +76,7 @@ class Share(NamedTuple):
 
 
 def share_of(rank: int, batch_size: int, loads: Sequence[float]) -> Share:
-    """Return what a rank takes of each mini-batch.
+    """Return the share of a rank in each mini-batch.
 
     Example:
         >>> share_of(1, 96, [2, 1])
@@ -86,11 +86,11 @@ def share_of(rank: int, batch_size: int, loads: Sequence[float]) -> Share:
     return Share(sum(sizes[:rank]), sizes[rank], batch_size)
 
 
-# --- how the learning rate goes on from step to step ------------------------------------------------------------------
+# --- course of the learning rate --------------------------------------------------------------------------------------
 
 
 class LearningRates(NamedTuple):
-    """The course of a learning rate: what it is multiplied by at each step.
+    """The course of a learning rate: its factor at each step.
 
     `kind`: "none", "piecewise", "cosine" or "linear". `steps_per_epoch`, `num_steps`: of the whole training. `warmup_steps`: it
     rises over so many steps, from `warmup_from` of its value. `drop_every` epochs, "piecewise" leaves `drop_factor` of it.
@@ -105,7 +105,7 @@ class LearningRates(NamedTuple):
     drop_factor: float = 0.1
 
     def factor(self, step: int) -> float:
-        """Return what the learning rate is multiplied by at a step, from 0 on.
+        """Return the factor of the learning rate at a step, from 0 on.
 
         Example:
             >>> course = LearningRates("linear", steps_per_epoch=10, num_steps=14, warmup_steps=4)
@@ -123,5 +123,5 @@ class LearningRates(NamedTuple):
 
 
 def default_warmup(steps_per_epoch: int, num_steps: int) -> int:
-    """Return over how many steps a scaled learning rate rises: five epochs, and at most a tenth of all."""
+    """Return the warm-up of a scaled learning rate [steps]: five epochs, at most a tenth of all."""
     return min(5 * steps_per_epoch, num_steps // 10)

@@ -1,4 +1,4 @@
-"""How a model is trained by `pool.fit`."""
+"""`TrainingOptions`: how `pool.fit` trains a model, and the checks of its fields."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PLAIN: dict[str, dict[bool | None, str | None]] = {
     "scale_learning_rate": {True: "linear", False: None},
     "schedule": {None: "none"},
 }
-"""What Python's own words mean where MATLAB has others."""
+"""Python's words (True, None, ...) for MATLAB's choices."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,7 +216,7 @@ def _check_choice(name: str, value: Any, choices: Sequence[str], other: str = ""
 
 
 def _check_number(name: str, value: Any) -> None:
-    """Raise the error for what is no finite number."""
+    """Raise the error for a value that is no finite number."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise InvalidTypeError(f"{name}={value!r} is not a number.")
     if not math.isfinite(value):
@@ -224,7 +224,7 @@ def _check_number(name: str, value: Any) -> None:
 
 
 def _checked_load(load: Any) -> tuple[float, ...]:
-    """Return the workers' loads as numbers that can be shared by."""
+    """Check the workers' loads; return them as plain numbers."""
     if isinstance(load, (str, bytes)) or not hasattr(load, "__iter__"):
         raise InvalidTypeError(f"worker_load={load!r} is not a list of numbers, one for each worker.")
     loads = [each.item() if hasattr(each, "item") else each for each in load]  # NumPy's numbers

@@ -1,4 +1,4 @@
-"""The verbs for one model on all workers: what can be asked of a pool about it."""
+"""The verbs of a pool for one model on all workers: `train`, `fit`, `predict` and `classify`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Workers = int | Iterable[int | WorkerInfo] | None
 LANES = ("warm", "managed")
 
 MANAGED_ONLY = ("get_dataset_shard", "ValidationTaskConfig")
-"""What a loop names of `ray.train` only if it needs Ray Train's controller."""
+"""Names of `ray.train` whose use in a loop requires Ray Train's controller."""
 
 
 class TrainingVerbs:
@@ -60,7 +60,7 @@ class TrainingVerbs:
 
         Args:
             loop: A function of one argument, or of none, that every rank calls: `train_loop_per_worker` of a `TorchTrainer`.
-            config: What it is called with.
+            config: The argument of the loop.
             workers: Those that train: how many, or which, by number or as they stand in `pool.workers`, rank 0 first. None: all.
             lane: "warm": the pool's workers run the loop, by Ray Train's local mode; it begins at once. "managed": Ray Train runs
                 it as it is, in processes of its own; it takes some seconds to begin, and has Ray Data (`datasets`), other
@@ -188,7 +188,7 @@ class TrainingVerbs:
         if not engine.profile.quiet:
             for note in call.notes:
                 sys.stdout.write(f"raypool: {note}\n")
-        is_of_all = engine is self._engine and call.ranks == self._numbers()  # whoever takes the place of one of them will do
+        is_of_all = engine is self._engine and call.ranks == self._numbers()  # replacements will do
         engine, crew = self._crew(len(call.ranks) if is_of_all else call.ranks, kept.min_workers)
         made, _ = self._lane(engine, lane, call.loop, call.config, kept, None, {})
         run = self._run(engine, made, crew, kept, self._options.name or "fit", call.finish)
@@ -268,7 +268,7 @@ class TrainingVerbs:
             engine, self._options, self._where(engine), model, data, labels=labels, mini_batch_size=mini_batch_size
         )
 
-    # --- how it is done -----------------------------------------------------------------------------------------------
+    # --- implementation -----------------------------------------------------------------------------------------------
 
     def _ranks(self, workers: Any) -> tuple[Engine, int, tuple[int, ...] | None]:
         raise NotImplementedError
@@ -286,7 +286,7 @@ class TrainingVerbs:
         raise NotImplementedError
 
     def _crew(self, workers: Workers, least: int | None) -> tuple[Engine, RankPlaces]:
-        """Return where a training runs, and who trains."""
+        """Return the engine of a training, and the places of its ranks."""
         from raypool.train.controller import RankPlaces
 
         if self._options.fresh_process:
@@ -319,7 +319,7 @@ class TrainingVerbs:
         trainer: type | None,
         given: Mapping[str, Any],
     ) -> tuple[TrainingBackend, Finish | None]:
-        """Return how the ranks run, and what makes a result of what there is in other storage than the folder of the run."""
+        """Return the backend of the ranks, and a function that completes the result."""
         if lane == "warm":
             from raypool.train.warm import WarmLane
 
@@ -345,7 +345,7 @@ class TrainingVerbs:
 
 
 def _check_loop(loop: Any) -> None:
-    """Refuse what Ray Train could not call."""
+    """Refuse a loop that Ray Train could not call."""
     check_callable(loop)
     try:
         signature = inspect.signature(loop)
@@ -367,7 +367,7 @@ def _check_loop(loop: Any) -> None:
 
 
 def _check_names_in(loop: Any) -> None:
-    """Refuse a loop that calls what only Ray Train's controller can do, as far as its code says so."""
+    """Refuse a loop whose code names functions that need Ray Train's controller."""
     while isinstance(loop, functools.partial):
         loop = loop.func
     function = inspect.unwrap(loop if inspect.isroutine(loop) else type(loop).__call__)
@@ -385,7 +385,7 @@ def _check_names_in(loop: Any) -> None:
 
 
 def _check_warm(given: Mapping[str, Any], others: Mapping[str, Any]) -> None:
-    """Refuse what only Ray Train's controller can do, and what nobody knows."""
+    """Refuse arguments that need Ray Train's controller, and unknown ones."""
     if os.environ.get("RAY_TRAIN_V2_ENABLED", "1").lower() not in ("1", "true"):
         raise InvalidValueError(
             f"RAY_TRAIN_V2_ENABLED={os.environ['RAY_TRAIN_V2_ENABLED']} in the environment chooses the first version of Ray "

@@ -1,4 +1,4 @@
-"""The warm lane: Ray Train's loops on the pool's own workers, which are there already."""
+"""The warm lane: loops for Ray Train on the pool's own workers, which run already."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class WarmLoop:
         self.func = loop  # called as in functools.partial, so that messages have its name
 
     def __call__(self, context: Any, config: Any, plan: TrainingAttempt) -> RankEnd:
-        """Run it, as Ray Train would."""
+        """Run the loop as Ray Train would."""
         from raypool.train.ray_train import run_loop
 
         return run_loop(context, self.func, config, plan)
 
 
 class WarmRank(RankFunction):
-    """A rank whose value travels back: a training's result is there when the pool is not any more."""
+    """A rank whose value travels back: a training's result outlives the pool."""
 
     def answer(self, assignment: Assignment, value: Any) -> Any:
         """Return the value itself."""
@@ -37,7 +37,7 @@ class WarmRank(RankFunction):
 
 
 class Ends:
-    """What the ranks have brought back, fetched when somebody goes through it."""
+    """The ends of the ranks, fetched when they are iterated over."""
 
     def __init__(self, ends: Sequence[Deferred]) -> None:
         self._ends = ends
@@ -50,7 +50,7 @@ class WarmWork(SpmdWork):
     """A call whose outcome is the ends of its ranks."""
 
     def answer_of(self, result: SliceResult) -> Deferred:
-        """Note where a rank's value is; it may be large."""
+        """Note the place of a rank's value, which may be large."""
         return Deferred(result.values, result.offset)
 
     def outcome(self, members: Sequence[tuple[int, WorkerInfo]], answers: Sequence[Any]) -> Ends:
@@ -68,5 +68,5 @@ class WarmLane:
 
     def begin(self, plan: TrainingAttempt, size: int, places: tuple[int, ...] | None, options: Options) -> Future[Any]:
         """Start an attempt."""
-        self._engine.check_open()  # a pool that is about to end would cancel it, and the error of the one before were lost
+        self._engine.check_open()  # else cancelled, which would hide the last attempt's error
         return submit_gang(self._engine, self._loop, (self._config, plan), options, size, places, kind=WarmWork)

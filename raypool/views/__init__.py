@@ -1,1 +1,1 @@
-"""What a person sees while it runs."""
+"""Views of loops and of their results: live displays, figures, reports, and tables."""

@@ -1,4 +1,4 @@
-"""The one way of rich's output to a terminal: what users have named cannot give the terminal orders."""
+"""`SafeConsole`, for all output of rich: users' texts cannot control the terminal."""
 
 from __future__ import annotations
 

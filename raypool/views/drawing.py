@@ -1,4 +1,4 @@
-"""What the figure and the page of a loop draw: which worker ran what when, values as cells of a table, and learning curves."""
+"""Data for a loop's figure and report: the timeline of workers, table cells, and learning curves."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-# --- which worker ran what when ---------------------------------------------------------------------------------------
+# --- timeline of workers ----------------------------------------------------------------------------------------------
 #
-# It is worked out from the table of attempts (`Results.attempts`). Workers are told apart by their host and number. The time
-# axis begins with the first attempt; where several calls had one folder, the pauses between them are left out.
+# The source is the table of attempts (`Results.attempts`). Workers are identified by host and number.
+# The time axis begins with the first attempt; pauses between calls with one folder are left out.
 
 
 COLOURS = {
@@ -28,13 +28,13 @@ COLOURS = {
     "retried": "#edae49",
     "cancelled": "#8d99ae",
 }
-"""The statuses of attempts, in the order in which a legend has them, told apart also by those who see few colours."""
+"""The statuses of attempts, in the order of a legend, with colors that color-blind readers can tell apart."""
 
 
 class TimelineRow(NamedTuple):
     """A worker over the whole run.
 
-    `wall_s`: how long the calls took that it took part in. `busy_s`: how much of that it had something to do.
+    `wall_s`: the duration of the calls that it took part in. `busy_s`: the part of it with work.
     """
 
     label: str
@@ -50,17 +50,17 @@ class TimelineRow(NamedTuple):
 
     @property
     def idle_s(self) -> float:
-        """How long it had nothing to do [s]."""
+        """The time without work [s]."""
         return max(self.wall_s - self.busy_s, 0.0)
 
     @property
     def idle_share(self) -> float:
-        """Which part of the time it had nothing to do, from 0 to 1."""
+        """The share of the time without work, from 0 to 1."""
         return self.idle_s / self.wall_s if self.wall_s > 0 else 0.0
 
 
 class Timeline(NamedTuple):
-    """Who did what when.
+    """The attempts of all workers on one time axis.
 
     `lanes`: the workers, by host and number. `attempts`: those of which the time is known, with the columns `lane` (which of
     them), `start_s` and `end_s` (on the time axis) beside their own. `num_untimed`: how many others there are. `breaks_s`: where
@@ -77,28 +77,28 @@ class Timeline(NamedTuple):
 
     @property
     def speed_up(self) -> float:
-        """How many times as much was done as one worker would have done in this time."""
+        """The work done, relative to one worker in the same time."""
         return self.item_s / self.wall_s if self.wall_s > 0 else 0.0
 
     @property
     def efficiency(self) -> float:
-        """The speed-up for each worker, 1 if all of them had something to do all the time."""
+        """The speed-up per worker; 1 if all had work all the time."""
         return self.speed_up / len(self.lanes) if self.lanes else 0.0
 
     @property
     def idle_s(self) -> float:
-        """How long workers had nothing to do, all together [s]."""
+        """The time without work, over all workers [s]."""
         return sum(lane.idle_s for lane in self.lanes)
 
     @property
     def idle_share(self) -> float:
-        """Which part of their time workers had nothing to do, from 0 to 1."""
+        """The share of all workers' time without work, from 0 to 1."""
         wall_s = sum(lane.wall_s for lane in self.lanes)
         return self.idle_s / wall_s if wall_s > 0 else 0.0
 
 
 def plan(attempts: pd.DataFrame) -> Timeline:
-    """Return who did what when.
+    """Return the timeline of a table of attempts.
 
     Example:
         >>> import pandas as pd
@@ -269,19 +269,19 @@ def took(seconds: float) -> str:
 Cell: TypeAlias = "bool | int | float | str | None"
 
 PLAIN = frozenset({int, float, str, bool, type(None)})
-"""Types of which it is known at once that they are no mappings."""
+"""Types that need no check for mappings."""
 
 MISSING = ("NoneType", "NAType", "NaTType")
-"""Types whose values say that there is none: Python's and pandas'."""
+"""Types of missing values: Python's and pandas'."""
 
 MAX_TEXT = 300
-"""A longer text is cut."""
+"""The greatest length of a text [characters]; longer ones are cut."""
 
 MAX_EXACT = 2**53
-"""Beyond this, JavaScript's numbers leave whole ones out."""
+"""Beyond this, JavaScript's numbers skip integers."""
 
 MAX_KEYS = 24
-"""Configurations within a configuration are spread over columns of their own up to so many keys."""
+"""Nested configurations are spread over separate columns up to this number of keys."""
 
 
 def number_column(taken: Collection[str]) -> str:
@@ -316,7 +316,7 @@ def cell(value: Any) -> Cell:
 
 
 def short(value: Any) -> Cell:
-    """Return a cell whose number has eight digits: nobody reads more, and they would be most of a page.
+    """Return a cell whose number has eight digits: more would take up most of a report.
 
     Example:
         >>> short(1 / 3), short(7), short("a")
@@ -391,24 +391,24 @@ def is_numeric(values: Iterable[Cell]) -> bool:
     return bool(there) and all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in there)
 
 
-# --- learning curves, cut down to what a page can draw ----------------------------------------------------------------
+# --- learning curves, reduced for a report ----------------------------------------------------------------------------
 
 
 MAX_CURVES = 200
-"""So many items have a curve; more could not be told apart."""
+"""The greatest number of items with a curve; more could not be told apart."""
 
 MAX_POINTS = 200
-"""So many points of a curve are drawn."""
+"""The greatest number of points of a curve."""
 
 MAX_METRICS = 20
-"""So many metrics can be chosen from: those that come first."""
+"""The number of metrics to choose from: the first ones."""
 
 STEPS = ("step", "global_step", "epoch", "iteration", "batch")
-"""What reports are usually counted by."""
+"""The usual names of metrics that count reports."""
 
 
 def curves_of(metrics: pd.DataFrame) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return curves as the page draws them, and what is to be said of what is not drawn.
+    """Return curves as the report draws them, and notes on those left out.
 
     The curves are in `items` (the number of each), `starts` (where each of them begins in the columns, and where the last one
     ends) and `columns` (by metric). Between two attempts at an item all columns have an empty cell.

@@ -1,4 +1,4 @@
-"""What the items of a loop print, shown while it runs: whole lines, each behind the number of its item.
+"""The printed output of a loop's items, shown while it runs: whole lines, each with its item's number.
 
 ::
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from raypool.engine.loop import LoopWork
 
 WAITING_CHARS = 1024 * 1024
-"""So much waits to be shown, the newest: a tenth of a second later that is nearly always all."""
+"""The greatest size of text that waits to be shown [characters]; older text is dropped."""
 
 OPEN_CHARS = 8192
-"""A line that has no end yet is shown when it is this long."""
+"""An unfinished line is shown at this length [characters]."""
 
 
 class ItemLines:
@@ -44,7 +44,7 @@ class ItemLines:
         """Take what an item has printed."""
         with self._lock:
             *lines, rest = (self._open.pop(item, "") + text).split("\n")
-            rest = rest[rest.rfind("\r", 0, -1) + 1 :]  # of a progress bar that draws over itself, the newest state
+            rest = rest[rest.rfind("\r", 0, -1) + 1 :]  # a progress bar's newest state
             if len(rest) >= OPEN_CHARS:
                 lines.append(rest)
             elif rest:
@@ -64,11 +64,11 @@ class ItemLines:
             self._num_dropped += 1
 
     def update(self, work: LoopWork, total: int | None) -> None:
-        """Show the lines that have come."""
+        """Show the lines that have arrived."""
         self._show()
 
     def end(self) -> None:
-        """Show what is left, also lines without an end."""
+        """Show the rest, including unfinished lines."""
         with self._lock:
             for item, line in self._open.items():
                 self._put(item, line)
@@ -82,11 +82,11 @@ class ItemLines:
             self._size = self._num_dropped = 0
         if num_dropped:
             text = f"raypool: {num_dropped:,} lines before these came too fast to be shown; results.diary has them.\n{text}"
-        stream = capture.beneath(sys.stdout)  # as it is now: above the picture of the loop, if there is one
+        stream = capture.beneath(sys.stdout)  # the current stream: above the live display, if there is one
         if text and stream is not None:
             with contextlib.suppress(OSError, ValueError):  # it is closed
                 try:
                     stream.write(text)
-                except UnicodeEncodeError:  # it has no such letters
+                except UnicodeEncodeError:  # its encoding lacks these characters
                     stream.write(text.encode("ascii", "backslashreplace").decode())
                 stream.flush()

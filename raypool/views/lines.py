@@ -1,4 +1,4 @@
-"""A loop as lines in a log file, where there is no terminal: few of them, each whole.
+"""Progress of a loop as lines in a log file, where there is no terminal.
 
 ::
 
@@ -16,10 +16,10 @@ from raypool.views.status import LoopStatus
 from raypool.views.words import duration, rate
 
 FIRST_S = 10.0
-"""A loop that takes less long has no line [s]."""
+"""The time before the first line [s]: shorter loops have none."""
 
 MOST_S = 600.0
-"""After each line it takes twice as long as until then to the next, but no longer than this [s]."""
+"""The greatest time between two lines [s]; up to this, each line waits twice as long as the last."""
 
 
 def is_terminal(stream: Any) -> bool:
@@ -34,7 +34,7 @@ class LogLines:
     """Writes lines about a loop; see `View`.
 
     Args:
-        is_asked_for: Begin at once, and say how it has ended, however short it was.
+        is_asked_for: Begin at once, and write a last line even for a short loop.
     """
 
     interval_s = 0.1
@@ -47,7 +47,7 @@ class LogLines:
     def show(self, status: LoopStatus) -> None:
         """Write a line, if it is time."""
         elapsed_s = status.elapsed_s
-        if elapsed_s >= self._next_s and status.num_settled != status.total:  # else its end is said at once
+        if elapsed_s >= self._next_s and status.num_settled != status.total:  # else `end` follows at once
             self._next_s = max(elapsed_s + min(elapsed_s, MOST_S), FIRST_S)
             self._write(status)
 

@@ -1,7 +1,7 @@
-"""A loop as a picture in a notebook, below the cell that runs it: the one of the terminal, as HTML that is replaced in place.
+"""The live display of a loop in a notebook, below the cell that runs it: HTML that is updated in place.
 
-What stands there last stays, also in the file of the notebook. Each loop has a place of its own, so neither a cell that is run
-again nor another one that runs meanwhile takes anything from it.
+The last state stays, also in the file of the notebook. Each loop has its own output, which no other
+cell overwrites.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ STYLES = {"": "", "bold": "font-weight: bold", "dim": "opacity: 0.65", "red": "c
 CELL = "text-align: left; padding: 0 1em 0 0; border: none; white-space: nowrap"
 NUMBER = CELL.replace("left", "right")
 CUT = CELL + "; max-width: 28em; overflow: hidden; text-overflow: ellipsis"
-"""Each worker has one line, however much there is to say: a picture whose height changes would make the notebook jump."""
+"""The style of a cell that is cut to one line: a display that changes its height would make the page jump."""
 
 
 def in_notebook() -> bool:
@@ -41,7 +41,7 @@ class NotebookView:
         self._shown = ""
 
     def show(self, status: LoopStatus) -> None:
-        """Put the loop as it is into the place of what is there."""
+        """Replace the display by the current state of the loop."""
         self._put(status, page(status, status.rows(sys.maxsize)))
 
     def end(self, status: LoopStatus) -> None:
@@ -77,7 +77,7 @@ def page(status: LoopStatus, rows: Rows) -> str:
 
 
 def _bar(status: LoopStatus) -> str:
-    """Return the bar; one without an end where nobody knows that."""
+    """Return the progress bar; an indeterminate one if the total is unknown."""
     value = ""
     if status.total is not None or status.is_over:
         value = f' max="{status.total or 1}" value="{status.num_settled if status.total else 1}"'

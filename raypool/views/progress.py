@@ -1,8 +1,8 @@
-"""Shows how a loop goes on, by whichever view suits what this process can be watched through.
+"""Shows the progress of a loop, by the view that suits this process's output.
 
-In a notebook it is a picture below the cell; on a terminal, a picture there; else lines in a log file, if the loop takes long. Or
-a progress bar of somebody else's. A view takes half a percent of a core at most, if no picture takes it more than 25 ms;
-one that is slower takes more, as it is shown every five seconds all the same.
+A notebook and a terminal get a live display, a log file gets lines if the loop takes long. Or a
+progress bar of another package, such as tqdm. A view takes at most half a percent of a core if one
+update takes no more than 25 ms; a slower one takes more, as it is still updated every five seconds.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 
 SPARING = 200
-"""A view rests so many times as long as it has worked: as the thread that waits for the loop was busy with its last picture."""
+"""A view rests this many times as long as its last update kept the waiting thread busy."""
 
 LONGEST_REST_S = 5.0
-"""But no longer than this [s]: who waits wants to see that the loop goes on, whatever a picture takes."""
+"""The longest rest of a view [s], however slow its updates are."""
 
 logger = logging.getLogger("raypool")
 
@@ -46,11 +46,11 @@ class View(Protocol):
 
 
 class LoopWatch:
-    """Lets a view see a loop, as often as is good. What goes wrong with the view is no reason for the loop to end.
+    """Updates a view of a loop at a suitable rate. Errors of the view do not end the loop.
 
     Args:
-        view: Who shows it.
-        status: What is known of the loop.
+        view: The view.
+        status: The state of the loop.
         clock: Returns the time [s] on a clock that never goes back.
     """
 
@@ -69,7 +69,7 @@ class LoopWatch:
             return
         started = time.thread_time()
         self._try(self._view.show)
-        # The first time takes longer than all others: modules are imported, caches are filled.
+        # The first update is the slowest (imports, caches), so its time does not count.
         took_s, self._is_new = 0.0 if self._is_new else time.thread_time() - started, False
         self._next_at = self._clock() + max(self._view.interval_s, min(SPARING * took_s, LONGEST_REST_S))
 
@@ -95,13 +95,13 @@ def watched(
     """Show a loop while the context lasts.
 
     Args:
-        progress: True: from the first moment on. None: as much as suits where it is shown. Or who makes a progress bar.
+        progress: True: from the start. None: as suits the output. Or a factory of progress bars.
         label: What to call the loop.
-        backend: Who knows the memory of the workers' GPUs.
+        backend: The backend, for the memory of the workers' GPUs.
         is_serial: Whether the loop runs in the thread that waits for it, where a debugger may stop.
     """
     status = LoopStatus(label, backend.gpu_memory)
-    view = _view(progress, is_serial)  # last: what it holds is given back by its end
+    view = _view(progress, is_serial)  # last: only its `end` gives back the terminal
     if view is None:
         yield None
         return
@@ -119,7 +119,7 @@ def _view(progress: bool | Callable[..., Any] | None, is_serial: bool) -> View |
         return NotebookView()
     if sys.stderr is None:
         return None
-    if is_terminal(sys.stderr) and not is_serial:  # a debugger could not ask through a picture
+    if is_terminal(sys.stderr) and not is_serial:  # a debugger needs the terminal
         from raypool.views.terminal import terminal_view
 
         picture = terminal_view()
@@ -135,8 +135,9 @@ class FactoryBar:
     """Moves a bar that a factory has made; see `View`.
 
     Args:
-        factory: Called as `factory(total=..., desc=...)`; `total` is None while nobody knows it. What it returns has `update(n)`
-            and, if it likes, `set_postfix(failed=...)`, `total` and `close()`.
+        factory: Called as `factory(total=..., desc=...)`; `total` is None while unknown. What it
+            returns has `update(n)` and, if it likes, `set_postfix(failed=...)`, `total` and
+            `close()`.
     """
 
     interval_s = 0.1

@@ -1,4 +1,4 @@
-"""The page of a loop: one file of HTML that has all it needs, made of the loop's tables."""
+"""The HTML report of a loop: one self-contained file, made from the loop's tables."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ if TYPE_CHECKING:
 PAGE = Path(__file__).with_name("page")
 
 MARKS = {**COLOURS, "missing": "#b0b0b0"}
-"""The colours of items by status."""
+"""The colors of items by status."""
 
 MAX_FAILURES = 50
-"""So many different failures are told."""
+"""The greatest number of different failures in a report."""
 
 MAX_TRACEBACK = 20_000
-"""Of a longer traceback the end is shown."""
+"""The greatest length of a traceback [characters]; of a longer one the end is shown."""
 
 MAX_NUMBERS = 200
-"""So many items are named of those that failed in the same way."""
+"""The greatest number of items named for a failure."""
 
 
 class Story(NamedTuple):
-    """What is known of a loop: `Results.to_frame`, `.attempts`, `.metrics`, `.errors`.
+    """The tables of a loop: `Results.to_frame`, `.attempts`, `.metrics`, `.errors`.
 
     `configs` and `run` are the columns of `frame` that are of the configurations, and those that raypool adds.
     """
@@ -132,7 +132,7 @@ def page(story: Story, title: str | None) -> str:
 
 
 def _data(story: Story, shown: Timeline) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return what the scripts of the page draw, and what is to be said where not all is drawn."""
+    """Return the data for the scripts of the report, and notes on data left out."""
     table = _table(story)
     curves, notes = curves_of(story.metrics)
     data: dict[str, Any] = {"table": table, "curves": curves, "colours": MARKS}
@@ -183,7 +183,7 @@ def _embedded(data: Any) -> str:
 
 
 def _failures(errors: Mapping[int, BaseException]) -> Iterator[FailureGroup]:
-    """Yield what went wrong, what befell most items first."""
+    """Yield the groups of failures, the most frequent first."""
     groups: dict[str, list[int]] = {}
     for index, error in errors.items():
         groups.setdefault(describe_error(error), []).append(index)
@@ -202,11 +202,11 @@ def _traceback(error: BaseException) -> str:
     return whole if len(whole) <= MAX_TRACEBACK else f"[...]{whole[-MAX_TRACEBACK:]}"
 
 
-# --- charts that never change: what ran when, and how many ran at once ------------------------------------------------
+# --- static charts: timeline and concurrency --------------------------------------------------------------------------
 
 
 MAX_BARS = 2000
-"""About so many bars are drawn; more would make the page slow, and none could be told from the next."""
+"""The approximate number of bars; more would be slow to draw, and could not be told apart."""
 
 MAX_POINTS = 1500
 
@@ -214,7 +214,7 @@ LANE_PIXELS = 26
 
 
 def timeline(shown: Timeline) -> tuple[dict[str, Any], int]:
-    """Return the chart of what ran when, and how many bars it has.
+    """Return the chart of the timeline, and its number of bars.
 
     Attempts that are too short to be told apart share bars.
     """
@@ -261,7 +261,7 @@ def timeline(shown: Timeline) -> tuple[dict[str, Any], int]:
 
 
 def _hover(row: Any) -> str:
-    """Return what is known of a bar, where `<` and `&` are no markup."""
+    """Return the hover text of a bar, with markup escaped."""
     length = took(row.end_s - row.start_s)
     if row.count > 1:
         return f"{row.count:,} items, {row.status}, from item {row.item}<br>{length} in all"

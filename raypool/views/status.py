@@ -1,4 +1,4 @@
-"""What is to be said of a loop, whoever shows it: how far it is, what each worker is at, and what was reported there last."""
+"""The state of a loop for all views: its progress, and each worker's item, metrics and GPU memory."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ if TYPE_CHECKING:
     AskMemory = Callable[[Callable[[dict[int, GpuMemory]], object]], object]
 
 MAX_ROWS = 16
-"""So many workers have a line each; the others share one."""
+"""The greatest number of workers with a line each; the others share one."""
 
 MEMORY_LOOK_S = 2.0
-"""How often the agents of the nodes are asked for the memory of the GPUs, while somebody looks [s]."""
+"""The interval at which nodes are asked for GPU memory, while a view is shown [s]."""
 
 MEMORY_TRUE_S = 10.0
-"""What has not been said again for so long is not known any more [s]."""
+"""An older value of memory counts as unknown [s]."""
 
 STEADY = 2
-"""When each worker has done so many items, how fast they come back says more of the rest than how long each has taken."""
+"""From this number of items per worker on, their rate predicts the rest better than their durations."""
 
 LEAST_LEFT_S = 0.5
-"""Of less time than this nobody need be told [s]."""
+"""A shorter remaining time is not shown [s]."""
 
 
 class WorkerRow(NamedTuple):
-    """What a worker is at: `running_s` is None for one that is idle; texts are empty where there is nothing to say."""
+    """The line of a worker: `running_s` is None if it is idle; texts may be empty."""
 
     worker: int
     num_done: int
@@ -47,7 +47,7 @@ class WorkerRow(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The workers that have a line of their own, and how many others there are and are busy."""
+    """The workers with a line of their own, and the numbers of other workers and of busy ones."""
 
     shown: list[WorkerRow]
     num_others: int
@@ -55,11 +55,11 @@ class Rows(NamedTuple):
 
 
 class LoopStatus:
-    """A loop as it was when somebody looked last.
+    """The state of a loop at the last look.
 
     Args:
         label: What to call the loop.
-        ask_memory: How to ask for the memory of the workers' GPUs; None: nobody wants to know.
+        ask_memory: How to ask for the memory of the workers' GPUs; None: it is not shown.
         clock: Returns the Unix time [s].
     """
 
@@ -76,7 +76,7 @@ class LoopStatus:
         self._memory = MemoryBoard(ask_memory, clock)
 
     def look(self, work: LoopWork, total: int | None) -> None:
-        """Note how far the loop is.
+        """Update the state.
 
         Args:
             work: The loop.
@@ -96,21 +96,21 @@ class LoopStatus:
 
     @property
     def is_begun(self) -> bool:
-        """Whether anything is known of the loop."""
+        """Whether the loop has been looked at."""
         return self._work is not None
 
     @property
     def elapsed_s(self) -> float:
-        """How long it has run [s]; not less than 0, whatever the clock does."""
+        """The time since the start [s], at least 0 even if the clock is set back."""
         return max(self._clock() - self._started, 0.0)
 
     @property
     def num_new(self) -> int:
-        """How many items have an outcome that an earlier run had not left."""
+        """The number of items with an outcome of this run, not of an earlier one."""
         return self.num_settled - self.num_restored
 
     def counts(self) -> list[tuple[str, str]]:
-        """Return how far it is: texts to stand behind each other, each with a style that rich knows."""
+        """Return the progress as texts in order, each with a style of rich."""
         settled = f"{self.num_settled:,}"
         parts = [(f"{settled} done" if self.total is None else f"{settled} of {self.total:,}", "")]
         if self.num_restored:
@@ -122,7 +122,7 @@ class LoopStatus:
         return parts
 
     def left_s(self) -> float | None:
-        """Return how long the rest will take, about [s]; None if nobody knows."""
+        """Return the estimated remaining time [s]; None if unknown."""
         if self.is_over or self.total is None or self.num_new <= 0 or self._work is None:
             return None
         running = self._work.running
@@ -163,14 +163,14 @@ class LoopStatus:
 
     @property
     def last_failure(self) -> str | None:
-        """Which item has failed last, and why; None if none has."""
+        """The last failed item, and the reason; None if none failed."""
         if self._work is not None:
             self._tally.look_at(self._work)
         return self._tally.last_failure
 
 
 class Tally:
-    """What each worker has done so far, counted from what has come back since the last look."""
+    """Counts of each worker's items, updated from the outcomes since the last look."""
 
     def __init__(self) -> None:
         self.num_done: Counter[int] = Counter()
@@ -180,12 +180,12 @@ class Tally:
         self._descriptions: dict[int, str] = {}  # by item
 
     def mean_s(self, running_s: Sequence[float]) -> float:
-        """Return how long an item takes [s]: those that have ended, and at least so those that run, who are the longer ones."""
+        """Return the mean time of an item [s], from ended and running ones (which tend to be longer)."""
         mean_s = self._took_s / max(self.num_done.total(), 1)
         return (self._took_s + sum(max(mean_s, spent_s) for spent_s in running_s)) / (self.num_done.total() + len(running_s))
 
     def look_at(self, work: LoopWork) -> None:
-        """Count what is new."""
+        """Count new outcomes."""
         new = work.segments[self._num_seen :]
         self._num_seen += len(new)
         for piece, result, worker in new:
@@ -204,7 +204,7 @@ class Tally:
         self.last_failure = f"item {index} failed: {describe_error(error)}"
 
     def described(self, work: LoopWork, piece: Slice) -> str:
-        """Return what the item is, if it is one and more than its number. Made once only: it may take long."""
+        """Return the description of a single item if it has one; made once, as it may be slow."""
         if piece.stop - piece.start > 1:
             return ""
         (index,) = work.numbers(piece)
@@ -217,7 +217,7 @@ class Tally:
 
 
 class MemoryBoard:
-    """What was said last of the memory of each worker's GPUs. Nobody waits for it: it comes when it comes."""
+    """The last known memory of each worker's GPUs. Answers arrive asynchronously; no view waits for them."""
 
     def __init__(self, ask: AskMemory | None, clock: Callable[[], float]) -> None:
         self._ask = ask
@@ -237,7 +237,7 @@ class MemoryBoard:
         self._known = self._known | {index: (now, memory) for index, memory in found.items()}
 
     def of(self, worker: int) -> str:
-        """Return how much is in use on the GPUs of a worker; empty if that is not known."""
+        """Return the memory in use on a worker's GPUs, in words; empty if unknown."""
         said_at, memory = self._known.get(worker, (0.0, None))
         if memory is None or self._clock() - said_at > MEMORY_TRUE_S:
             return ""
@@ -250,7 +250,7 @@ def _named(work: LoopWork, piece: Slice) -> str:
 
 
 def _reported(work: LoopWork, piece: Slice) -> str:
-    """Return the newest values of what is running, if it is one item and has reported any in this attempt."""
+    """Return the newest metrics of a single running item, if it reported any in this attempt."""
     if piece.stop - piece.start > 1:
         return ""
     (index,) = work.numbers(piece)

@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 
 MOST_ROWS = 50
-"""A longer table is shown in part: nobody reads it, and there are other ways to look."""
+"""The greatest number of rows on a terminal; longer tables are shown in part."""
 
 MOST_LETTERS = 40
-"""What is longer is shown in part [characters]."""
+"""The greatest length of a cell [characters]; longer ones are cut."""
 
 LEFT_OUT = ("started_at", "peak_memory_bytes", "reason", "error")
 """Columns that are only in JSON."""
@@ -41,8 +41,8 @@ LEFT_OUT = ("started_at", "peak_memory_bytes", "reason", "error")
 def sweep_as_json(frame: pd.DataFrame) -> str:
     """Return a table of results as JSON: a list with an object for each item, each on a line.
 
-    What stands first in an object is the item's number; it is called "index", unless a column is (see `number_column`). NaN and
-    infinities, which JSON does not have, are null, as what is missing. What JSON cannot say otherwise is text.
+    The first entry is the item's number, called "index" unless a column has this name (see
+    `number_column`). NaN, infinities and missing values are null. Values that JSON lacks are texts.
     """
     names = list(map(str, frame))
     number = number_column(names)
@@ -66,7 +66,7 @@ def _plain(value: Any) -> Any:
 
 
 def sweep_as_table(frame: pd.DataFrame) -> Table:
-    """Return the table for a terminal, of no more than `MOST_ROWS` rows, without columns that say nothing."""
+    """Return the table for a terminal, of no more than `MOST_ROWS` rows, without empty columns."""
     shown = frame.drop(columns=list(LEFT_OUT)).head(MOST_ROWS)
     if frame["gpu"].isna().all():
         shown = shown.drop(columns="gpu")
@@ -96,7 +96,7 @@ def _cell(value: Any) -> Text:
     return text
 
 
-# --- machines that can be rented --------------------------------------------------------------------------------------
+# --- machines for rent ------------------------------------------------------------------------------------------------
 #
 #       machine         vCPUs  memory  GPUs
 #       n1-standard-8       8   30 GB  1, 2 or 4 T4
@@ -107,7 +107,7 @@ def machines_as_table(catalogue: Catalogue, gpu: str | None) -> Table:
     """Return a table of machines.
 
     Args:
-        catalogue: What there is.
+        catalogue: The catalogue of machines.
         gpu: Only machines that may have GPUs of this kind, and how many of these; None: all.
     """
     table = Table(box=None, pad_edge=False)
@@ -121,7 +121,7 @@ def machines_as_table(catalogue: Catalogue, gpu: str | None) -> Table:
 
 
 def where(catalogue: Catalogue, gpu: str | None) -> str:
-    """Return what is to be said below the table: where a kind of GPU is to be had, and of which day all this is."""
+    """Return the note below the table: where a kind of GPU is available, and the catalogue's date."""
     lines = [f"This is catalogue {catalogue.name} as of {catalogue.date}: providers change what they have."]
     if gpu is not None:
         kind = catalogue.gpu(gpu)
@@ -172,7 +172,7 @@ NO_GPU = (
 UNKNOWN = "unknown"
 
 WIDTH_OF_FILES = 1000
-"""Columns of a table that does not go to a terminal."""
+"""The width of a table in a file or a pipe [columns]."""
 
 
 def gpus_as_json(frame: pd.DataFrame) -> str:
@@ -202,7 +202,7 @@ def gpus_as_table(frame: pd.DataFrame) -> Table:
 
 
 def show(table: Table) -> None:
-    """Print a table, as wide as the terminal is; into a file or a pipe, as wide as it wants to be."""
+    """Print a table at the width of the terminal; into a file or a pipe, at its full width."""
     SafeConsole(width=None if sys.stdout.isatty() else WIDTH_OF_FILES).print(table)
 
 

@@ -1,4 +1,4 @@
-"""A loop as a picture on a terminal: how far it is, what each worker is at, and what was reported there last.
+"""The live display of a loop on a terminal: its progress, and each worker's item and last metrics.
 
 ::
 
@@ -36,10 +36,10 @@ MIN_WIDTH_FOR_MEMORY = 80
 DONE_WIDTH = 3
 
 Line = list[tuple[str, str]]
-"""Texts that stand behind each other, each with its style."""
+"""A line: texts in order, each with its style."""
 
 _screen = threading.Lock()
-"""Held by the loop that is shown. Two pictures would overwrite each other."""
+"""Held by the loop that is shown: two live displays would overwrite each other."""
 
 
 def terminal_view() -> TerminalView | None:
@@ -48,7 +48,7 @@ def terminal_view() -> TerminalView | None:
     if not console.is_terminal or console.is_dumb_terminal:
         return None
     view = TerminalView(console, _screen.release)
-    return view if _screen.acquire(blocking=False) else None  # last: whoever fails before holds nothing
+    return view if _screen.acquire(blocking=False) else None  # last: a failure above leaves the lock free
 
 
 class TerminalView:
@@ -63,7 +63,7 @@ class TerminalView:
 
     def __init__(self, console: Console, leave: Callable[[], object] = lambda: None) -> None:
         self._console = console
-        # What the user prints goes above the picture, but only if it was meant for the same terminal.
+        # Printed text goes above the display, but only if it goes to the same terminal.
         self._live = Live(console=console, auto_refresh=False, redirect_stdout=is_terminal(sys.stdout))
         self._leave = leave
         self._is_terminal_gone = False
@@ -74,7 +74,7 @@ class TerminalView:
 
     def end(self, status: LoopStatus) -> None:
         """Leave the first line of the picture, and give the terminal back as it was."""
-        with contextlib.ExitStack() as after:  # each of them, whatever fails: the next loop wants the terminal
+        with contextlib.ExitStack() as after:  # all run, even if one fails: the next loop needs the terminal
             after.callback(self._leave)
             after.callback(self._stop)
             after.callback(_flush_output)
@@ -90,20 +90,20 @@ class TerminalView:
             return
         try:
             self._live.start()
-            capture.put_on_top()  # it has its own streams in place of those that tell the tasks apart
+            capture.put_on_top()  # rich has replaced the streams that separate the tasks' output
             self._live.update(picture, refresh=True)
         except OSError:
-            self._is_terminal_gone = True  # which is no reason for the loop to end
+            self._is_terminal_gone = True  # the loop goes on
 
 
 def _flush_output() -> None:
-    """Write out a line that the user has begun but not ended."""
+    """Flush a line that user code has begun but not ended."""
     with contextlib.suppress(OSError, ValueError, AttributeError):  # the stream may be closed, or none
         sys.stdout.flush()
 
 
 class Picture:
-    """What is drawn of a loop. It is made of segments: rich's own tables and texts take ten times as long."""
+    """The drawing of a loop. It is made of segments: rich's tables and texts take ten times as long."""
 
     def __init__(self, console: Console, status: LoopStatus) -> None:
         self._width, self._height = console.width, console.height
@@ -122,7 +122,7 @@ class Picture:
             yield from _segments(line)
 
     def _headline(self, status: LoopStatus) -> tuple[Line, ProgressBar | None]:
-        """Return the numbers, and the bar. Where they have no room, the time left goes first, then the bar."""
+        """Return the numbers and the bar; on a narrow terminal without the time left, then without the bar."""
         label = fit(status.label, max(self._width // 3, MIN_BAR))
         counts = status.counts()
         room = self._width - cell_len(label) - sum(len(text) for text, _ in counts) - 3

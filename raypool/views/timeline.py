@@ -1,4 +1,4 @@
-"""What ran when, as a figure of matplotlib's and as a Chrome trace; both are made of the table of attempts."""
+"""The timeline of a loop, as a figure of matplotlib and as a Chrome trace, from the table of attempts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 BAR_HEIGHT = 0.7
 
 MIN_LABEL = 0.03
-"""A bar has the number of its item in it if it is at least this part of the axis."""
+"""The least width of a bar with its item's number in it, as a share of the axis."""
 
 MICROSECONDS = 1e6
 
@@ -66,7 +66,7 @@ def draw(attempts: pd.DataFrame, title: str | None) -> Figure:
 
 
 def let_notebooks_show_it() -> None:
-    """Make a notebook that this process is the kernel of show figures, which it does by itself only where pyplot is in use."""
+    """Let the notebook of this process show figures, as it does by itself only with pyplot."""
     shell = notebook_shell()
     if shell is None:
         return
@@ -114,7 +114,7 @@ def headline(shown: Timeline) -> str:
 
 
 def _plain(text: str) -> str:
-    """Return a text in which matplotlib sees no formula, and no half of a character, which no font has."""
+    """Return a text without formulas for matplotlib, and without surrogates, which no font has."""
     return text.replace("$", r"\$").encode("utf-8", "replace").decode()
 
 

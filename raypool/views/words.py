@@ -1,4 +1,4 @@
-"""How a loop is put into words: times, rates, sizes, and whatever the items and values are, each in one line."""
+"""Texts for the views: times, rates, sizes, items, metrics and errors, each in one line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MAX_DESCRIPTION = 200
 MAX_VALUE = 60
 
 TIMES = ("m", "M")
-"""The kinds of NumPy's values that are points in time, or how long: as numbers nobody knows them again."""
+"""The kinds of NumPy's dates and durations, which are unreadable as numbers."""
 
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = MAX_VALUE
@@ -71,7 +71,7 @@ def printable(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    r"""Return a text as one line in which nothing moves the cursor or sets a colour.
+    r"""Return a text as one line in which nothing moves the cursor or sets a color.
 
     Example:
         >>> one_line("two\n lines, \x1b[31mred")
@@ -115,7 +115,7 @@ def describe_error(error: BaseException) -> str:
     """
     try:
         text = one_line(str(error)[: 10 * MAX_DESCRIPTION])[:MAX_DESCRIPTION]
-    except Exception:  # it is the user's class
+    except Exception:  # the text comes from the user's class
         text = ""
     name = one_line(type(error).__name__)
     return f"{name}: {text}" if text else name
