@@ -1,4 +1,8 @@
-"""Every private name of Ray that raypool uses, and what it is needed for: an update of Ray begins here.
+"""Every private name that raypool imports from Ray, and what it is needed for: an update of Ray begins here.
+
+Private attributes of Ray's objects are where the objects are: actors' ids and the connection of Ray Client in
+`backends/ray/client.py` and `session.py`, `JobSubmissionClient._do_request` in `cluster/jobs.py`, and the scripts that
+`cli/doctor.py` and `cluster/jobs.py` run in other processes.
 
 All were checked on Ray 2.60. A name is imported when somebody asks for it, so this module costs nothing, and where a Ray lacks
 one, only the code that asks for it fails (or does without, where it says so).

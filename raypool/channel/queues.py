@@ -302,7 +302,7 @@ def check_timeout(timeout_s: Any) -> None:
     if not isinstance(timeout_s, numbers.Real) or isinstance(timeout_s, bool):
         raise InvalidTypeError(f"timeout_s={timeout_s!r} is not a number of seconds.")
     if not float(timeout_s) >= 0:
-        raise InvalidValueError(f"timeout_s={timeout_s} is no time to wait. Give 0 to look only, None to wait for ever.")
+        raise InvalidValueError(f"timeout_s={timeout_s} is no time to wait. Give 0 to look only, None to wait forever.")
 
 
 # --- owner: the process that reads and closes a queue -----------------------------------------------------------------

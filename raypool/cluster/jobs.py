@@ -602,7 +602,7 @@ class Jobs:
                 for name, amount in wanted.items()
             )
             raise CloudError(
-                f"The job would wait for ever: {words}. Its command runs on one node. Ask for less, or for nothing: "
+                f"The job would wait forever: {words}. Its command runs on one node. Ask for less, or for nothing: "
                 "the pool that it opens takes its own."
             )
 
