@@ -32,7 +32,7 @@ def main(arguments):
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
         started = time.perf_counter()
-        command = (sys.executable, "-m", "pytest", "tests", "-m", "gpu", f"--junitxml={report}", *arguments)
+        command = (sys.executable, "-m", "pytest", "tests/gpu", "-m", "gpu", f"--junitxml={report}", *arguments)
         status = subprocess.run(command, cwd=ROOT, check=False).returncode
         described["took_s"] = round(time.perf_counter() - started)
         tests = outcomes(report) if report.exists() else []  # nothing is left of one that was killed

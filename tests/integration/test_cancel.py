@@ -296,22 +296,24 @@ def test_the_best_is_picked_early(two_workers: Any, eventually: Any) -> None:
     assert [future.state for future in futures].count("cancelled") == 3
 
 
-def test_the_stop_button(pool: ParallelPool, gate: Any, make_gate: Any) -> None:
+def test_the_stop_button(pool: ParallelPool, gate: Any) -> None:
     """Scenario 27; also for a task that waits for its turn."""
 
-    def train() -> int:
-        steps = 0
-        while not current_task().should_stop:
-            steps += 1
-        return steps
+    def train() -> list[bool]:
+        seen = [current_task().should_stop]
+        gate.open()
+        while not seen[-1]:
+            seen[1:] = [current_task().should_stop]
+        return seen
 
-    running = started(pool, train, gate=gate, worker=0)
+    running = pool.options(worker=0).parfeval(train)
+    gate.wait()
     waiting = pool.options(worker=0).parfeval(train)
     assert waiting.request_stop()
     assert running.request_stop()
-    assert running.result(30) > 0
+    assert running.result(300) == [False, True]
     assert running.state == "finished"
-    assert waiting.result(30) == 0
+    assert waiting.result(300) == [True]
     assert not running.request_stop()
 
 
