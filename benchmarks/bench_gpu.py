@@ -15,7 +15,7 @@ from benchmarks.measuring import Line, in_turns, timed
 from benchmarks.own_ray import own_ray
 from raypool import parpool
 
-ROUNDS = 3
+ROUNDS = 2
 JOBS = 8
 TOGETHER = (1, 2, 4, 8)
 MEGABYTE = 2**20

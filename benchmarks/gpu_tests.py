@@ -32,10 +32,13 @@ def main(arguments):
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
         started = time.perf_counter()
-        command = (sys.executable, "-m", "pytest", "tests/gpu", "-m", "gpu", f"--junitxml={report}", *arguments)
-        status = subprocess.run(command, cwd=ROOT, check=False).returncode
+        # A test that hangs is interrupted by a signal: the timeout's thread would end pytest, and its report with it.
+        command = (sys.executable, "-m", "pytest", "tests/gpu", "-m", "gpu", "--timeout-method=signal", f"--junitxml={report}")
+        status = subprocess.run((*command, *arguments), cwd=ROOT, check=False).returncode
         described["took_s"] = round(time.perf_counter() - started)
-        tests = outcomes(report) if report.exists() else []  # nothing is left of one that was killed
+        if not report.exists():
+            sys.exit(f"pytest was ended before it wrote its report (status {status}). Nothing was recorded.")
+        tests = outcomes(report)
     path = keep(RESULTS, described, status, tests)
     print(f"recorded in {path.relative_to(ROOT)}: {summary(tests)}")
     sys.exit(status)

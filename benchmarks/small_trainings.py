@@ -41,7 +41,7 @@ class Training:
     steps: int
 
 
-TRAININGS = {"MLP": Training(mlp, (784,), 128, 1500), "small CNN": Training(cnn, (1, 28, 28), 128, 1000)}
+TRAININGS = {"MLP": Training(mlp, (784,), 128, 500), "small CNN": Training(cnn, (1, 28, 28), 128, 400)}
 
 
 def train(seed, name, steps=None, log=None):
